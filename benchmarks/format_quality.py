@@ -6,21 +6,23 @@
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
 only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
 calibration text, and by llama.cpp's quantiser where `llama-cpp-python` is installed: `llama_model_quantize` of the model in BF16, with
-`pure` (all matrices in one type) and without an importance matrix, as `llama-quantize --pure FILE OUT TYPE`. The bundled model has rows of
-64 weights in its experts' last projections, which super-blocks of 256 do not divide: those matrices are in the type that takes their place
-(q4_k: q5_0), and the bytes are those of the file.
+`pure` (all matrices in one type), as `llama-quantize --pure FILE OUT TYPE`, with the same importance matrix and without it. The bundled
+model has rows of 64 weights in its experts' last projections, which super-blocks of 256 do not divide: those matrices are in the type that
+takes their place (q4_k: q5_0), and the bytes are those of the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from demo_recipe import split_text
 from record import RESULTS, write_rows
@@ -43,7 +45,14 @@ rules:
   replace: {class: quantized_linear, kwargs: {weights: stored}}
 """
 TYPES = ("BF16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q2_K")
-MIXTURES = ("Q4_K,down=Q8_0", "Q3_K,down=Q8_0,attention=Q8_0,output=Q8_0", "gate=Q2_K,up=Q2_K,down=Q4_K")
+TYPES += ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "TQ2_0", "TQ1_0")
+MIXTURES = (
+    "Q4_K,down=Q8_0",
+    "Q3_K,down=Q8_0,attention=Q8_0,output=Q8_0",
+    "gate=Q2_K,up=Q2_K,down=Q4_K",
+    "gate=IQ3_XXS,up=IQ3_XXS,down=Q4_K",
+    "gate=IQ2_XXS,up=IQ2_XXS,down=Q4_K",
+)
 # llama.cpp's numbers of its types with one type for all matrices.
 THEIRS = {
     "Q8_0": 7,
@@ -58,6 +67,14 @@ THEIRS = {
     "IQ4_XS": 30,
     "Q3_K": 11,
     "Q2_K": 10,
+    "IQ3_S": 26,
+    "IQ3_XXS": 23,
+    "IQ2_S": 28,
+    "IQ2_XS": 20,
+    "IQ2_XXS": 19,
+    "IQ1_S": 24,
+    "TQ2_0": 37,
+    "TQ1_0": 36,
 }
 Row = dict[str, object]
 
@@ -74,16 +91,30 @@ def files(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path)
             write_export(plan, path, meta.source.folder, "model", weights, lambda size: None, replace=True)
             yield provider, types, path
     if find_spec("llama_cpp"):
-        import llama_cpp
+        yield from files_of_llama_cpp(meta, importance, folder)
 
-        whole, path = folder / "whole.gguf", folder / "theirs.gguf"
-        plan = plan_export(meta.weights, meta.skeleton, read_types("BF16"))
-        write_export(plan, whole, meta.source.folder, "model", {}, lambda size: None)
+
+def files_of_llama_cpp(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path) -> Iterator[tuple[str, str, Path]]:
+    import llama_cpp
+
+    assert meta.weights is not None, "loaded with its weights"
+    whole, path = folder / "whole.gguf", folder / "theirs.gguf"
+    plan = plan_export(meta.weights, meta.skeleton, read_types("BF16"))
+    write_export(plan, whole, meta.source.folder, "model", {}, lambda size: None)
+    values = {tensor.name: importance[tensor.importance] for tensor in plan.tensors if tensor.importance in importance}
+    kept = {name.encode(): np.ascontiguousarray(found.float().numpy()).ravel() for name, found in values.items()}
+    matrix = (llama_cpp.llama_model_imatrix_data * (len(kept) + 1))()
+    for entry, (tensor, numbers) in zip(matrix, kept.items(), strict=False):  # the last one stays empty, which ends the list
+        entry.name, entry.data, entry.size = tensor, numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), numbers.size
+    for provider, used in (("llama.cpp", matrix), ("llama.cpp, no imatrix", None)):
         for types, number in THEIRS.items():
             settings = llama_cpp.llama_model_quantize_default_params()
             settings.ftype, settings.pure = number, True
+            if used is not None:
+                settings.imatrix = used
+            # Without an importance matrix it writes no IQ2_XXS, IQ2_XS and IQ1_S.
             if llama_cpp.llama_model_quantize(str(whole).encode(), str(path).encode(), settings) == 0:
-                yield "llama.cpp, no imatrix", types, path
+                yield provider, types, path
 
 
 def loaded(folder: Path | str, rules: Path, gguf: Path | None) -> PreTrainedModel:
@@ -150,7 +181,7 @@ def plot(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panel = plt.subplots(figsize=(9, 5))
-    for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp, no imatrix", "x")):
+    for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp", "+"), ("llama.cpp, no imatrix", "x")):
         own = [row for row in rows if row["provider"] == provider]
         if not own:
             continue

@@ -349,7 +349,8 @@ def format_quality() -> str:
     """Return the cost of each format of files, with an importance matrix, without one, and by llama.cpp's quantiser."""
     rows = read("format_quality")
     found = {(row["provider"], row["types"]): row for row in rows}
-    names = {"moegraft": "", "moegraft, no imatrix": ", no imatrix", "llama.cpp, no imatrix": ", llama.cpp's quantiser, no imatrix"}
+    theirs = ", llama.cpp's quantiser"
+    names = {"moegraft": "", "llama.cpp": theirs, "moegraft, no imatrix": ", no imatrix", "llama.cpp, no imatrix": f"{theirs}, no imatrix"}
     names = {provider: name for provider, name in names.items() if any(row["provider"] == provider for row in rows)}
     body = []
     for types in dict.fromkeys(row["types"] for row in rows):

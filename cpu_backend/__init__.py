@@ -14,6 +14,7 @@ from moegraft.cpu_backend._kernel import (
     activations,
     check_problem,
     default_threads,
+    search_grid,
 )
 from moegraft.cpu_backend._kernel import Runtime as _Runtime
 
@@ -37,4 +38,5 @@ __all__ = [
     "activations",
     "check_problem",
     "default_threads",
+    "search_grid",
 ]

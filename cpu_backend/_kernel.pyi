@@ -427,6 +427,31 @@ class Runtime:
     def host_function(self) -> tuple[int, _HostCallMaker]:
         """Return the address of a C function `void (*)(void*)` that runs a HostCall, and a maker of HostCalls (arguments of `forward`)."""
 
+def search_grid(
+    weight_type: str,
+    x: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    *,
+    shift: float = 0,
+    threads: int = 1,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint16], NDArray[np.uint8]]:
+    """Return, for groups of columns and candidates of their scales, the nearest points of a type's grid, by weighted squared errors.
+
+    Args:
+        weight_type: `iq1_s`, `iq2_xxs`, `iq2_xs`, `iq2_s`, `iq3_xxs` or `iq3_s`.
+        x, weight: (groups, columns), where a group has 16 columns for `iq2_xs` and `iq2_s`, and 32 for the others.
+        scales: (groups, candidates), not negative.
+        shift: is added to the numbers of the grid.
+
+    Returns:
+        Sums of weight * x * number and of weight * number^2, (groups, candidates); the points, (groups, candidates, points of a group);
+        the signs, (groups, candidates, columns / 8), where bit i of a byte is set if column i is negative.
+
+    Raises:
+        ValueError: a type without a grid, or other shapes.
+    """
+
 def activations() -> list[str]: ...
 def default_threads() -> int: ...
 def select_isa(features: set[str], wanted: str = "") -> tuple[str, dict[str, int]]:

@@ -2,7 +2,8 @@
 
 For each block, scales and codes minimise the sum of importance * (value - stored value)^2: of several ranges of the codes, the one
 whose least-squares scale leaves the smallest error. Super-blocks of 256 then round the scales of their groups to integers, choose the
-codes again for the rounded scales, and fit the scales of the whole block to these codes. The layouts are llama.cpp's (ggml-common.h).
+codes again for the rounded scales, and fit the scales of the whole block to these codes. Points of grids are the nearest ones of all. The
+layouts are llama.cpp's (ggml-common.h).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as BlockType
 from numpy.typing import NDArray
+
+from moegraft.cpu_backend import search_grid
 
 Bytes = NDArray[Any]  # uint8, which NumPy's types lose in arithmetic
 SUPER_BLOCK = 256
@@ -297,6 +300,161 @@ def _mxfp4(x: torch.Tensor, weight: torch.Tensor) -> Bytes:
     return np.concatenate([_bytes(best + EXPONENT_BIAS), _nibbles(_bytes(codes), 16)], axis=1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A type whose codes are points of a grid, with signs; numbers of a group are multiplied by scale * unit * (2 * place + 1).
+
+    Attributes:
+        size: of a group.
+        top: the largest number of a point.
+        unit: of a group's scale.
+        places: how many there are.
+        ratios: the range of top * scale * unit that is tried, as parts of a group's largest magnitude.
+        shifts: what is added to the points of a group.
+    """
+
+    name: str
+    size: int
+    top: float
+    unit: float
+    ratios: tuple[float, float]
+    places: int = 16
+    shifts: tuple[float, ...] = (0.0,)
+    tries: int = 7
+
+    def search(self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> _Points:
+        """Return the nearest points: x (n, size), scales (n, candidates), result (n, shifts * candidates)."""
+        each = [
+            search_grid(self.name, x.numpy(), weight.numpy(), scales.numpy(), shift=shift, threads=torch.get_num_threads())
+            for shift in self.shifts
+        ]
+        match, norm, points, signs = (
+            each[0] if len(each) == 1 else tuple(np.concatenate(parts, axis=1) for parts in zip(*each, strict=True))
+        )
+        return _Points(torch.from_numpy(match), torch.from_numpy(norm), points, signs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """Nearest points by group and candidate, as `search_grid` returns them."""
+
+    match: torch.Tensor
+    norm: torch.Tensor
+    points: Bytes
+    signs: Bytes
+
+
+GridPack = Callable[[Bytes, Bytes, Bytes, Bytes], list[Bytes]]  # points, signs, places of scales, shifts (n, groups, ...): to parts
+
+
+def _grid_super_blocks(x: torch.Tensor, weight: torch.Tensor, grid: _Grid, pack: GridPack) -> Bytes:
+    """Quantise blocks (n, 256): the best scale of each group alone, then that of the block, then the groups' places around it, twice."""
+    blocks, groups = len(x), SUPER_BLOCK // grid.size
+    x, weight = x.reshape(-1, grid.size).contiguous(), weight.reshape(-1, grid.size).contiguous()
+    largest = x.abs().amax(-1, keepdim=True) / grid.top
+    found = grid.search(x, weight, largest * torch.linspace(*grid.ratios, grid.tries))
+    match = found.match.clamp_min(0)
+    best = _ratio(match * match, found.norm).argmax(-1, keepdim=True)
+    influence = found.norm.gather(-1, best)
+    own = _ratio(match.gather(-1, best), influence)
+    odd = _Levels(tuple(range(1, 2 * grid.places, 2)), 2 * grid.places - 1, 0.3, 25)
+    whole = _half(_fit(own.reshape(blocks, groups), influence.reshape(blocks, groups), odd) / grid.unit)
+    least = torch.full((blocks, 1), torch.inf)
+    kept: list[torch.Tensor] = []
+    for _ in range(2):
+        of_groups = whole.expand(blocks, groups).reshape(-1, 1) * grid.unit
+        places = (odd.nearest(_ratio(own, of_groups)) + torch.tensor([-1.0, 0.0, 1.0])).clamp_(0, grid.places - 1)
+        scales = of_groups * (2 * places + 1)
+        found = grid.search(x, weight, scales)
+        shifts = len(grid.shifts)
+        scales, places = scales.repeat(1, shifts), places.repeat(1, shifts)
+        errors = scales * (scales * found.norm - 2 * found.match)
+        error, best = errors.min(-1, keepdim=True)
+        chosen = best.numpy()[..., None]
+        now = [
+            whole,
+            torch.from_numpy(np.take_along_axis(found.points, chosen, 1)[:, 0].astype(np.int32)).reshape(blocks, groups, -1),
+            torch.from_numpy(np.take_along_axis(found.signs, chosen, 1)[:, 0]).reshape(blocks, groups, -1),
+            places.gather(-1, best).reshape(blocks, groups),
+            (best // 3).reshape(blocks, groups),
+        ]
+        error = error.reshape(blocks, groups).sum(-1, keepdim=True)
+        better = error < least
+        least = torch.where(better, error, least)
+        kept = [torch.where(better if new.ndim == 2 else better[..., None], new, old) for new, old in zip(now, kept or now, strict=True)]
+        factor = (2 * places.gather(-1, best) + 1) * grid.unit
+        above = (factor * found.match.gather(-1, best)).reshape(blocks, groups).sum(-1, keepdim=True)
+        below = (factor.square() * found.norm.gather(-1, best)).reshape(blocks, groups).sum(-1, keepdim=True)
+        own = _ratio(found.match.gather(-1, best).clamp_min(0), found.norm.gather(-1, best))
+        whole = _half(_ratio(above.clamp_min(0), below))
+    whole, points, signs, places, shift = kept
+    packed = pack(points.numpy().astype(np.uint16), signs.numpy(), _bytes(places), _bytes(shift))
+    return np.concatenate([_halves(whole), *packed], axis=1)
+
+
+def _words(values: Bytes, dtype: str) -> Bytes:
+    """Return the little-endian bytes of numbers, (n, ...) as (n, bytes)."""
+    return np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(len(values), -1)
+
+
+def _sums(fields: Bytes, bits: int) -> Bytes:
+    """Return numbers of `bits` bits side by side: (..., k) as (...), the first in the lowest bits."""
+    found: Bytes = (fields.astype(np.uint32) << np.arange(0, bits * fields.shape[-1], bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return found
+
+
+def _signs_and_places(signs: Bytes, places: Bytes) -> Bytes:
+    """Return four times seven signs and a scale of 4 bits in a word; the eighth sign follows from the others."""
+    found: Bytes = _sums(signs & 127, 7) | places.astype(np.uint32) << 28
+    return found
+
+
+def _iq3_s(points: Bytes, signs: Bytes, places: Bytes, _: Bytes) -> list[Bytes]:
+    upper = _sums(points >> 8, 1)
+    return [_words(points & 255, "u1"), _words(upper, "u1"), _words(signs, "u1"), _words(_sums(places.reshape(len(places), 4, 2), 4), "u1")]
+
+
+def _iq2_xxs(points: Bytes, signs: Bytes, places: Bytes, _: Bytes) -> list[Bytes]:
+    return [_words(np.stack([_sums(points, 8), _signs_and_places(signs, places)], axis=-1), "<u4")]
+
+
+def _iq2_xs(points: Bytes, signs: Bytes, places: Bytes, _: Bytes) -> list[Bytes]:
+    both = points | (signs & 127).astype(np.uint16) << 9
+    return [_words(both, "<u2"), _words(_sums(places.reshape(len(places), 8, 2), 4), "u1")]
+
+
+def _iq2_s(points: Bytes, signs: Bytes, places: Bytes, _: Bytes) -> list[Bytes]:
+    upper = _sums((points >> 8).reshape(len(points), 8, 4), 2)
+    scales = _sums(places.reshape(len(places), 8, 2), 4)
+    return [_words(points & 255, "u1"), _words(signs, "u1"), _words(upper, "u1"), _words(scales, "u1")]
+
+
+def _iq1_s(points: Bytes, _: Bytes, places: Bytes, minus: Bytes) -> list[Bytes]:
+    upper = _sums(points >> 8, 3) | places.astype(np.uint32) << 12 | minus.astype(np.uint32) << 15
+    return [_words(points & 255, "u1"), _words(upper, "<u2")]
+
+
+def _ternary(x: torch.Tensor, weight: torch.Tensor, pack: Callable[[Bytes], list[Bytes]]) -> Bytes:
+    """Quantise blocks (n, 256) to -1, 0 and 1, exactly: the numbers that are not 0 are those of the largest magnitudes."""
+    sizes, order = x.abs().sort(-1, descending=True)
+    weight = weight.gather(-1, order)
+    match, norm = (weight * sizes).cumsum(-1), weight.cumsum(-1)
+    best = _ratio(match * match, norm).argmax(-1, keepdim=True)
+    scale = _half(_ratio(match.gather(-1, best), norm.gather(-1, best)))
+    codes = (x.abs() * 2 > scale) * x.sign() * (scale > 0) + 1
+    return np.concatenate([*pack(_bytes(codes)), _halves(scale)], axis=1)
+
+
+def _tq1_0(codes: Bytes) -> list[Bytes]:
+    """Return five numbers in a byte, as the upper byte of 256 / 243 times their value in base 3: 160 columns, 80 and 16."""
+    found = []
+    for first, last, size in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
+        digits = codes[:, first:last].reshape(len(codes), -1, size).astype(np.uint32)
+        value = sum(digits[:, place] * 3 ** (4 - place) for place in range(digits.shape[1]))
+        found.append(((value * 256 + 242) // 243).astype(np.uint8))
+    return found
+
+
 def _with_fifth_bits(codes: Bytes) -> list[Bytes]:
     return [_bits(codes >> 4, 32), _nibbles(codes & 15, 16)]
 
@@ -336,11 +494,31 @@ _ENCODERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Bytes]] = {
         scale_top=15,
         pack=lambda codes, scales: [scales[0] | scales[1] << np.uint8(4), _quarters(codes), WHOLE],
     ),
+    "IQ3_S": partial(_grid_super_blocks, grid=_Grid("iq3_s", 32, 15, 1, (0.65, 1.25)), pack=_iq3_s),
+    "IQ3_XXS": partial(
+        _grid_super_blocks,
+        grid=_Grid("iq3_xxs", 32, 62, 1 / 4, (0.65, 1.25)),
+        pack=lambda points, signs, places, _: [_words(points, "u1"), _words(_signs_and_places(signs, places), "<u4")],
+    ),
+    "IQ2_S": partial(_grid_super_blocks, grid=_Grid("iq2_s", 16, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_s),
+    "IQ2_XS": partial(_grid_super_blocks, grid=_Grid("iq2_xs", 16, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_xs),
+    "IQ2_XXS": partial(_grid_super_blocks, grid=_Grid("iq2_xxs", 32, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_xxs),
+    "IQ1_S": partial(_grid_super_blocks, grid=_Grid("iq1_s", 32, 8, 1 / 8, (0.3, 0.9), 8, (-7.0, -9.0)), pack=_iq1_s),
+    "TQ2_0": partial(_ternary, pack=lambda codes: [_quarters(codes)]),
+    "TQ1_0": partial(_ternary, pack=_tq1_0),
 }
 FLOATS = ("F32", "F16", "BF16")
 ENCODED = (*FLOATS, *_ENCODERS)
 # What rows that are no whole number of super-blocks are stored in, as by llama.cpp; then F16.
-INSTEAD = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+INSTEAD = {
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+} | dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), "IQ4_NL")
 
 
 def fitting_type(name: str, columns: int) -> str:

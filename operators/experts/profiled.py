@@ -19,7 +19,8 @@ from moegraft.operators.weight_formats import FORMATS
 # What a matrix of floats can be packed to: by the kernel, or by `block_encoding`.
 PROFILED_TYPES = Literal[
     "stored", "float32", "float16", "bfloat16", "int8",
-    "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "iq4_xs", "iq4_nl", "mxfp4", "int4", "q3_k", "q2_k",
+    "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "iq4_xs", "iq4_nl", "mxfp4", "int4",
+    "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s", "iq2_xs", "tq2_0", "iq2_xxs", "tq1_0", "iq1_s",
 ]  # fmt: skip
 
 

@@ -105,6 +105,7 @@ def test_the_experts_that_a_text_chooses_most_are_hot(folder: Path) -> None:
         ("int8", "iq4_nl", 96, 2e-2),  # three blocks in a row; activations are rounded to 8 bits in groups of 32
         ("bfloat16", "int4", 40, 2e-2),  # rows that are no whole number of groups
         ("q6_k", "q2_k", 256, 2e-2),  # super-blocks, both encoded
+        ("int8", "iq3_xxs", 256, 2e-2),  # points of a grid
     ],
 )
 def test_outputs_are_those_of_the_dequantised_weights(tmp_path: Path, hot: str, cold: str, intermediate: int, limit: float) -> None:
@@ -186,7 +187,7 @@ def test_every_type_is_one_that_weights_can_be_packed_to() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (rules(cold="iq3_xxs"), r"rules\.yaml:3:\d+: error: option 'weights\.cold' of hybrid_experts must be one of stored, .*q2_k, not "),
+        (rules(cold="iq1_m"), r"rules\.yaml:3:\d+: error: option 'weights\.cold' of hybrid_experts must be one of stored, .*iq1_s, not "),
         (rules(more=", share: 1"), "option 'weights' of hybrid_experts: share is a part of a layer's routed tokens, above 0 and below 1"),
         (rules(kwargs=", gpu: auto"), "weights of several types need gpu: none, as all slots"),
         (rules(kwargs=", sparsity: {target: 0.5, scope: routed}"), "weights of several types cannot be combined with sparsity"),

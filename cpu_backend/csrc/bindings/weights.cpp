@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "ops/grid_search.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -285,6 +286,35 @@ void bind_linear(py::module_& module) {
       });
 }
 
+py::tuple search(const std::string& weight_type, const py::array& x, const py::array& weight, const py::array& scales, float shift,
+                 int threads) {
+  const WeightType type = parse_weight_type(weight_type);
+  const GridForm form = grid_form(type);
+  const auto check = [](const py::array& array, const char* name) {
+    require_layout(array, name, 2);
+    require_dtype(array, name, 'f', 4, "float32");
+  };
+  check(x, "x");
+  check(weight, "weight");
+  check(scales, "scales");
+  const py::ssize_t groups = x.shape(0), candidates = scales.shape(1);
+  if (x.shape(1) != form.group) raise_shape_error(x, "x", "(groups, " + std::to_string(form.group) + ")");
+  if (weight.shape(0) != groups || weight.shape(1) != form.group) raise_shape_error(weight, "weight", "that of x");
+  if (scales.shape(0) != groups) raise_shape_error(scales, "scales", "(" + std::to_string(groups) + ", candidates)");
+  if (threads < 1) raise_value_error("threads: expected at least 1, found " + std::to_string(threads));
+  py::array_t<float> match({groups, candidates}), norm({groups, candidates});
+  py::array_t<std::uint16_t> points({groups, candidates, static_cast<py::ssize_t>(form.group / form.columns)});
+  py::array_t<std::uint8_t> signs({groups, candidates, static_cast<py::ssize_t>(form.group / 8)});
+  const GridGroups found = {static_cast<const float*>(x.data()), static_cast<const float*>(weight.data()),
+                            static_cast<const float*>(scales.data()), groups, static_cast<int>(candidates)};
+  const GridChoice choice = {match.mutable_data(), norm.mutable_data(), points.mutable_data(), signs.mutable_data()};
+  {
+    py::gil_scoped_release release;
+    search_grid(type, shift, found, choice, threads);
+  }
+  return py::make_tuple(match, norm, points, signs);
+}
+
 }  // namespace
 
 PyExperts::PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const py::object& buffer_or_none,
@@ -296,6 +326,8 @@ PyExperts::PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std:
 void bind_weights(py::module_& module) {
   bind_experts(module);
   bind_linear(module);
+  module.def("search_grid", &search, "weight_type"_a, py::arg("x").noconvert(), py::arg("weight").noconvert(),
+             py::arg("scales").noconvert(), py::kw_only(), "shift"_a = 0.0f, "threads"_a = 1);
 }
 
 }  // namespace moegraft

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 import yaml
-from gguf import GGML_QUANT_VERSION, GGUFWriter, RopeScalingType
+from gguf import GGML_QUANT_VERSION, ExpertGatingFuncType, GGUFWriter, RopeScalingType
 from gguf import GGMLQuantizationType as BlockType
 from gguf.gguf_writer import WriterState
 from torch import nn
@@ -169,9 +169,11 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequ
         name = names.stored(parameter)
         if name is None:
             raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
-        tensors.append(
-            _tensor(name, parameter, tuple(value.shape), _target(parameter, weights.keymap, skeleton), weights, skeleton, choices)
-        )
+        target = _target(parameter, weights.keymap, skeleton)
+        if name.endswith("attn_kv_b.weight"):
+            tensors += _split_key_value(name, parameter, target, weights, skeleton, choices)
+            continue
+        tensors.append(_tensor(name, parameter, tuple(value.shape), target, weights, skeleton, choices))
     return ExportPlan(config, tuple(tensors))
 
 
@@ -226,6 +228,24 @@ def _tensor(
     return ExportTensor(name, shape, fitting_type(wanted, shape[-1]), wanted, 1, read, key)
 
 
+def _split_key_value(
+    name: str, parameter: str, target: Target, weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequence[TypeChoice]
+) -> Iterator[ExportTensor]:
+    """Return `kv_b_proj` of latent attention as two tensors: the keys', each head's matrix transposed, and the values'."""
+    config = skeleton.config.get_text_config()
+    heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+
+    def read(part: slice) -> torch.Tensor:
+        return read_parameter(target, weights.tensors, skeleton).reshape(heads, -1, rank)[:, part]
+
+    wanted = _wanted(choices, "attention", layer_of(parameter))
+    for letter, shape, read_part, key in (
+        ("k", (heads, rank, nope), lambda _: read(slice(nope)).transpose(1, 2), None),  # what text feeds into a row is not measured
+        ("v", (heads, config.v_head_dim, rank), lambda _: read(slice(nope, None)), parameter.rpartition(".")[0]),
+    ):
+        yield ExportTensor(name.replace("_kv_b", f"_{letter}_b"), shape, fitting_type(wanted, shape[-1]), wanted, 1, read_part, key)
+
+
 def _role(name: str, *, tied: bool) -> str | None:
     """Return the role of a matrix; None for those that keep float32. An embedding that is also the output has the output's type."""
     if name == "token_embd.weight":
@@ -240,7 +260,8 @@ def _role(name: str, *, tied: bool) -> str | None:
 
 # How llama.cpp computes the families: whether it divides the weights of a token's experts by their sum.
 _NORMALISES = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
-_EXPORTED = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # attention to latents: one key and value for all heads
+_EXPORTED = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", *_LATENT, "glm4_moe")
 _ROPE_TYPES = ("default", "linear", "yarn")
 
 
@@ -263,10 +284,47 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"llama.cpp does not support these layer_types in {family} models: {', '.join(dict.fromkeys(kinds))}"
     if family == "mixtral" and getattr(config, "sliding_window", None) is not None:
         return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {family} models"
+    if family in (*_LATENT, "glm4_moe"):
+        reason = _why_not_of_deepseek_kind(config)
+        if reason is not None:
+            return reason
     rope = str(_rope(config).get("rope_type", "default"))
     return (
         None if rope in _ROPE_TYPES else f"rotary embeddings of the type {rope} cannot be described; supported are {', '.join(_ROPE_TYPES)}"
     )
+
+
+def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
+    family, rope = config.model_type, _rope(config)
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
+        return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {family} models"
+    if config.hidden_act != "silu":
+        return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {family} models"
+    if getattr(config, "topk_method", None) == "group_limited_greedy" and _groups(config) > 1:
+        return "llama.cpp chooses groups of experts by their two best, and topk_method: group_limited_greedy by their best"
+    if family not in _LATENT:
+        return None
+    if config.attention_bias:
+        return f"attention_bias is true in the config, and llama.cpp has no such biases in {family} models"
+    if not getattr(config, "rope_interleave", True):
+        return f"rope_interleave is false in the config, and llama.cpp rotates neighbouring columns in {family} models"
+    if rope.get("rope_type") == "yarn" and (not rope.get("mscale_all_dim") or rope.get("mscale") != rope["mscale_all_dim"]):
+        return f"mscale and mscale_all_dim of the rotary embeddings differ, which llama.cpp does not support in {family} models"
+    return None
+
+
+def _dense_layers(config: PretrainedConfig) -> int:
+    """Return how many layers at the beginning have no experts."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    return int(config.first_k_dense_replace) if kinds is None else [*kinds, "sparse"].index("sparse")
+
+
+def _groups(config: PretrainedConfig) -> int:
+    """Return the number of groups of experts, 1 if experts are chosen among all."""
+    groups = getattr(config, "n_group", None) or 1
+    chosen = getattr(config, "topk_method", None) != "greedy" and (config.topk_group or groups) < groups
+    return int(groups) if chosen else 1
 
 
 def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
@@ -283,11 +341,22 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
+    rope = _rope(config)
+    if config.model_type in _LATENT:
+        writer.add_head_count_kv(1)
+        writer.add_q_lora_rank(config.q_lora_rank or 0)
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    else:
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+        writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
@@ -299,13 +368,24 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
-    rope = _rope(config)
+    if config.model_type in (*_LATENT, "glm4_moe"):
+        writer.add_leading_dense_block_count(_dense_layers(config))
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(float(config.routed_scaling_factor))
+        softmax = config.model_type == "deepseek_v2"
+        writer.add_expert_weights_norm(not softmax and bool(config.norm_topk_prob))
+        writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
+        if _groups(config) > 1:
+            writer.add_expert_group_count(_groups(config))
+            writer.add_expert_group_used_count(config.topk_group)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType.LINEAR if rope["rope_type"] == "linear" else RopeScalingType.YARN)
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
+        if config.model_type in _LATENT:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if rope.get("beta_fast") is not None:
             writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
         if rope.get("beta_slow") is not None:
@@ -316,7 +396,7 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     """Return everything before the weights, and notices."""
     writer = GGUFWriter(None, ARCHITECTURES[plan.config.model_type])
     _describe(writer, plan.config, name)
-    notices = add_vocabulary(writer, folder, plan.config.vocab_size)
+    notices = add_vocabulary(writer, folder, plan.config.vocab_size, plan.config.model_type)
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])
     header = io.BytesIO()

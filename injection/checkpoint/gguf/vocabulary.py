@@ -19,10 +19,14 @@ _SPLITS = {
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
+    # Of DeepSeek-V3, which splits three times.
+    "\\p{N}{1,3}\n[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+\n"
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "deepseek-v3",
 }
 
 
-def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> list[str]:
+def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, model_type: str) -> list[str]:
     """Add the tokens, merges, special tokens and chat template of a folder's tokenizer, and return notices.
 
     Without a tokenizer.json the file has no vocabulary: it loads here, where the tokenizer comes from the model's folder, and in
@@ -52,6 +56,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> list[str]:
         special.add_to_gguf(writer, quiet=True)
         return []
     split = _split_of(body.get("pre_tokenizer"))
+    if split == "llama-bpe" and model_type.startswith("glm"):
+        split = "glm4"  # the same, without a token at the beginning of a text
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split or "gpt-2")
     texts, kinds = [], []
@@ -76,7 +82,8 @@ def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
     if not patterns and len(steps) == 1 and steps[0].get("type") == "ByteLevel" and steps[0].get("use_regex", True):
         return "gpt-2"
-    return _SPLITS.get(patterns[0]) if len(patterns) == 1 else None
+    written = (str(pattern).replace("\r", r"\r").replace("\n", r"\n") for pattern in patterns)  # line ends may be characters
+    return _SPLITS.get("\n".join(written))
 
 
 def _add_sentencepiece(writer: GGUFWriter, folder: Path, size: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,17 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.families import SMALL_TEXT, build_model, family_cases, prompt
+from support.families import SMALL_TEXT, build_config, build_model, family_cases, prompt
 from support.gguf_files import BlockType, gguf
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
+from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf import export
 from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
+from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.weight_formats import FORMATS
 
 SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that are shared by 32 or rounded
     "Q8_0": 45.0,
@@ -38,6 +43,14 @@ SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that ar
     "MXFP4": 18.5,
     "Q3_K": 16.0,
     "Q2_K": 11.0,
+    "IQ3_S": 17.5,
+    "IQ3_XXS": 14.8,
+    "IQ2_S": 12.2,
+    "IQ2_XS": 10.7,
+    "IQ2_XXS": 9.4,
+    "IQ1_S": 6.8,
+    "TQ2_0": 7.0,
+    "TQ1_0": 7.0,
 }
 FLOAT_RULES = "rules:\n- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
 
@@ -65,7 +78,13 @@ def decibels(values: torch.Tensor, stored: torch.Tensor, weight: torch.Tensor | 
 @pytest.mark.parametrize("name", SQNR)
 def test_blocks_are_close_by_the_reference_decoder(name: str) -> None:
     values = matrix()
-    found = decoded(encode(values, name), name)
+    blocks = encode(values, name)
+    found = decoded(blocks, name)
+    form = next(each for each in FORMATS.values() if each.gguf == name)
+    if form.stored:
+        packed = PackedLinear(*values.shape, form.name)
+        packed.pack_blocks(blocks)
+        assert torch.equal(torch.from_numpy(packed.unpack()), found)
     assert bool(found.isfinite().all())
     assert not found[0].any() and not found[1, 256:].any()
     assert decibels(values[8:], found[8:]) >= SQNR[name]  # the first rows are subnormal in float16, or of other distributions
@@ -98,6 +117,7 @@ def test_mxfp4_weights_stay_as_they_are() -> None:
 
 def test_rows_that_blocks_do_not_divide_have_another_type() -> None:
     assert [fitting_type("Q4_K", columns) for columns in (512, 96, 40)] == ["Q4_K", "Q5_0", "F16"]
+    assert [fitting_type("IQ3_XXS", columns) for columns in (512, 96, 40)] == ["IQ3_XXS", "IQ4_NL", "F16"]
     assert fitting_type("Q8_0", 40) == "F16"
 
 
@@ -126,7 +146,7 @@ def test_types_from_yaml(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("Q4_L", "type 'Q4_L' cannot be written; the types are F32, F16"),
-        ("IQ2_XXS", "type 'IQ2_XXS' cannot be written"),
+        ("IQ1_M", "type 'IQ1_M' cannot be written"),
         ("middle=Q4_K", "unknown role 'middle' in 'middle=Q4_K'; the roles are gate, up, down"),
         ("down@x=Q4_K", "give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE"),
         ("down@3-1=Q4_K", "range 3-1 runs backwards"),
@@ -138,7 +158,7 @@ def test_wrong_types_are_refused(text: str, message: str) -> None:
         read_types(text)
 
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 def family(model_type: str) -> PreTrainedModel:
@@ -148,6 +168,13 @@ def family(model_type: str) -> PreTrainedModel:
         more["norm_topk_prob"] = True
     if model_type == "mixtral":
         more["sliding_window"] = None
+    if model_type == "deepseek_v3":
+        scaling = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7}
+        more["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, **scaling}
+    if model_type == "deepseek_v2":
+        more["q_lora_rank"] = None  # as in DeepSeek-V2-Lite
+    if model_type == "glm4_moe":
+        more |= {"use_qk_norm": True, "attention_bias": True}
     if model_type == "olmoe":
         more["num_key_value_heads"] = case.text.get("num_attention_heads", SMALL_TEXT["num_attention_heads"])
     return build_model(dataclasses.replace(case, text={**case.text, **more}))
@@ -264,11 +291,63 @@ def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], m
     assert message in str(export.why_not_exportable(config))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "llama.cpp chooses groups of experts by"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}},
+            "mscale and mscale_all_dim of the rotary",
+        ),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is false"),
+        ("glm4_moe_lite", {"attention_bias": True}, "llama.cpp has no such biases in glm4_moe_lite models"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "layers without experts after layers with experts"),
+        ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is gelu in the config, and llama.cpp computes silu"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_refused(
+    model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    config = build_config(next(case for case in family_cases() if case.model_type == model_type))
+    assert export.why_not_exportable(config) is None
+    for name, value in changes.items():
+        setattr(config, name, value)
+    assert message in str(export.why_not_exportable(config))
+
+
 def test_other_families_are_refused() -> None:
-    case = next(case for case in family_cases() if case.model_type == "deepseek_v3")
-    assert "'deepseek_v3' cannot be written to GGUF files; supported are qwen3_moe" in str(
-        export.why_not_exportable(build_model(case).config)
-    )
+    case = next(case for case in family_cases() if case.model_type == "phimoe")
+    assert "'phimoe' cannot be written to GGUF files; supported are qwen3_moe" in str(export.why_not_exportable(build_model(case).config))
+
+
+NUMBERS = r"\p{N}{1,3}"
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CHINESE = "[一-龥぀-ゟ゠-ヿ]+"  # noqa: RUF001
+WORDS = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
+    "\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "patterns", "name"),
+    [
+        ("deepseek_v3", (NUMBERS, CHINESE, WORDS), "deepseek-v3"),
+        ("glm4_moe", (LETTERS,), "glm4"),
+        ("qwen3_moe", (LETTERS,), "llama-bpe"),
+        ("deepseek_v3", (CHINESE, NUMBERS, WORDS), "gpt-2"),  # another order
+    ],
+)
+def test_how_text_is_split_has_llama_cpps_name(model_type: str, patterns: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    steps = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
+    body = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}
+    body["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, {"type": "ByteLevel", "use_regex": False}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    writer = gguf.GGUFWriter(None, "deepseek2")
+    notices = add_vocabulary(writer, tmp_path, 3, model_type)
+    assert writer.kv_data[0]["tokenizer.ggml.pre"].value == name
+    assert ["has no name in llama.cpp" in notice for notice in notices] == [True] * (name == "gpt-2")
 
 
 def failing(number: int) -> Callable[..., None]:
@@ -309,8 +388,13 @@ def their_logits(path: Path, ids: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(model.scores[: len(ids)]))
 
 
-@pytest.mark.parametrize("types", ["F32", "Q4_K,down=Q6_K,output=Q5_K,attention=IQ4_NL"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+GRIDS = ("gate=IQ3_XXS,up=IQ3_XXS,down=IQ3_S,attention=IQ2_S", "gate=IQ2_XXS,up=IQ2_XXS,down=IQ1_S,attention=IQ2_XS", "TQ2_0,down=TQ1_0")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "types"),
+    [*itertools.product(FAMILIES, ("F32", "Q4_K,down=Q6_K,output=Q5_K,attention=IQ4_NL")), *(("qwen3_moe", types) for types in GRIDS)],
+)
 def test_llama_cpp_computes_the_same(model_type: str, types: str, tmp_path: Path) -> None:
     llama_cpp()
     model = family(model_type) if types == "F32" or model_type != "qwen3_moe" else qwen3()

@@ -14,8 +14,10 @@ from typer.testing import Result
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.model_source import find_model
-from moegraft.injection.verify import compare_logits, expected_error, verify
+from moegraft.injection.verify import BY_ENCODING, compare_logits, expected_error, verify
+from moegraft.operators.block_encoding import ENCODED
 from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.weight_formats import FORMATS
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
@@ -167,6 +169,12 @@ def test_logit_figures_do_not_depend_on_chunks() -> None:
         losses = [float(torch.nn.functional.cross_entropy(logits[:-1], ids[1:])) for logits in (stock, injected)]
         assert torch.tensor(losses).exp().tolist() == pytest.approx([found.stock_perplexity, found.injected_perplexity], rel=1e-5)
         assert found.top1_agreement == pytest.approx(float((stock.argmax(-1) == injected.argmax(-1)).float().mean()))
+
+
+def test_types_that_weights_are_packed_to_have_an_expected_error() -> None:
+    encoded = {name for name, form in FORMATS.items() if form.stored and form.gguf in ENCODED}
+    assert set(BY_ENCODING) == encoded
+    assert all(expected.typical < expected.limit < 1 for expected in BY_ENCODING.values())
 
 
 def test_expected_errors_are_ordered() -> None:
