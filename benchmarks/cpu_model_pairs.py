@@ -34,7 +34,8 @@ from moegraft.operators.weight_formats import FORMATS
 
 CONTEXTS = (8, 512, 2048)
 PROBES = 24  # reads of 64 MiB whose median is the bandwidth
-LOGITS_LIMIT = 0.15  # relative difference of the two providers' logits, from rounding activations
+LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
+LOGITS_LIMIT = 0.15  # relative difference of the two providers' logits
 FAMILY_LAYERS = 4
 
 
@@ -115,8 +116,8 @@ def measure_family(weights: str, rounds: int, tokens: int, contexts: tuple[int, 
         found = []
         for provider, opener in opened.items():
             with PeerProcess(provider, *opener) as peer:
-                found.append(peer.call(logits_of, 16))
-        error = logits_error(found[0], found[1])
+                found.append([peer.call(logits_of, context) for context in LOGITS_AFTER])
+        error = statistics.median(logits_error(a, b) for a, b in zip(*found, strict=True))
         if not error <= LOGITS_LIMIT:
             raise SystemExit(f"{family.model_type} {weights}: the providers' logits differ by {error:.2e}; not measured")
         about = {"model": family.model_type, "layers": FAMILY_LAYERS, "logits_error": round(error, 4)}
