@@ -67,7 +67,7 @@ def token_bytes(sizes: Sizes, weights: str, context: int) -> int:
 def cache_bytes(config: Any, context: int) -> int:
     """Return the bytes of bfloat16 keys and values that transformers' caches hold after `context` tokens."""
     if config.model_type == "deepseek_v2":
-        return int(2 * config.num_hidden_layers * config.num_attention_heads * (config.qk_head_dim + config.v_head_dim) * context)
+        return int(2 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * context)
     held = sum(min(context, config.sliding_window) if kind == "sliding_attention" else context for kind in config.layer_types)
     return int(4 * config.num_key_value_heads * config.head_dim * held)
 
