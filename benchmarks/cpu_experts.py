@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,13 +162,14 @@ def sparse(weights: dict[str, torch.Tensor], threads: int, off: float = 0.9) -> 
 
 
 def stock(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
-    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K}
-    experts = None
+    experts: Any = None
     for implementation in ("grouped_mm", "eager"):
-        config = Qwen3MoeConfig(**sizes, dtype=torch.bfloat16)
+        config = Qwen3MoeConfig(
+            hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=NUM_EXPERTS, num_experts_per_tok=TOP_K, dtype=torch.bfloat16
+        )
         config._experts_implementation = implementation
         with torch.device("meta"):
-            module = Qwen3MoeExperts(config).to(torch.bfloat16)
+            module: Any = Qwen3MoeExperts(config).to(torch.bfloat16)
         if experts is None:
             experts = module.to_empty(device="cpu").requires_grad_(False)
             repeat = (NUM_EXPERTS // DISTINCT, 1, 1)
@@ -175,7 +177,7 @@ def stock(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
             experts.down_proj.data.copy_(weights["down"].repeat(repeat))
         module.gate_up_proj, module.down_proj = experts.gate_up_proj, experts.down_proj
 
-        def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, module=module) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, module: Callable[..., torch.Tensor] = module) -> torch.Tensor:
             return module(x, ids, share.to(x.dtype))
 
         yield Provider(f"transformers-{implementation}", "bfloat16", threads, 3 * HIDDEN * INTERMEDIATE * 2, run)

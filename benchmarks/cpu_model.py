@@ -21,9 +21,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from _peer_process import PeerFailed, PeerProcess
 from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
+from numpy.typing import NDArray
 from record import percentiles, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.generation.streamers import BaseStreamer
@@ -127,10 +129,11 @@ def read_gbps() -> float:
 @dataclass(frozen=True, slots=True)
 class Phases:
     """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context` and returns the seconds from the first
-    to the last, `prefill()` reads a prompt of 512."""
+    to the last, `prefill()` reads a prompt of 512, and `logits(context)` returns those of the token after a prompt."""
 
     decode: Callable[[int, int], float]
     prefill: Callable[[], object]
+    logits: Callable[[int], NDArray[np.float32]]
 
 
 Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
@@ -151,7 +154,7 @@ class Clock(BaseStreamer):
 
 def phases_of(model: PreTrainedModel) -> Phases:
     """Return the phases of a transformers model, with our operators or without."""
-    prompt = torch.randint(0, 8192, (1, LONGEST), generator=torch.Generator().manual_seed(1))
+    prompt = random_tokens(model.config.vocab_size)[None]
 
     def decode(tokens: int, context: int) -> float:
         clock = Clock()
@@ -159,11 +162,19 @@ def phases_of(model: PreTrainedModel) -> Phases:
         _, first, *_, last = clock.times
         return last - first
 
-    return Phases(decode, lambda: model(prompt[:, :PROMPT], logits_to_keep=1))
+    def logits(context: int) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = model(prompt[:, :context]).logits[0, -1].float().numpy()
+        return found
+
+    return Phases(decode, lambda: model(prompt[:, :PROMPT], logits_to_keep=1), logits)
+
+
+def random_tokens(vocab: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (LONGEST,), generator=torch.Generator().manual_seed(1))
 
 
 def llama_cpp_phases(peer: LlamaCpp) -> Phases:
-    tokens = torch.randint(0, 8192, (LONGEST,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = random_tokens(peer.vocab).tolist()
 
     def decode(count: int, context: int) -> float:
         peer.prefill(tokens[:context])
@@ -171,7 +182,11 @@ def llama_cpp_phases(peer: LlamaCpp) -> Phases:
         peer.decode(count - 1)
         return time.perf_counter() - start
 
-    return Phases(decode, lambda: peer.prefill(tokens[:PROMPT]))
+    def logits(context: int) -> NDArray[np.float32]:
+        peer.prefill(tokens[:context])
+        return peer.logits().copy()
+
+    return Phases(decode, lambda: peer.prefill(tokens[:PROMPT]), logits)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-r"""llama.cpp on a random Qwen3-MoE of given sizes, through the packages `llama-cpp-python` and `gguf`; a peer for `cpu_model.py`.
+r"""llama.cpp on random models, through the packages `llama-cpp-python` and `gguf`: a Qwen3-MoE of given sizes, or the model of a config of
+gpt-oss or DeepSeek-V2. A peer for `cpu_model.py` and `cpu_model_pairs.py`.
 
 On CPUs with AMX, llama.cpp's AMX kernels (version 0.3.36 of the package) end the process with an illegal instruction on int4 experts.
 There, build it without them:
@@ -18,7 +19,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from moegraft.injection.checkpoint.gguf.model import Names, architecture_of, experts_name, layer_of
+from moegraft.operators.layout import read_layout
 from moegraft.operators.weight_formats import FORMATS
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
@@ -115,6 +121,105 @@ def _write_header(writer: Any, sizes: Sizes, vocabulary: Sequence[str] | None) -
         writer.add_token_types([1] * len(vocabulary))  # all are normal: none is a byte, and none ends a text
 
 
+# The type of experts, of all other matrices, and of both where rows are no multiple of 256 columns, as llama.cpp's converter chooses them.
+FAMILY_TYPES = {"mxfp4": ("MXFP4", "Q8_0", "Q8_0"), "q4_k": ("Q4_K", "Q4_K", "Q5_0"), "iq3_s": ("IQ3_S", "IQ3_S", "IQ4_NL")}
+
+
+def write_family(path: Path, config: PreTrainedConfig, weights: str, distinct: int = 8) -> int:
+    """Write a GGUF file of a gpt-oss or DeepSeek-V2 model with random weights of one of `FAMILY_TYPES`; experts repeat `distinct` ones.
+
+    Return the bytes of weights that a token reads, without the row of its embedding.
+    """
+    import gguf
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names, rng, read = Names(config), np.random.default_rng(0), 0
+    writer = gguf.GGUFWriter(str(path), architecture_of(config.model_type))
+    _describe_family(writer, config)
+
+    def add(name: str, *shape: int, experts: int = 0) -> int:
+        """Add a tensor, of several experts where there are any; return its bytes."""
+        drawn = (distinct, *shape) if experts else shape
+        vector = len(shape) == 1 or name.endswith("ffn_gate_inp.weight")
+        if name.endswith("_norm.weight"):
+            values: Any = np.ones(drawn, np.float32)
+        elif vector:
+            values = rng.standard_normal(drawn, np.float32) * 0.02
+        else:
+            of_experts, others, narrow = FAMILY_TYPES[weights]
+            wanted = gguf.GGMLQuantizationType[of_experts if experts else others]
+            fits = shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+            kind = wanted if fits else gguf.GGMLQuantizationType[narrow]
+            random = next((found for found in FORMATS.values() if found.gguf == kind.name and found.stored), None)
+            if random is not None:
+                values = random.random_blocks(drawn, rng)
+            else:
+                values = gguf.quants.quantize(rng.standard_normal(drawn, np.float32) / np.float32(shape[-1] ** 0.5), kind)
+        if experts:
+            values = np.tile(values, (experts // distinct, *[1] * (values.ndim - 1)))
+        writer.add_tensor(name, values, raw_dtype=None if vector else kind)
+        return int(values.nbytes)
+
+    for module_name, module in model.named_modules():
+        if hasattr(module, "down_proj") and not isinstance(module.down_proj, torch.nn.Module):
+            layout = read_layout(module)
+            for part in layout.parts():
+                size = add(experts_name(layer_of(module_name), part), *layout.part_shape(part), experts=layout.num_experts)
+                read += size * config.num_experts_per_tok // layout.num_experts
+            continue
+        for parameter, tensor in module.named_parameters(recurse=False):
+            name = names.stored(f"{module_name}.{parameter}")
+            assert name is not None, f"GGUF files have no tensor for {module_name}.{parameter}"
+            if name.endswith("attn_kv_b.weight"):
+                heads, rank, value = config.num_attention_heads, config.kv_lora_rank, config.v_head_dim
+                read += add(name.replace("kv_b", "k_b"), heads, rank, config.qk_nope_head_dim)
+                read += add(name.replace("kv_b", "v_b"), heads, value, rank)
+            else:
+                size = add(name, *tensor.shape)
+                read += 0 if name == "token_embd.weight" else size
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read
+
+
+def _describe_family(writer: Any, config: PreTrainedConfig) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    if config.model_type == "gpt_oss":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_head_count_kv(1)  # of the compressed keys and values
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_q_lora_rank(config.q_lora_rank or 0)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(bool(config.norm_topk_prob))
+
+
 class LlamaCpp:
     """A model loaded by llama.cpp, with one sequence.
 
@@ -135,6 +240,7 @@ class LlamaCpp:
         self._context = llama_cpp.llama_init_from_model(self._model, settings) if self._model else None
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot load {path}")
+        self.vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)))
 
     def __enter__(self) -> LlamaCpp:
         return self
@@ -153,11 +259,13 @@ class LlamaCpp:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         self._evaluate(tokens)
 
+    def logits(self) -> NDArray[np.float32]:
+        """Return those of the token that was evaluated last."""
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(self.vocab,))
+
     def decode(self, steps: int) -> None:
         """Evaluate `steps` tokens one at a time after those in the cache; each is the most likely successor of the last."""
         token = 1
-        vocab = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         for _ in range(steps):
             self._evaluate([token])
-            logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(vocab,))
-            token = int(logits.argmax())
+            token = int(self.logits().argmax())

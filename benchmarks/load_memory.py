@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from record import write_rows
+from transformers import PreTrainedConfig
 
 MIB = 1 << 20
 PROVIDERS = ("stock", "cpu-exact", "cpu")
@@ -48,25 +49,34 @@ rules:
 """
 
 
-def make_stored(folder: Path, name: str, scale: int, layers: int = 4) -> None:
-    """Write a random checkpoint in a format of its own, a file for each layer: `mxfp4` with gpt-oss's shapes or `fp8` with DeepSeek's."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, DeepseekV2Config, GptOssConfig
+def stored_config(name: str, scale: int = 1, layers: int = 4) -> PreTrainedConfig:
+    """Return a config with the shapes of gpt-oss-20b for `mxfp4`, or of DeepSeek-V2-Lite for `fp8`, divided by `scale`."""
+    from transformers import DeepseekV2Config, GptOssConfig
 
     def size(full: int, multiple: int) -> int:
         return max(full // scale // multiple, 1) * multiple
 
-    common = {"num_hidden_layers": layers, "vocab_size": 4096, "max_position_embeddings": 4096, "dtype": torch.bfloat16}
+    common: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": 4096, "max_position_embeddings": 4096, "dtype": torch.bfloat16}
     if name == "mxfp4":
-        config: Any = GptOssConfig(**common, hidden_size=size(2880, 64), intermediate_size=size(2880, 64), num_local_experts=32)
+        config = GptOssConfig(**common, hidden_size=size(2880, 64), intermediate_size=size(2880, 64), num_local_experts=32)
         config.rope_parameters = {"rope_type": "default", "rope_theta": 150000.0}
+        return config
+    return DeepseekV2Config(
+        **common, hidden_size=size(2048, 128), moe_intermediate_size=size(1408, 128), intermediate_size=size(10944, 128),
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_attention_heads=16, num_key_value_heads=16,
+    )  # fmt: skip
+
+
+def make_stored(folder: Path, name: str, scale: int, layers: int = 4) -> None:
+    """Write a random checkpoint in a format of its own, a file for each layer: `mxfp4` with gpt-oss's shapes or `fp8` with DeepSeek's."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    config = stored_config(name, scale, layers)
+    if name == "mxfp4":
         settings: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     else:
-        config = DeepseekV2Config(
-            **common, hidden_size=size(2048, 128), moe_intermediate_size=size(1408, 128), intermediate_size=size(10944, 128),
-            n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=512,
-            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_attention_heads=16, num_key_value_heads=16,
-        )  # fmt: skip
         settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

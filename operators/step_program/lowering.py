@@ -250,8 +250,14 @@ def _binary(name: str) -> Lower:
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
         if kwargs.get("alpha", 1) != 1 or len(args) > 2 or kwargs.get("rounding_mode") is not None:
             raise _Unsupported
-        if name == "mul" and all(isinstance(place, Place) and place.dtype == torch.complex64 for place in args):
+        are_complex = [isinstance(value, Place) and value.dtype == torch.complex64 for value in args]
+        if name == "mul" and all(are_complex):
             return _complex_product(to, args[0], args[1], outputs[0])
+        if name == "mul" and any(are_complex):
+            factor = _operand(args[are_complex.index(False)])
+            for part, target in zip(_parts(args[are_complex.index(True)]), _parts(outputs[0]), strict=True):
+                to.elementwise("mul", target, part, factor)
+            return None
         to.elementwise(name, outputs[0], _operand(args[0]), _operand(args[1]))
 
     return lower

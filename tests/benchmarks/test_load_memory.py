@@ -1,4 +1,4 @@
-"""A checkpoint in a format of its own is held as it is, and loading takes hardly more memory than that."""
+"""Models of the benchmarks in formats of their own: checkpoints are held as they are, and the files for llama.cpp can be loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
+
+from moegraft.injection import optimize_and_load
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -28,3 +31,19 @@ def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: p
     assert stored <= 1.02 * found["held_bytes"] and found["held_bytes"] <= 1.1 * stored
     # Beside the blocks, some MiB of one expert's codes while they are converted; the models of the benchmark are larger.
     assert found["peak_bytes"] <= 1.05 * found["held_bytes"] + (4 << 20)
+
+
+def test_the_files_for_llama_cpp_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek's, which has rows that are no multiple of a block, a dense layer, and keys and values in two tensors."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from llama_cpp_peer import write_family
+    from load_memory import stored_config
+
+    config = stored_config("fp8", scale=16, layers=2)
+    config.save_pretrained(tmp_path)
+    read = write_family(tmp_path / "model.gguf", config, "q4_k")
+    assert 0 < read < (tmp_path / "model.gguf").stat().st_size
+    model = optimize_and_load(tmp_path, "cpu", gguf=tmp_path / "model.gguf", progress=False)
+    with torch.inference_mode():
+        logits = model(torch.arange(6)[None]).logits
+    assert bool(logits.isfinite().all()) and float(logits.float().std()) > 0.01

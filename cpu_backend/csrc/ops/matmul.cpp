@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kUnitsPerWorker = 4;
 constexpr std::int64_t kLeastCols = 8;
+constexpr int kMixedRows = 4, kMixedAhead = 16;  // rows of b that are multiplied at once, and how many are prefetched
 
 }  // namespace
 
@@ -62,7 +63,10 @@ void MatmulJob::compute(int unit, float* sums) const {
   const int cols = static_cast<int>(std::min(unit_cols_, args_.cols - first)), stride = round_up(cols, 32);
   const int inner = static_cast<int>(args_.inner), type = static_cast<int>(args_.type);
   const bool dots = inner <= 1 || b.row_stride == 1;
-  const std::byte* columns = inner == 0 ? nullptr : b.data + bytes * (matrix * b.batch_stride + first * b.col_stride);
+  const auto columns_of = [&](int index) {
+    return b.data + bytes * (index / units_per_matrix_ * b.batch_stride + index % units_per_matrix_ * unit_cols_ * b.col_stride);
+  };
+  const std::byte* columns = inner == 0 ? nullptr : columns_of(unit);
   for (std::int64_t row = 0; row < args_.rows; row += kAttentionRows) {
     const int rows = static_cast<int>(std::min<std::int64_t>(kAttentionRows, args_.rows - row));
     const std::ptrdiff_t place = padded_ * static_cast<std::ptrdiff_t>(matrix * args_.rows + row);
@@ -72,8 +76,20 @@ void MatmulJob::compute(int unit, float* sums) const {
           {widened_ + place, halves_ + place, padded_, rows, columns, columns + 16 * column, column, cols, inner, sums, stride});
     } else {
       std::fill_n(sums, static_cast<std::ptrdiff_t>(rows) * stride, 0.0f);
-      if (inner > 0)
-        kernels_.attention.mix[type]({widened_ + place, padded_, rows, columns, bytes * b.row_stride, inner, cols, sums, stride});
+      // The kernel reads a few columns of all its rows, then the next ones: a pattern that hardware prefetchers do not follow.
+      const std::ptrdiff_t row_bytes = bytes * b.row_stride;
+      const bool last = unit + 1 == args_.batch * units_per_matrix_;
+      for (int mixed = 0; mixed < inner; mixed += kMixedRows) {
+        const int count = std::min(kMixedRows, inner - mixed);
+        for (int i = 0; i < count && row == 0; ++i) {
+          const int ahead = mixed + i + kMixedAhead;
+          if (ahead >= inner && last) break;
+          const std::byte* values = ahead < inner ? columns + row_bytes * ahead : columns_of(unit + 1) + row_bytes * (ahead - inner);
+          for (std::ptrdiff_t byte = 0; byte < bytes * cols; byte += 64) __builtin_prefetch(values + byte, 0, 3);
+        }
+        kernels_.attention.mix[type](
+            {widened_ + place + mixed, padded_, rows, columns + row_bytes * mixed, row_bytes, count, cols, sums, stride});
+      }
     }
     for (int r = 0; r < rows; ++r) {
       float* sum = sums + static_cast<std::ptrdiff_t>(r) * stride;
