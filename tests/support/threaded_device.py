@@ -18,7 +18,8 @@ from moegraft.operators.offload.devices.base import Callback, DeviceError, Devic
 from moegraft.operators.offload.devices.cuda import CpuEngine, HostTicket, host_ms
 from moegraft.operators.offload.devices.emulated_graph import Step
 from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
-from moegraft.operators.offload.devices.virtual import Faults, VirtualDevice, as_device_error
+from moegraft.operators.offload.devices.virtual import as_device_error
+from support.faulty_device import Faults, FaultyDevice
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0
@@ -200,8 +201,8 @@ class ThreadedStream:
             self._sleep_until(self._free_ms)
 
 
-class ThreadedDevice(VirtualDevice):
-    """The memory and the faults of a virtual device, with threads in place of its clock. Its creator closes it, which ends its threads.
+class ThreadedDevice(FaultyDevice):
+    """The memory and the faults of a `FaultyDevice`, with threads in place of its clock. Its creator closes it, which ends its threads.
 
     With a profile, work takes at least as long as on that machine.
     """

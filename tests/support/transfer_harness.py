@@ -20,6 +20,7 @@ from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.slots import Admission, SlotState
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
+from support.faulty_device import FaultyDevice
 from support.gpus import ON_CUDA
 from support.threaded_device import ThreadedDevice
 
@@ -34,7 +35,7 @@ def make_device(kind: str, profile: MachineProfile | None = LINK, **options: Any
     if kind == "cuda":
         assert not options, "faults and budgets are for emulated devices"
         return CudaDevice()
-    return VirtualDevice(profile, **options) if kind == "virtual" else ThreadedDevice(profile, **options)
+    return FaultyDevice(profile, **options) if kind == "virtual" else ThreadedDevice(profile, **options)
 
 
 def advance(device: Device, ms: float) -> None:

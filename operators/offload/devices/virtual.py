@@ -2,7 +2,7 @@
 
 Discrete events in one thread. Streams are FIFO and overlap; the first half of a copy's bytes moves when the clock reaches its start and the
 second half at its end, and a launch reads either at its start or at its end, so that a reader that does not wait sees torn bytes. The clock
-moves while the host waits or reports being busy (`advance`). Device memory is host memory with a budget, and calls can be made to fail.
+moves while the host waits or reports being busy (`advance`). Device memory is host memory with a budget.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -36,27 +36,6 @@ from moegraft.operators.offload.devices.base import (
 )
 from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph, NumberGuard, Step, StepRecorder
 from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
-
-EVERY = range(1 << 62)
-"""All calls of a kind, for `Faults`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Which calls fail, by their number from 0 within their kind.
-
-    Attributes:
-        copies: fail in the stream, after half of their bytes.
-        refused_copies: raise when they are submitted.
-        cpu_jobs: raise in the CPU engine.
-    """
-
-    allocations: Container[int] = ()
-    pins: Container[int] = ()
-    copies: Container[int] = ()
-    refused_copies: Container[int] = ()
-    launches: Container[int] = ()
-    cpu_jobs: Container[int] = ()
 
 
 class HostBuffer:
@@ -354,15 +333,12 @@ class VirtualDevice:
         notify_ms: float = 0.0,
         memory_bytes: int | None = None,
         bits_per_weight: float = INT4_BITS,
-        faults: Faults | None = None,
     ) -> None:
         self.name = f"emulated:{index}"
         self.torch_device = torch.device("cpu")
         self.allocated_bytes = 0
         self._memory_bytes = memory_bytes
         self._prices = Prices(profile, bits_per_weight)
-        self._faults = faults
-        self._calls = dict.fromkeys(Faults.__slots__, 0)
         self._clock = Clock(self.name, seed, jitter, notify_ms)
         self._streams: dict[str, VirtualStream] = {}
         self._cpu = VirtualStream(self._clock, "cpu")
@@ -383,8 +359,6 @@ class VirtualDevice:
         self.check_open()
         if nbytes < 1:
             raise ValueError(f"{self.name}: cannot allocate {nbytes} bytes")
-        if self._fails("allocations"):
-            raise OutOfDeviceMemoryError(f"{self.name}: injected: {nbytes} bytes refused")
         if self._memory_bytes is not None and self.allocated_bytes + nbytes > self._memory_bytes:
             free = self._memory_bytes - self.allocated_bytes
             raise OutOfDeviceMemoryError(f"{self.name}: {nbytes} bytes requested, {free} of {self._memory_bytes} free")
@@ -393,8 +367,6 @@ class VirtualDevice:
 
     def pin(self, array: Bytes) -> None:
         self.check_open()
-        if self._fails("pins"):
-            raise DeviceError(f"{self.name}: injected: {array.nbytes} bytes cannot be page-locked")
 
     def unpin(self, array: Bytes) -> None:
         return
@@ -408,32 +380,19 @@ class VirtualDevice:
             raise ValueError(f"{self.name}: a copy of {nbytes} bytes to offset {target_offset} of a buffer of {target.nbytes}")
         if source is not None and source.nbytes < nbytes:
             raise ValueError(f"{self.name}: a copy of {nbytes} bytes from {source.nbytes}")
-        if self._fails("refused_copies"):
-            raise DeviceError(f"{self.name}: injected: a copy of {nbytes} bytes refused")
-        fails = self._fails("copies")
         half = nbytes // 2
 
         def move(start: int, stop: int) -> None:
             if target is not None and source is not None:
                 target.array[target_offset + start : target_offset + stop] = source[start:stop]
 
-        def second_half() -> None:
-            if fails:
-                raise DeviceError(f"{self.name}: injected: a copy of {nbytes} bytes failed")
-            move(half, nbytes)
-
-        self._own(stream).put_copy(self._prices.copy_ms(nbytes), lambda: move(0, half), second_half)
+        self._own(stream).put_copy(self._prices.copy_ms(nbytes), lambda: move(0, half), lambda: move(half, nbytes))
 
     def launch(self, stream: Stream, function: Step | None, work: Work) -> None:
         if self._recorder is not None and function is not None:  # a replay writes whatever it was captured with, as on a GPU
             function = torch.inference_mode()(function)
         if self._captured(partial(self.launch, stream, function, work)):
             return
-        if self._fails("launches"):
-
-            def function() -> None:
-                raise DeviceError(f"{self.name}: injected: a launch failed")
-
         self._own(stream).put_launch(self._prices.gpu_ms(work), function)
 
     def errors(self) -> AbstractContextManager[None]:
@@ -459,13 +418,10 @@ class VirtualDevice:
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> VirtualTicket:
         ticket = VirtualTicket()
-        fails = self._fails("cpu_jobs")
 
         def begin() -> None:
             ticket.started_ms = self._clock.now_ms
             try:
-                if fails:
-                    raise RuntimeError(f"{self.name}: injected: a job of the CPU engine failed")
                 waiter = None if function is None else function()
                 if waiter is not None:
                     waiter()
@@ -521,14 +477,6 @@ class VirtualDevice:
     def _own(self, stream: Stream) -> VirtualStream:
         assert isinstance(stream, VirtualStream), f"{stream!r} is not a stream of {self.name}"
         return stream
-
-    def _fails(self, kind: str) -> bool:
-        """Count a call of that kind and return whether it is to fail."""
-        if self._faults is None:
-            return False
-        number = self._calls[kind]
-        self._calls[kind] = number + 1
-        return number in getattr(self._faults, kind)
 
     def _captured(self, call: Step) -> bool:
         """Record a call for the replays if it belongs to a step that is being captured; return whether it does."""

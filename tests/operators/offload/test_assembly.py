@@ -6,10 +6,11 @@ import logging
 
 import numpy as np
 import pytest
+from support.faulty_device import EVERY, Faults, FaultyDevice
 from support.transfer_harness import DEVICES, EMULATED, LINK, Harness, make_device, sentinel_store
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.offload.devices.virtual import EVERY, Faults, VirtualDevice
+from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, HostSource, SlotPlan, allocate_arena, even_plan
 from moegraft.operators.offload.transfers import Urgency
@@ -31,7 +32,7 @@ def load_everything(harness: Harness) -> None:
 
 @pytest.mark.parametrize("refused", range(12))
 def test_the_cache_shrinks_with_every_refused_allocation(refused: int, caplog: pytest.LogCaptureFixture) -> None:
-    device = VirtualDevice(LINK, faults=Faults(allocations=range(refused)))
+    device = FaultyDevice(LINK, faults=Faults(allocations=range(refused)))
     plan, arena = allocate_arena(device, SlotPlan((10, 20, 2), 2), 1000)
     totals = [32, 24, 18, 13, 9, 6, 4, 3, 2, 1, 0]
     assert (plan.total, plan.staging) == ((totals[refused], 2) if refused < 11 else (0, 1))
@@ -42,7 +43,7 @@ def test_the_cache_shrinks_with_every_refused_allocation(refused: int, caplog: p
 
 @pytest.mark.parametrize("capacity", [(2, 2), 4])
 def test_without_any_memory_all_experts_run_on_the_cpu(capacity: tuple[int, ...] | int, caplog: pytest.LogCaptureFixture) -> None:
-    device = VirtualDevice(LINK, faults=Faults(allocations=EVERY))
+    device = FaultyDevice(LINK, faults=Faults(allocations=EVERY))
     store = sentinel_store(2, 5, 256)
     assert open_expert_cache(device, store, SlotPlan(capacity, 2), lambda layer: np.zeros(5)) is None
     assert [record.getMessage() for record in caplog.records] == [
@@ -51,7 +52,7 @@ def test_without_any_memory_all_experts_run_on_the_cpu(capacity: tuple[int, ...]
 
 
 def test_a_plan_without_slots_needs_no_memory(caplog: pytest.LogCaptureFixture) -> None:
-    device = VirtualDevice(LINK, faults=Faults(allocations=EVERY))
+    device = FaultyDevice(LINK, faults=Faults(allocations=EVERY))
     assert allocate_arena(device, SlotPlan((0, 0), 0), 1000) == (SlotPlan((0, 0), 0), None)
     assert not caplog.records
 
@@ -110,7 +111,7 @@ def test_a_ring_is_not_filled_before_its_copy_is_done(kind: str) -> None:
 
 
 def test_a_device_that_cannot_be_copied_to(caplog: pytest.LogCaptureFixture) -> None:
-    device = VirtualDevice(LINK, faults=Faults(pins=EVERY, copies=EVERY))
+    device = FaultyDevice(LINK, faults=Faults(pins=EVERY, copies=EVERY))
     assert open_expert_cache(device, sentinel_store(2, 5, 256), SlotPlan((2, 2), 1), lambda layer: np.zeros(5)) is None
     assert "experts cannot be copied to it, all of them run on the CPU: emulated:0: injected: a copy of 64 bytes failed" in caplog.text
     assert device.allocated_bytes == 0

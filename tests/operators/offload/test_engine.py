@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from support.engine_rig import EXPERTS, LAYERS, TABLES, TOP_K, EngineRig, Setting, engine_rig
+from support.faulty_device import EVERY, Faults
 from support.gpus import ON_CUDA
 from support.kernel_cases import make_batch, relative_error
 
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.cuda import CudaDevice
-from moegraft.operators.offload.devices.virtual import EVERY, Faults
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import SCHEDULES
 from moegraft.operators.offload.slots import SlotState

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.faulty_device import EVERY, Faults
 from support.transfer_harness import EMULATED, WORK, Harness, make_device
 
 from moegraft.operators.offload.devices.base import DeviceError
-from moegraft.operators.offload.devices.virtual import EVERY, Faults
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency
 
 pytestmark = pytest.mark.parametrize("kind", EMULATED)

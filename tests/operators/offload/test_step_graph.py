@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support.engine_rig import EXPERTS, LAYERS, TOP_K, EngineRig, Setting, engine_rig
+from support.faulty_device import Faults
 from support.kernel_cases import make_batch, make_layer, relative_error
 from support.transfer_harness import DEVICES, EMULATED, advance
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.offload.captured import CallShape, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
-from moegraft.operators.offload.devices.virtual import Faults
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.slots import SlotTable

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faulty_device import Faults
 from support.transfer_harness import DEVICES, EMULATED, make_device
 from torch import nn
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Work
-from moegraft.operators.offload.devices.virtual import Faults
 
 WORK = Work("dense", cost_ms=0.1)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from support.faulty_device import Faults
 from support.transfer_harness import DEVICES, EMULATED, advance, make_device
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work, aligned_bytes
-from moegraft.operators.offload.devices.virtual import Faults
 
 WORK = Work("dense", cost_ms=0.2)
 LONG = Work("dense", cost_ms=20.0)
