@@ -15,6 +15,9 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import pytest
 import torch
 
+# Rare collections: what tests import makes half a million objects, recordings of steps many more, and each collection walks them.
+gc.set_threshold(20_000, 10, 10)
+
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined. "0" where a test's own process compiles kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
