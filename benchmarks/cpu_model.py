@@ -5,6 +5,8 @@ Providers are moegraft by weight type of experts and linear layers, with its att
 same shapes where `llama-cpp-python` and `gguf` are installed (`llama_cpp_peer.py` explains how to build it). The limit of decode is reading
 the weights, so a read-bandwidth probe runs beside each provider. Memory does not hold two of the models: providers run one after the other,
 each in a process of its own, and their ratios to the probe are the best comparison. The row of a provider that crashes has its `failure`.
+
+    python benchmarks/cpu_model.py --prompts 512 4096 --providers ours-int4 llama.cpp-int4    # prompts alone, in a file of their own
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,7 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 from moegraft.injection import optimize_and_load
 
 PROMPT = 512
-LONGEST = 2048  # tokens of the longest context that a benchmark decodes after
+LONGEST = 4096  # tokens of the longest prompt of a benchmark
 DECODES = {"decode": 8, f"decode-{PROMPT}": PROMPT}  # tokens of context
 PHASES = (*DECODES, f"prompt-{PROMPT}")
 DISTINCT_EXPERTS = 8  # the others are copies at other addresses, as far apart as a real model's
@@ -129,10 +131,10 @@ def read_gbps() -> float:
 @dataclass(frozen=True, slots=True)
 class Phases:
     """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context` and returns the seconds from the first
-    to the last, `prefill()` reads a prompt of 512, and `logits(context)` returns those of the token after a prompt."""
+    to the last, `prefill(n)` reads a prompt of n tokens, and `logits(context)` returns those of the token after a prompt."""
 
     decode: Callable[[int, int], float]
-    prefill: Callable[[], object]
+    prefill: Callable[[int], object]
     logits: Callable[[int], NDArray[np.float32]]
 
 
@@ -166,7 +168,7 @@ def phases_of(model: PreTrainedModel) -> Phases:
         found: NDArray[np.float32] = model(prompt[:, :context]).logits[0, -1].float().numpy()
         return found
 
-    return Phases(decode, lambda: model(prompt[:, :PROMPT], logits_to_keep=1), logits)
+    return Phases(decode, lambda count: model(prompt[:, :count], logits_to_keep=1), logits)
 
 
 def random_tokens(vocab: int) -> torch.Tensor:
@@ -186,7 +188,7 @@ def llama_cpp_phases(peer: LlamaCpp) -> Phases:
         peer.prefill(tokens[:context])
         return peer.logits().copy()
 
-    return Phases(decode, lambda: peer.prefill(tokens[:PROMPT]), logits)
+    return Phases(decode, lambda count: peer.prefill(tokens[:count]), logits)
 
 
 @contextmanager
@@ -209,17 +211,18 @@ def measure(phases: Phases, phase: str, rounds: int, new_tokens: int) -> dict[st
         context, tokens = DECODES[phase], new_tokens - 1
         times = [phases.decode(new_tokens, context) for _ in range(rounds + 1)][1:]
     else:
-        times, tokens = timed(phases.prefill, rounds), PROMPT
+        tokens = int(phase.removeprefix("prompt-"))
+        times = timed(lambda: phases.prefill(tokens), rounds)
     return {**percentiles([tokens / taken for taken in times], "tokens_s", 1), "read_probe_gb_s": round(read_gbps(), 1)}
 
 
-def provider_rows(name: str, opener: Opener, rounds: int, new_tokens: int) -> list[dict[str, object]]:
+def provider_rows(name: str, opener: Opener, rounds: int, new_tokens: int, phases: Sequence[str] = PHASES) -> list[dict[str, object]]:
     """Return the rows of a provider's phases, up to the phase in which its process ends, if it does."""
     rows: list[dict[str, object]] = []
     phase = "load"
     try:
         with PeerProcess(name, *opener) as peer:
-            for phase in PHASES:
+            for phase in phases:
                 rows.append({"provider": name, "phase": phase, **peer.call(measure, phase, rounds, new_tokens)})
                 print(rows[-1], flush=True)
     except PeerFailed as failed:
@@ -243,14 +246,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=48)
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", metavar="TOKENS", help=f"measure prompts of these lengths alone, at most {LONGEST}"
+    )
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
+    phases = [f"prompt-{tokens}" for tokens in arguments.prompts] if arguments.prompts else PHASES
     known = openers(arguments.layers)
     if unknown := set(arguments.providers or ()) - set(known):
         parser.error(f"no provider is named {', '.join(sorted(unknown))}; expected {', '.join(known)}")
-    rows = [row for name in arguments.providers or known for row in provider_rows(name, known[name], arguments.rounds, arguments.new)]
+    rows = [
+        row for name in arguments.providers or known for row in provider_rows(name, known[name], arguments.rounds, arguments.new, phases)
+    ]
     if not arguments.no_write:
-        print(write_rows("cpu_model", rows, ("torch", "transformers", "llama-cpp-python")))
+        print(write_rows("cpu_prompts" if arguments.prompts else "cpu_model", rows, ("torch", "transformers", "llama-cpp-python")))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from moegraft.operators.layout import read_layout
 from moegraft.operators.weight_formats import FORMATS
 
 GGUF_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bfloat16": "BF16"}
+BATCH = 2048  # tokens of one call
 # The types of half of the layers of most files: matrices whose precision matters most have more bits.
 MIXED = "q4_k_m"
 MORE_BITS = ("ffn_down", "attn_v", "output.")
@@ -235,7 +236,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = 4096, 2048, 512
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = 4096, BATCH, 512
         settings.n_threads = settings.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, settings) if self._model else None
         if not self._context:
@@ -257,7 +258,8 @@ class LlamaCpp:
     def prefill(self, tokens: list[int]) -> None:
         """Evaluate a prompt from an empty cache."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-        self._evaluate(tokens)
+        for first in range(0, len(tokens), BATCH):
+            self._evaluate(tokens[first : first + BATCH])
 
     def logits(self) -> NDArray[np.float32]:
         """Return those of the token that was evaluated last."""

@@ -18,14 +18,20 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def hardware() -> str:
-    """The CPU's name and the number of its cores, and the GPU's name where there is one."""
+    """The CPU's name, its family and model, and the number of its cores, and the GPU's name where there is one."""
     import torch
 
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown CPU")
+    first: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        first.setdefault(key.strip(), value.strip())
+    name = first.get("model name") or platform.processor() or "unknown CPU"
+    if "cpu family" in first and "model" in first:
+        name += f", family {first['cpu family']} model {first['model']}"
     cores = sum(line.startswith("processor") for line in lines) or 1
     gpu = f" + {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{name}, {cores} cores{gpu}"

@@ -357,6 +357,15 @@ void matrix_paths(const std::string& isa) {
       if (kernels.matrix.own_records && is_coded(types.gate_up)) expect(call.out == expected.out, "the bits of the tiles");
     }
   }
+  for (const WeightType type : {WeightType::kBFloat16, WeightType::kInt8, WeightType::kInt4}) {
+    const auto experts = make_experts({2, 600, 104, true, true}, {type, type}, LayoutKind::kSparse);
+    for (const int tokens : {37, 90}) {
+      Call call(*experts, tokens, 2), expected(*experts, tokens, 2);
+      matrix.forward(call.args);
+      tiles.forward(expected.args);
+      expect(close(call.out, expected.out), "the sparse layout by the matrix kernel");
+    }
+  }
   // A token's result does not depend on the others: in one pass of each width and in several.
   for (const char* name : {"bfloat16", "int8", "int4", "q4_k", "q6_k", "mxfp4"}) {
     const WeightType type = parse_weight_type(name);
@@ -566,7 +575,9 @@ void agrees_with_scalar(const std::string& isa) {
   }
   for (const WeightType type : kPlainTypes)
     for (const bool gated : {true, false})
-      same(*make_experts({3, 600, 37, gated, true}, {type, type}, LayoutKind::kSparse), 13, 0.4f, 1e-2);
+      for (const int tokens : {13, 70})  // in the second case most products are needed, and rows become blocks, which rounds codes again
+        same(*make_experts({3, 600, 37, gated, true}, {type, type}, LayoutKind::kSparse), tokens, tokens == 13 ? 0.4f : 0.1f,
+             tokens == 13 || !is_quantized(type) ? 1e-2 : 2e-2);
   for (const ActivationType type : {ActivationType::kFloat32, ActivationType::kFloat16, ActivationType::kBFloat16})
     for (const int queries : {1, 20}) {
       const auto found = attention_of(vector, type, queries, MaskKind::kCausal);

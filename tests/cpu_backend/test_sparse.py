@@ -53,11 +53,21 @@ def test_inactive_neurons_count_as_zero(runtime: Runtime, weight_type: str, shar
 
 
 @pytest.mark.parametrize("weight_type", ["int8", "int4"])
-def test_quantised_sparse_stays_close(runtime: Runtime, weight_type: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "hidden", "intermediate", "share"),
+    [
+        (4, 2, 4, 512, 256, 0.8),
+        (41, 2, 2, 544, 136, 0.5),  # most are needed by most tokens: rows become blocks of the dense layout, the last of each part short
+        (41, 2, 2, 544, 136, 0.9),
+    ],
+)
+def test_quantised_sparse_stays_close(
+    runtime: Runtime, weight_type: str, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, share: float
+) -> None:
     # Quantised activations may move a neuron across the threshold, where its effect is small.
-    layer = make_layer(weight_type, 4, 512, 256, sparse=True)
-    x, index, weights = make_batch(4, 2, layer)
-    threshold = threshold_for(layer, x, 0.8)
+    layer = make_layer(weight_type, experts, hidden, intermediate, sparse=True)
+    x, index, weights = make_batch(tokens, top_k, layer)
+    threshold = threshold_for(layer, x, share)
     expected = layer.reference(x, index, weights, threshold=threshold)
     assert relative_error(layer.forward(runtime, x, index, weights, threshold), expected) <= 6e-2
 
@@ -68,6 +78,21 @@ def test_half_activations_and_biases(runtime: Runtime, dtype: torch.dtype) -> No
     layer = make_layer("bfloat16", 3, 72, 40, bias=True, spec=spec, sparse=True)
     batch = make_batch(5, 2, layer, dtype)
     assert relative_error(layer.forward(runtime, *batch), layer.reference(*batch)) <= TOLERANCE["bfloat16"] + ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "int8", "int4"])
+def test_a_token_gets_nothing_from_the_neurons_that_only_others_need(runtime: Runtime, weight_type: str) -> None:
+    layer = make_layer(weight_type, 1, 544, 136, sparse=True)
+    x, index, weights = make_batch(40, 1, layer)
+    few = torch.arange(40) % 4 == 1
+    x[few] *= 1e-3
+    acted = acted_by_hand(layer, x, index).abs()
+    threshold = float(acted[few].max() * 2)
+    assert (acted[~few] >= threshold).double().mean() > 0.9  # so that all neurons are computed for all tokens
+    out = layer.forward(runtime, x, index, weights, threshold)
+    assert bool((out[few] == 0).all()) and bool((out[~few] != 0).any(1).all())
+    expected = layer.reference(x, index, weights, threshold=threshold)
+    assert relative_error(out, expected) <= TOLERANCE[weight_type]
 
 
 def test_without_active_neurons_the_output_is_the_bias(runtime: Runtime) -> None:
@@ -86,9 +111,10 @@ def test_values_that_are_not_finite_are_not_skipped(runtime: Runtime) -> None:
     assert torch.isfinite(out[[0, 2]]).all()
 
 
-def test_thread_count_changes_no_bit() -> None:
+@pytest.mark.parametrize("tokens", [5, 50])
+def test_thread_count_changes_no_bit(tokens: int) -> None:
     layer = make_layer("int8", 4, 1056, 96, sparse=True)
-    batch = make_batch(5, 2, layer)
+    batch = make_batch(tokens, 2, layer)
     results = [layer.forward(Runtime(threads=threads), *batch, threshold=0.05) for threads in (1, 2, 3, 7)]
     assert all(torch.equal(results[0], other) for other in results[1:])
 

@@ -188,6 +188,32 @@ struct ItemsPickArgs {
   float* sums;  // (32, 16)
 };
 
+// Rows of up of 32 consecutive neurons, as a block of the dense layout.
+struct UpBlockArgs {
+  const std::byte* rows;  // the first one's scales
+  std::size_t row_bytes;
+  std::size_t line_offset;  // from a row's start to its lines
+  int groups;  // columns / 32
+  std::byte* block;
+};
+
+// Rows of down as blocks of the dense layout, whose rows are columns 2 * b and 2 * b + 1 of each of a chunk's 16 groups, for some b. Blocks
+// of int8 and int4 are int8 blocks: the 32 neurons of a group, which have scales of their own, get one of each column, as in the dense
+// layout, and their codes are rounded again. Those of int4 are then kInt4Steps times as large as the weights.
+struct DownBlocksArgs {
+  const std::byte* rows;  // of the first neuron
+  std::size_t row_bytes;
+  std::size_t scales;  // from a row's start to the chunk's scales
+  std::size_t lines;  // and to the lines of the first block
+  int groups;  // neurons / 32
+  std::byte* blocks;  // down_blocks_at_once(format) of them
+  std::size_t block_bytes;
+};
+constexpr int kInt4Steps = 16;  // between two codes of int4
+constexpr Format format_of_down_blocks(Format format) { return is_coded(format) ? Format::kInt8 : format; }
+// Of 768 neurons 200 KiB: a part of a 1 MiB L2 that leaves room for what is multiplied with them.
+constexpr int down_blocks_at_once(Format format) { return is_coded(format) ? 8 : format == Format::kFloat32 ? 2 : 4; }
+
 struct NeuronsArgs {
   const GateSpec* spec;
   float threshold;
@@ -196,6 +222,9 @@ struct NeuronsArgs {
   const float* up_bias;  // 32, or null
   float* neurons;  // 32: act(gate)
 };
+
+constexpr int kDenseTokens = 8;
+constexpr float kNeverDense = 2.0f;  // as the share
 
 struct SparseKernels {
   int dot_rows_at_once;
@@ -206,6 +235,11 @@ struct SparseKernels {
   void (*widen_rows[kFormats])(const RowWidenArgs& args);
   void (*add_items[kFormats])(const ItemsAddArgs& args);
   void (*add_picked[kFormats])(const ItemsPickArgs& args);
+  // Of segments in which few products can be left out: from kDenseTokens tokens on and above this share of needed products, all of them are
+  // computed by the dense layout's kernels. The functions are null where this is never faster.
+  float dense_share[kFormats];
+  void (*up_block[kFormats])(const UpBlockArgs& args);
+  void (*down_blocks[kFormats])(const DownBlocksArgs& args);
   // Bit i of the result: whether |acted[i]| of 32 values reaches the threshold. A NaN does, so that it reaches the output.
   std::uint32_t (*reached)(const float* acted, float threshold);
   // neurons = weight * neurons * (clamp(up + bias) + offset), or weight * neurons when ungated; zero where the threshold is not reached.

@@ -34,6 +34,8 @@ struct Neon {
   static constexpr int kDotRows = 2;        // by 4 tokens, for half the lanes
   static constexpr int kDotTokens = 4;
   static constexpr int kAddTokens = 2;  // by 4 columns, for half the lanes
+  static constexpr float kDenseFloats = kNeverDense;
+  static constexpr float kDenseDots = kNeverDense;
 
   static F set(float value) { return {vdupq_n_f32(value), vdupq_n_f32(value)}; }
   static F zero() { return set(0.0f); }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd/kernels.h"
 
@@ -344,10 +345,194 @@ void add_picked(const ItemsPickArgs& args) {
   }
 }
 
+// Blocks of the dense layout, for segments in which few neurons can be left out.
+
+// Transposes a square of words.
+template <class T>
+MOEGRAFT_INLINE void transpose_words(typename T::I (&rows)[T::kWidth]) {
+  const auto exchange = [&](auto step) __attribute__((always_inline)) {
+    constexpr int kStep = decltype(step)::value;
+#pragma GCC unroll 16
+    for (int row = 0; row < T::kWidth; ++row)
+      if ((row & kStep) == 0) T::template exchange_lanes<kStep>(rows[row], rows[row + kStep]);
+  };
+  exchange(std::integral_constant<int, 1>());
+  exchange(std::integral_constant<int, 2>());
+  exchange(std::integral_constant<int, 4>());
+  if constexpr (T::kWidth == 16) exchange(std::integral_constant<int, 8>());
+}
+
+template <class T, Format Kind>
+void up_block(const UpBlockArgs& args) {
+  using I = typename T::I;
+  constexpr int kScales = is_coded(Kind) ? kScaleBytes : 0, kLines = row_lines(Kind), kBytes = kScales + 2 * 64 * kLines;
+  for (int first = 0; first < args.groups; first += T::kWidth) {
+    const int groups = args.groups - first < T::kWidth ? args.groups - first : T::kWidth;
+    std::byte* const target = args.block + static_cast<std::size_t>(first) * kBytes;
+    I square[T::kWidth];
+    if constexpr (is_coded(Kind)) {
+      for (int pair = 0; pair < kBlockRows / 2; pair += T::kWidth) {  // the scales of two rows in a word
+#pragma GCC unroll 16
+        for (int i = 0; i < T::kWidth; ++i) {
+          const std::byte* scales = args.rows + args.row_bytes * static_cast<std::size_t>(2 * (pair + i)) + 2 * first;
+          square[i] = T::or_int(T::load_shorts(scales), T::template shifted<16>(T::load_shorts(scales + args.row_bytes)));
+        }
+        transpose_words<T>(square);
+        for (int group = 0; group < groups; ++group) T::store_int(target + group * kBytes + pair * 4, square[group]);
+      }
+    }
+    const std::size_t lines = args.line_offset + static_cast<std::size_t>(first / kLanes * kLines * 64 + first % kLanes * 4);
+    for (int row = 0; row < kBlockRows; row += T::kWidth) {
+      const std::byte* source = args.rows + args.row_bytes * static_cast<std::size_t>(row) + lines;
+      for (int line = 0; line < kLines; ++line) {
+#pragma GCC unroll 16
+        for (int i = 0; i < T::kWidth; ++i) square[i] = T::load_int(source + args.row_bytes * static_cast<std::size_t>(i) + line * 64);
+        transpose_words<T>(square);
+        for (int group = 0; group < groups; ++group) T::store_int(target + group * kBytes + kScales + line * 128 + row * 4, square[group]);
+      }
+    }
+  }
+}
+
+constexpr int kRowsAhead = 32;  // prefetched in front of the row that is read
+
+// Both halves of a word.
+template <class T>
+MOEGRAFT_INLINE typename T::I halves(typename T::I low, typename T::I high) {
+  return T::or_int(T::and_words(low, 0xffff), T::template shifted<16>(high));
+}
+template <class T>
+MOEGRAFT_INLINE typename T::I same_halves(typename T::F value) {
+  return halves<T>(T::round_to_int(value), T::round_to_int(value));
+}
+template <class T>
+MOEGRAFT_INLINE typename T::I upper_halves(typename T::I low, typename T::I high) {
+  return T::or_int(T::template shifted<-16>(low), T::and_words(high, static_cast<int>(0xffff0000u)));
+}
+
+// The largest scale of 32 neurons in each lane; a NaN stays one. Each neuron's scale becomes a share of it, in units of 2^-15.
+template <class T>
+inline typename T::F common_scale(const std::byte* scales, std::size_t row_bytes, typename T::I (&shares)[kGroup]) {
+  using F = typename T::F;
+  F all[kGroup], largest = T::zero(), not_finite = T::zero();
+  for (int neuron = 0; neuron < kGroup; ++neuron) {
+    all[neuron] = T::load_f16(reinterpret_cast<const std::uint16_t*>(scales + row_bytes * static_cast<std::size_t>(neuron)));
+    largest = T::max(T::abs(all[neuron]), largest);
+    not_finite = T::fma(all[neuron], T::zero(), not_finite);
+  }
+  const F factor = T::div(T::set(32767.0f), T::max(largest, T::set(1e-30f)));
+  for (int neuron = 0; neuron < kGroup; ++neuron) shares[neuron] = same_halves<T>(T::mul(all[neuron], factor));
+  return T::add(largest, not_finite);
+}
+
+// Writes four columns of 32 neurons, whose products of share and code, times 256, are in `first` (columns 0 and 2) and `second` (1 and 3),
+// with one scale of each column that makes use of 8 bits, but for the columns that are less than half of the largest.
+template <class T>
+inline void store_columns(const typename T::I (&first)[kGroup], const typename T::I (&second)[kGroup], typename T::F scale,
+                          std::byte* blocks, std::size_t block_bytes, int lane) {
+  using F = typename T::F;
+  using I = typename T::I;
+  const auto store = [&](const I(&products)[kGroup], int column) __attribute__((always_inline)) {
+    I largest = T::zero_int();
+    for (const I& product : products) largest = T::max_shorts(largest, T::abs_shorts(product));
+    const auto gain = [](I most) { return T::div(T::set(127.0f * 32768.0f), T::max(T::to_float(most), T::set(16384.0f))); };
+    const I low = T::round_to_int(gain(T::and_words(largest, 0xffff))), high = T::round_to_int(gain(T::template shifted<-16>(largest)));
+    const I gains = halves<T>(low, high);
+    std::byte* const lower = blocks + column % 2 * 64;
+    std::byte* const upper = lower + block_bytes;
+    const auto store_scale = [&](std::byte* block, I of) {
+      const F value = T::div(T::mul(scale, T::set(128.0f * 32768.0f / 32767.0f)), T::to_float(of));
+      T::store_f16(reinterpret_cast<std::uint16_t*>(block + column % 2 * kLanes * 2 + lane * 2), value);
+    };
+    store_scale(blocks, low);
+    store_scale(blocks + block_bytes, high);
+    for (int four = 0; four < kGroup; four += 4) {
+      const auto codes = [&](int i) {
+        const I even = T::scale_shorts(products[four + i], gains), odd = T::scale_shorts(products[four + i + 1], gains);
+        return T::or_int(T::and_words(even, 0x00ff00ff), T::mul_shorts(odd, T::all_shorts(256)));
+      };
+      const I two = codes(0), next = codes(2);
+      const std::size_t at = static_cast<std::size_t>(kScaleBytes + four / 4 * 128 + lane * 4);
+      T::store_int(lower + at, T::minus_bytes(halves<T>(two, next), -128));
+      T::store_int(upper + at, T::minus_bytes(upper_halves<T>(two, next), -128));
+    }
+  };
+  store(first, 0);
+  store(second, 1);
+}
+
+template <class T, Format Kind>
+void down_blocks(const DownBlocksArgs& args) {
+  using I = typename T::I;
+  constexpr int kBlocks = down_blocks_at_once(Kind), kLines = 2 * kBlocks / columns_per_line(Kind);
+  for (int lane = 0; lane < kLanes; lane += T::kWidth) {
+    const auto load = [&](int neuron, int line) {
+      const std::byte* const words = args.rows + args.row_bytes * static_cast<std::size_t>(neuron) + args.lines + line * 64;
+      if (lane == 0) __builtin_prefetch(words + args.row_bytes * kRowsAhead, 0, 2);
+      return T::load_int(words + lane * 4);
+    };
+    if constexpr (is_coded(Kind)) {
+      for (int group = 0; group < args.groups; ++group) {
+        I shares[kGroup], first[kGroup], second[kGroup];
+        const std::byte* const scales = args.rows + args.row_bytes * static_cast<std::size_t>(group * kGroup) + args.scales + lane * 2;
+        const typename T::F scale = common_scale<T>(scales, args.row_bytes, shares);
+        std::byte* target = args.blocks + static_cast<std::size_t>(group * (kScaleBytes + kGroup * kBlockRows));
+        for (int line = 0; line < kLines; ++line) {
+          const auto columns = [&](auto codes_of) __attribute__((always_inline)) {  // four, from signed bytes that use the upper bits
+#pragma GCC unroll 4
+            for (int neuron = 0; neuron < kGroup; ++neuron) {
+              const I codes = codes_of(load(group * kGroup + neuron, line));
+              first[neuron] = T::scale_shorts(T::mul_shorts(codes, T::all_shorts(256)), shares[neuron]);
+              second[neuron] = T::scale_shorts(T::and_words(codes, static_cast<int>(0xff00ff00u)), shares[neuron]);
+            }
+            store_columns<T>(first, second, scale, target, args.block_bytes, lane);
+            target += 2 * args.block_bytes;
+          };
+          if constexpr (Kind == Format::kInt8) {
+            columns([](I words) { return T::minus_bytes(words, 128); });
+          } else {
+            columns([](I words) { return T::minus_bytes(T::and_bytes(T::template shifted<4>(words), 0xf0), 128); });
+            columns([](I words) { return T::minus_bytes(T::and_bytes(words, 0xf0), 128); });
+          }
+        }
+      }
+    } else if constexpr (Kind == Format::kFloat32) {
+      for (int neuron = 0; neuron < args.groups * kGroup; ++neuron)
+        for (int line = 0; line < kLines; ++line)
+          T::store_int(args.blocks + args.block_bytes * static_cast<std::size_t>(line / 2) + (neuron * 2 + line % 2) * 64 + lane * 4,
+                       load(neuron, line));
+    } else {
+      for (int neuron = 0; neuron < args.groups * kGroup; neuron += 2)
+        for (int line = 0; line < kLines; ++line) {
+          std::byte* const target = args.blocks + args.block_bytes * static_cast<std::size_t>(line) + neuron * 64 + lane * 4;
+          const I even = load(neuron, line), odd = load(neuron + 1, line);
+          T::store_int(target, halves<T>(even, odd));
+          T::store_int(target + 64, upper_halves<T>(even, odd));
+        }
+    }
+  }
+}
+
+template <class T, Format Kind>
+constexpr float dense_share() {
+  if (Kind == Format::kFloat16) return kNeverDense;  // its lines have halves of words
+  return is_coded(Kind) || (Kind == Format::kBFloat16Dot && T::kHasBf16) ? T::kDenseDots : T::kDenseFloats;
+}
+
+template <class T, Format Kind>
+void add_blocks(SparseKernels& kernels) {
+  kernels.dense_share[static_cast<int>(Kind)] = dense_share<T, Kind>();
+  if constexpr (dense_share<T, Kind>() < 1.0f) {
+    kernels.up_block[static_cast<int>(Kind)] = up_block<T, Kind>;
+    kernels.down_blocks[static_cast<int>(Kind)] = down_blocks<T, Kind>;
+  }
+}
+
 template <class T, Format... Kinds>
 SparseKernels sparse_kernels() {
   SparseKernels kernels{};
   kernels.dot_rows_at_once = T::kDotRows;
+  (add_blocks<T, Kinds>(kernels), ...);
   ((kernels.in_pairs[static_cast<int>(Kinds)] = in_pairs<T, Kinds>()), ...);
   ((kernels.dot_rows[static_cast<int>(Kinds)] = dot_rows<T, Kinds>), ...);
   ((kernels.add_rows[static_cast<int>(Kinds)] = add_rows<T, Kinds>), ...);

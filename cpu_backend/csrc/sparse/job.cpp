@@ -68,13 +68,18 @@ constexpr int kFewPairs = 4;
 // Largest share of items that a token needs at which it adds only these instead of all items in a tile (tuned on EPYC Zen 5).
 constexpr float kPickedItems = 0.45f;
 
+constexpr int kBlocksOfChunk = kChunk / kBlockRows;
+
 }  // namespace
 
 struct SparseJob::Worker {
   Worker(std::byte* memory, const SparseSizes& sizes) {
     Arrays arrays(memory);
-    gathered = arrays.take<std::uint32_t>(sizes.pairs * sizes.hidden_words);
-    hidden = arrays.take<float>(sizes.hidden);
+    gathered = arrays.take<std::uint32_t>(sizes.gathered_words);
+    products = arrays.take<float>(sizes.rows * kBlockRows);
+    blocks = arrays.take<std::byte>(sizes.block_bytes);
+    recorded = arrays.take<std::uint32_t>(sizes.neuron_words);
+    values = arrays.take<float>(sizes.values);
     ups = arrays.take<float>(sizes.pairs * kGroup);
     row_tokens = arrays.take<int>(sizes.pairs * kGroup);
     lanes = arrays.take<const std::uint32_t*>(sizes.pairs);
@@ -89,7 +94,10 @@ struct SparseJob::Worker {
 
   std::size_t bytes;
   std::uint32_t* gathered;  // the records of one segment, tile by tile
-  float* hidden;  // one token's hidden state while encoding
+  float* products;  // (rows, 32) of a product
+  std::byte* blocks;  // of the dense layout
+  std::uint32_t* recorded;  // the neurons of one segment as records, tile by tile
+  float* values;  // one token's hidden state or neurons while encoding
   float* ups;  // (pairs, 32)
   int* row_tokens;  // (32, pairs): the pairs of a segment for which each neuron is active
   const std::uint32_t** lanes;  // pointers for one kernel call
@@ -99,14 +107,19 @@ struct SparseJob::Worker {
   std::uint32_t* coefficients;  // (pairs, items)
   int* picked;  // (pairs, items + 1)
   int* picked_counts;  // -1 for all items
+  const std::uint32_t* records = nullptr;  // of `gathered_segment`
   int gathered_segment = -1;
+  int recorded_segment = -1;
+  ExpandedWeights expanded_gate;
+  ExpandedWeights expanded;
   // 32 neurons whose active rows of up are being prefetched while the next gate rows are computed.
   const Segment* pending = nullptr;
   int pending_group = 0;
   std::uint32_t pending_active = 0;
+  int pending_wanted = 0;
   std::uint32_t active = 0;  // of the group whose gate was computed last
+  int wanted = 0;  // of its products
   std::int64_t active_neurons = 0;
-  alignas(64) float rows[kMaxTileTokens * kBlockRows];
   alignas(64) float acted[kMaxTileTokens * kBlockRows];
 };
 
@@ -121,18 +134,44 @@ SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, Activ
       args_(args),
       workers_(workers),
       phases_(phases),
-      max_tokens_(kernels.max_tokens[static_cast<int>(format_)]),
+      down_format_(format_of_down_blocks(format_)),
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       chunks_(chunks_of(experts.shape().hidden)),
       hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
+      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records_of(format_))),
       lane_words_(static_cast<std::size_t>(chunks_) * kLanes * words_per_group(format_)),
       scale_bytes_(row_scale_bytes(type_, experts.shape().hidden)),
       chunk_bytes_(static_cast<std::size_t>(lines_per_chunk(type_)) * static_cast<std::size_t>(line_bytes(type_))) {}
 
 int SparseJob::segment_pairs() const {
-  const int fitting = static_cast<int>(kSegmentBytes / (hidden_words_ * 4));
-  return std::max(1, fitting / max_tokens_) * max_tokens_;
+  const bool by_matrix = kernels_.matrix.serves(format_, kNeverMatrix - 1);
+  const std::size_t fitting = by_matrix ? kernels_.matrix.segment_bytes / (matrix_words_ * 4) : kSegmentBytes / (hidden_words_ * 4);
+  const int tile = by_matrix ? kernels_.matrix.tile_tokens : kernels_.max_tokens[static_cast<int>(format_)];
+  return std::max(1, static_cast<int>(fitting) / tile) * tile;
+}
+
+SegmentProduct SparseJob::gate_of(const Segment& segment) const { return {kernels_, type_, format_, hidden_groups_, segment.pairs}; }
+
+SegmentProduct SparseJob::down_of(const Segment& segment) const {
+  return {kernels_, weights_of(down_format_), down_format_, neuron_groups_, segment.pairs};
+}
+
+bool SparseJob::may_be_dense(const Segment& segment) const {
+  return kernels_.sparse.up_block[static_cast<int>(format_)] != nullptr && segment.pairs >= kDenseTokens;
+}
+
+// Whether too few products can be left out for skipping them to be faster: `wanted` of those of `neurons` neurons are needed.
+bool SparseJob::mostly_needed(const Segment& segment, int wanted, int neurons) const {
+  return may_be_dense(segment) &&
+         static_cast<float>(wanted) > kernels_.sparse.dense_share[static_cast<int>(format_)] * static_cast<float>(neurons * segment.pairs);
+}
+
+// Records in format_ come first, then those for the matrix kernel; where both are the same, once.
+Records SparseJob::records_for(const SegmentProduct& product) const {
+  const auto* words = reinterpret_cast<const std::uint32_t*>(scratch_.records->data());
+  if (product.records() != format_) words += static_cast<std::size_t>(batch_.tokens) * hidden_words_;
+  return {words, product.record_words(), product.group_words()};
 }
 
 void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
@@ -145,11 +184,11 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   while (parts_ < chunks_ && segments * parts_ < workers_ * kUnitsPerWorker) parts_ *= 2;
   unit_chunks_ = (chunks_ + parts_ - 1) / parts_;
   parts_ = (chunks_ + unit_chunks_ - 1) / unit_chunks_;
-  scratch.records->reserve(tokens * hidden_words_ * 4);
+  sizes_ = needed_sizes();
+  scratch.records->reserve(tokens * (hidden_words_ + (by_matrix_ ? matrix_words_ : 0)) * 4);
   scratch.lanes->reserve(tokens * lane_words_ * 4);
   scratch.neurons->reserve(place_arrays(nullptr));
   place_arrays(scratch.neurons->data());
-  sizes_ = needed_sizes();
   const Worker needed(nullptr, sizes_);
   for (int worker = 0; worker < workers_; ++worker) scratch.workers[worker].reserve(needed.bytes);
   std::fill_n(pairs_of_slots_, tokens * static_cast<std::size_t>(args_.top_k), -1);
@@ -168,20 +207,40 @@ std::size_t SparseJob::place_arrays(std::byte* memory) {
   Arrays arrays(memory);
   neurons_ = arrays.take<float>(pairs * static_cast<std::size_t>(layout_.neurons));
   masks_ = arrays.take<std::uint32_t>(batch_.routing->segments().size() * static_cast<std::size_t>(neuron_groups_));
+  wanted_ = arrays.take<int>(batch_.routing->segments().size() * static_cast<std::size_t>(neuron_groups_));
   pairs_of_slots_ = arrays.take<int>(static_cast<std::size_t>(batch_.tokens) * static_cast<std::size_t>(args_.top_k));
   sums_ = arrays.take<float>(pairs * static_cast<std::size_t>(chunks_ * kChunk));
   return arrays.bytes();
 }
 
-SparseSizes SparseJob::needed_sizes() const {
-  int pairs = 1;
-  for (const Segment& segment : batch_.routing->segments()) pairs = std::max(pairs, segment.pairs);
-  return {static_cast<std::size_t>(pairs), static_cast<std::size_t>(layout_.neurons), hidden_words_,
-          static_cast<std::size_t>(hidden_groups_ * kGroup)};
+SparseSizes SparseJob::needed_sizes() {
+  SparseSizes sizes{
+      1, static_cast<std::size_t>(layout_.neurons), static_cast<std::size_t>(std::max(hidden_groups_ * kGroup, layout_.neurons)), 0, 1, 0,
+      0};
+  by_matrix_ = uses_matrix_ = false;
+  const auto grow = [](std::size_t& size, std::size_t needed) { size = std::max(size, needed); };
+  for (const Segment& segment : batch_.routing->segments()) {
+    const SegmentProduct gate = gate_of(segment);
+    by_matrix_ = by_matrix_ || gate.records() != format_;
+    uses_matrix_ = uses_matrix_ || gate.by_matrix();
+    grow(sizes.pairs, static_cast<std::size_t>(segment.pairs));
+    grow(sizes.gathered_words, gate.words());
+    grow(sizes.rows, static_cast<std::size_t>(gate.rows()));
+    if (!may_be_dense(segment)) continue;
+    const SegmentProduct down = down_of(segment);
+    uses_matrix_ = uses_matrix_ || down.by_matrix();
+    grow(sizes.rows, static_cast<std::size_t>(down.rows()));
+    grow(sizes.neuron_words, down.words());
+    grow(sizes.block_bytes, block_bytes(type_, experts_.shape().hidden));
+    grow(sizes.block_bytes,
+         static_cast<std::size_t>(down_blocks_at_once(format_)) * block_bytes(weights_of(down_format_), layout_.neurons));
+  }
+  return sizes;
 }
 
 void SparseJob::run(int worker) noexcept {
   Worker mine(scratch_.workers[worker].data(), sizes_);
+  const MatrixUse use(kernels_, uses_matrix_);
   const auto work = [&](Phase& phase, void (SparseJob::*compute)(int, Worker&)) {
     int count = 0;
     for (int unit = phase.take(worker); unit >= 0; unit = phase.take(worker), ++count) (this->*compute)(unit, mine);
@@ -202,12 +261,17 @@ void SparseJob::add_count(int which, std::int64_t neurons) const {
 
 void SparseJob::encode_token(int token, Worker& mine) {
   const int hidden = experts_.shape().hidden;
-  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.hidden,
+  kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.values,
                  hidden);
-  std::memset(mine.hidden + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
+  std::memset(mine.values + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-  kernels_.encode[static_cast<int>(format_)](mine.hidden, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
+  kernels_.encode[static_cast<int>(format_)](mine.values, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
   transpose_to_lanes(record, hidden_groups_, format_, lanes_of(token));
+  if (!by_matrix_) return;
+  const Format format = kernels_.matrix.records_of(format_);
+  auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(batch_.tokens) * hidden_words_;
+  kernels_.encode[static_cast<int>(format)](mine.values, hidden_groups_, records + static_cast<std::size_t>(token) * matrix_words_,
+                                            static_cast<std::size_t>(words_per_group(format)));
 }
 
 // The neurons phase computes the gate for all tokens, then up for the active neurons. Up is computed one unit later, when its rows have
@@ -217,14 +281,19 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   const int group = unit % neuron_groups_;
   const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
   if (mine.gathered_segment != segment_index) {
-    const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
-                            static_cast<std::size_t>(words_per_group(format_))};
-    gather_segment(hidden, batch_.routing->pairs().data() + segment.first_pair, Tiling(segment.pairs, max_tokens_), mine.gathered);
+    compute_pending(mine);  // with the records of its segment
+    const SegmentProduct product = gate_of(segment);
+    const Records hidden = records_for(product);
+    const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
+    mine.records = mine.gathered;
+    if (segment.pairs == 1 && !product.by_matrix()) mine.records = hidden.of(pairs->token);  // read in place
+    else product.gather(hidden, pairs, mine.gathered);
     mine.gathered_segment = segment_index;
   }
   compute_gate(segment, group, mine);
   const std::uint32_t active = mine.active;
   masks_[static_cast<std::size_t>(segment_index) * neuron_groups_ + group] = active;
+  wanted_[static_cast<std::size_t>(segment_index) * neuron_groups_ + group] = mine.wanted;
   if (experts_.shape().gated) {
     const std::byte* rows =
         experts_.expert(segment.expert) + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
@@ -235,6 +304,7 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   mine.pending = &segment;
   mine.pending_group = group;
   mine.pending_active = active;
+  mine.pending_wanted = mine.wanted;
 }
 
 // Computes act(gate) of 32 neurons for all tokens of a segment, and the mask of neurons that are active for any token.
@@ -247,24 +317,22 @@ void SparseJob::compute_gate(const Segment& segment, int group, Worker& mine) {
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
   const std::uint32_t exists = 0xffffffffu >> (kGroup - present);
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
-  const Records hidden = {reinterpret_cast<const std::uint32_t*>(scratch_.records->data()), hidden_words_,
-                          static_cast<std::size_t>(words_per_group(format_))};
-  const Tiling tiling(segment.pairs, max_tokens_);
+  const SegmentProduct product = gate_of(segment);
+  product.multiply(block, group + 1 < neuron_groups_ ? block + layout_.gate_up_block_bytes : nullptr, true, mine.records, mine.products,
+                   mine.expanded_gate);
   mine.active = 0;
-  for (int index = 0; index < tiling.count(); ++index) {
-    const Tile tile = tiling[index];
-    TileArgs args = tile_args(block, type_, hidden_groups_, tile, index, tiling.count());
-    args.records = tile_records(hidden, pairs, tile, mine.gathered);
-    args.out = mine.rows;
-    kernels_.tile[static_cast<int>(format_)](args);
-    const GateArgs gate = {&experts_.gate(), mine.rows, shape.gated ? bias : nullptr, bias, tile.tokens, false, mine.acted};
+  mine.wanted = 0;
+  for (int index = 0; index < product.tiling().count(); ++index) {
+    const Tile tile = product.tiling()[index];
+    const float* rows = mine.products + product.first_row(index) * kBlockRows;
+    const GateArgs gate = {&experts_.gate(), rows, shape.gated ? bias : nullptr, bias, tile.tokens, false, mine.acted};
     shape.gated ? kernels_.act(gate) : kernels_.gate(gate);
     for (int token = 0; token < tile.tokens; ++token) {
       float* neurons = neurons_of(segment.first_pair + tile.first + token) + group * kGroup;
       std::memcpy(neurons, mine.acted + token * kBlockRows, sizeof(float) * kGroup);
       const std::uint32_t reached = kernels_.sparse.reached(neurons, args_.threshold) & exists;
       mine.active |= reached;
-      mine.active_neurons += __builtin_popcount(reached);
+      mine.wanted += __builtin_popcount(reached);
       if (args_.acted == nullptr) continue;
       const std::size_t slot =
           first_token_ * static_cast<std::size_t>(args_.top_k) + static_cast<std::size_t>(pairs[tile.first + token].slot);
@@ -272,16 +340,17 @@ void SparseJob::compute_gate(const Segment& segment, int group, Worker& mine) {
                   sizeof(float) * static_cast<std::size_t>(present));
     }
   }
+  mine.active_neurons += mine.wanted;
 }
 
 void SparseJob::compute_pending(Worker& mine) {
   if (mine.pending == nullptr) return;
-  compute_up(*mine.pending, mine.pending_group, mine.pending_active, mine);
+  compute_up(*mine.pending, mine.pending_group, mine.pending_active, mine.pending_wanted, mine);
   mine.pending = nullptr;
 }
 
 // Computes up for the active neurons of a group, and the group's weighted neuron values.
-void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t active, Worker& mine) {
+void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t active, int wanted, Worker& mine) {
   const ExpertsShape& shape = experts_.shape();
   const std::byte* expert = experts_.expert(segment.expert);
   const auto* bias = shape.bias ? reinterpret_cast<const float*>(expert + layout_.up_bias_offset) + group * kGroup : nullptr;
@@ -289,13 +358,12 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
   if (shape.gated) {
     const std::byte* rows = expert + layout_.up_offset + layout_.neuron_bytes * static_cast<std::size_t>(group * kGroup);
-    int wanted = 0;
-    for (int i = 0; i < segment.pairs; ++i)
-      wanted += __builtin_popcount(active & kernels_.sparse.reached(neurons_of(segment.first_pair + i) + group * kGroup, args_.threshold));
     const bool in_tiles = static_cast<float>(wanted) > kPickedProducts * static_cast<float>(__builtin_popcount(active) * segment.pairs);
     for (int i = 0; i < segment.pairs; ++i) mine.outs[i] = mine.ups + i * kGroup;
     for (int i = 0; i < segment.pairs; ++i) mine.lanes[i] = lanes_of(pairs[i].token);
-    in_tiles ? dot_all_tokens(segment, rows, active, mine) : dot_active_tokens(segment, rows, group, active, mine);
+    if (mostly_needed(segment, wanted, kGroup)) dot_block(segment, rows, mine);
+    else if (in_tiles) dot_all_tokens(segment, rows, active, mine);
+    else dot_active_tokens(segment, rows, group, active, mine);
   }
   for (int i = 0; i < segment.pairs; ++i) {
     float* neurons = neurons_of(segment.first_pair + i) + group * kGroup;
@@ -303,6 +371,18 @@ void SparseJob::compute_up(const Segment& segment, int group, std::uint32_t acti
         {&experts_.gate(), args_.threshold, pairs[i].weight, shape.gated ? mine.ups + i * kGroup : nullptr, bias, neurons});
     // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
     if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
+  }
+}
+
+// Multiplies all rows with all tokens, as a block of the dense layout; meanwhile the next group's rows are prefetched.
+void SparseJob::dot_block(const Segment& segment, const std::byte* rows, Worker& mine) const {
+  kernels_.sparse.up_block[static_cast<int>(format_)]({rows, layout_.neuron_bytes, scale_bytes_, hidden_groups_, mine.blocks});
+  const SegmentProduct product = gate_of(segment);
+  product.multiply(mine.blocks, rows + layout_.neuron_bytes * kGroup, false, mine.records, mine.products, mine.expanded);
+  for (int index = 0; index < product.tiling().count(); ++index) {
+    const Tile tile = product.tiling()[index];
+    std::memcpy(mine.ups + tile.first * kGroup, mine.products + product.first_row(index) * kBlockRows,
+                sizeof(float) * static_cast<std::size_t>(tile.tokens * kGroup));
   }
 }
 
@@ -428,12 +508,66 @@ void SparseJob::compute_rows(int unit, Worker& mine) {
   const Columns columns = columns_of(unit % parts_);
   const int segment_index = unit / parts_;
   const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
+  const int* wanted = wanted_ + static_cast<std::size_t>(segment_index) * static_cast<std::size_t>(neuron_groups_);
+  int all_wanted = 0;
+  for (int group = 0; group < neuron_groups_; ++group) all_wanted += wanted[group];
+  if (mostly_needed(segment, all_wanted, experts_.shape().intermediate)) {
+    add_blocks(segment, segment_index, columns, mine);
+    if (experts_.shape().bias) add_bias(segment, columns);
+    return;
+  }
   for (int i = 0; i < segment.pairs; ++i)
     std::memset(sums_of(segment.first_pair + i) + columns.first_chunk * kChunk, 0,
                 sizeof(float) * static_cast<std::size_t>(columns.chunks * kChunk));
   const int count = active_neurons(segment_index, mine.neurons);
   segment.pairs <= kFewPairs ? add_few(segment, count, columns, mine) : add_many(segment, count, columns, mine);
   if (experts_.shape().bias) add_bias(segment, columns);
+}
+
+// Multiplies all rows with all tokens, as blocks of the dense layout.
+void SparseJob::add_blocks(const Segment& segment, int segment_index, const Columns& columns, Worker& mine) const {
+  const SegmentProduct product = down_of(segment);
+  if (mine.recorded_segment != segment_index) {
+    const float factor = type_ == WeightType::kInt4 ? 1.0f / static_cast<float>(kInt4Steps) : 1.0f;
+    for (int index = 0; index < product.tiling().count(); ++index) {
+      const Tile tile = product.tiling()[index];
+      for (int i = 0; i < tile.tokens; ++i) {
+        float* neurons = neurons_of(segment.first_pair + tile.first + i);
+        for (int at = 0; at < layout_.neurons && factor != 1.0f; ++at) mine.values[at] = factor * neurons[at];
+        std::uint32_t* record = mine.recorded + product.tile_start(index) + product.group_words() * static_cast<std::size_t>(i);
+        kernels_.encode[static_cast<int>(product.records())](factor != 1.0f ? mine.values : neurons, neuron_groups_, record,
+                                                             product.group_stride(index));
+      }
+    }
+    mine.recorded_segment = segment_index;
+  }
+  const int at_once = down_blocks_at_once(format_);
+  const std::size_t bytes = block_bytes(weights_of(down_format_), layout_.neurons);
+  const std::size_t step = chunk_bytes_ * static_cast<std::size_t>(at_once) / kBlocksOfChunk;
+  DownBlocksArgs args = {experts_.expert(segment.expert) + layout_.down_offset,
+                         layout_.neuron_bytes,
+                         columns.scales,
+                         columns.lines,
+                         neuron_groups_,
+                         mine.blocks,
+                         bytes};
+  for (int first = columns.first_chunk * kBlocksOfChunk; first < (columns.first_chunk + columns.chunks) * kBlocksOfChunk;
+       first += at_once) {
+    args.scales = static_cast<std::size_t>(first / kBlocksOfChunk) * kLanes * 2;
+    kernels_.sparse.down_blocks[static_cast<int>(format_)](args);
+    args.lines += step;
+    for (int b = 0; b < at_once; ++b) {
+      const std::byte* block = mine.blocks + bytes * static_cast<std::size_t>(b);
+      const bool last = b + 1 == at_once;
+      product.multiply(block, last ? block : block + bytes, !last, mine.recorded, mine.products, mine.expanded);
+      for (int index = 0; index < product.tiling().count(); ++index) {
+        const Tile tile = product.tiling()[index];
+        for (int i = 0; i < tile.tokens; ++i)
+          std::memcpy(sums_of(segment.first_pair + tile.first + i) + (first + b) * kBlockRows,
+                      mine.products + (product.first_row(index) + i) * kBlockRows, sizeof(float) * kBlockRows);
+      }
+    }
+  }
 }
 
 // Adds the active rows to each token of a small segment directly.

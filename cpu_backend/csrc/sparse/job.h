@@ -7,7 +7,8 @@
 //   rows     a segment, or a range of its columns: the active neurons' rows of down, for each token
 //   sums     512 columns of one token:   the sum over its experts
 // With few tokens per expert, memory is the limit: each row is read once and multiplied with the tokens that need it. With many tokens,
-// nearly every neuron is active for some token: rows are multiplied with all tokens in tiles, unless few of the products are needed.
+// nearly every neuron is active for some token: unless few of the products are needed, rows become blocks of the dense layout, which are
+// multiplied with all tokens as in experts/job.h, and the neurons that a token does not need are zero in its input of down.
 // The neurons phase can count active neurons, with one atomic addition per worker, and export act(gate).
 #pragma once
 
@@ -16,6 +17,7 @@
 
 #include "experts/job.h"
 #include "experts/routing.h"
+#include "experts/segment_product.h"
 
 namespace moegraft {
 
@@ -30,8 +32,11 @@ struct SparseArgs {
 struct SparseSizes {
   std::size_t pairs;  // of the longest segment
   std::size_t neurons;
-  std::size_t hidden_words;
-  std::size_t hidden;
+  std::size_t values;  // of one token: columns or neurons
+  std::size_t gathered_words;  // of the longest segment's records
+  std::size_t rows;  // of its products
+  std::size_t block_bytes;  // of the blocks of the dense layout, 0 where no segment may need them
+  std::size_t neuron_words;  // of the records that are multiplied with them
 };
 
 class SparseJob final : public Job {
@@ -49,15 +54,22 @@ class SparseJob final : public Job {
   struct Run;
   class RowPrefetch;
   std::size_t place_arrays(std::byte* memory);
-  SparseSizes needed_sizes() const;
+  SparseSizes needed_sizes();
   void encode_token(int token, Worker& mine);
   void add_count(int which, std::int64_t neurons) const;
+
+  SegmentProduct gate_of(const Segment& segment) const;  // and up
+  SegmentProduct down_of(const Segment& segment) const;
+  bool may_be_dense(const Segment& segment) const;
+  bool mostly_needed(const Segment& segment, int wanted, int neurons) const;
+  Records records_for(const SegmentProduct& product) const;
 
   // neurons phase
   void compute_neurons(int unit, Worker& mine);
   void compute_gate(const Segment& segment, int group, Worker& mine);
   void compute_pending(Worker& mine);
-  void compute_up(const Segment& segment, int group, std::uint32_t active, Worker& mine);
+  void compute_up(const Segment& segment, int group, std::uint32_t active, int wanted, Worker& mine);
+  void dot_block(const Segment& segment, const std::byte* rows, Worker& mine) const;
   void dot_all_tokens(const Segment& segment, const std::byte* rows, std::uint32_t active, Worker& mine) const;
   void dot_active_tokens(const Segment& segment, const std::byte* rows, int group, std::uint32_t active, Worker& mine) const;
 
@@ -68,6 +80,7 @@ class SparseJob final : public Job {
   void compute_rows(int unit, Worker& mine);
   void add_few(const Segment& segment, int count, const Columns& columns, Worker& mine) const;
   void add_many(const Segment& segment, int count, const Columns& columns, Worker& mine) const;
+  void add_blocks(const Segment& segment, int segment_index, const Columns& columns, Worker& mine) const;
   void take_coefficients(const Segment& segment, const int* neurons, int count, Worker& mine) const;
   std::size_t tile_stride() const;
   void widen_chunk(const Run& run, const Columns& columns, int chunk, RowPrefetch& ahead, int lines_ahead, Worker& mine) const;
@@ -90,23 +103,27 @@ class SparseJob final : public Job {
   const SparseArgs args_;
   const int workers_;
   const ExpertsPhases phases_;
-  const int max_tokens_;
+  const Format down_format_;  // of blocks of down
   const int hidden_groups_;
   const int neuron_groups_;
   const int chunks_;
   const std::size_t hidden_words_;
+  const std::size_t matrix_words_;  // of a token's record for the matrix kernel
   const std::size_t lane_words_;
   const std::size_t scale_bytes_;  // in front of a row's lines
   const std::size_t chunk_bytes_;
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
   SparseSizes sizes_{};
+  bool by_matrix_ = false;  // whether any segment of the pass needs records for the matrix kernel
+  bool uses_matrix_ = false;
   std::size_t first_token_ = 0;  // the pass's first token in the caller's batch
   int unit_chunks_ = 1;  // chunks in one unit of the rows phase
   int parts_ = 1;  // units of a segment
   float* neurons_ = nullptr;  // (pairs, neurons)
   float* sums_ = nullptr;  // (pairs, chunks, 32, 16): each expert's output for a token
   std::uint32_t* masks_ = nullptr;  // (segments, neuron groups): which of 32 neurons are active for any token
+  int* wanted_ = nullptr;  // (segments, neuron groups): the products that tokens need
   int* pairs_of_slots_ = nullptr;  // (tokens, top_k): -1 where padded
 };
 
