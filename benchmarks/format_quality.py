@@ -2,6 +2,7 @@
 
     python benchmarks/format_quality.py                                   # the bundled model
     python benchmarks/format_quality.py --model FOLDER --text FILE
+    python benchmarks/format_quality.py --encoding                        # time and error of quantising one matrix, to format_encoding.csv
 
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
 only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
@@ -17,6 +18,7 @@ import argparse
 import csv
 import ctypes
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from demo_recipe import split_text
+from numpy.typing import NDArray
 from record import RESULTS, write_rows
 from sparse_quality import TEXT
 from transformers import AutoTokenizer, PreTrainedModel
@@ -36,6 +39,7 @@ from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, logits_of
+from moegraft.operators.block_encoding import encode, row_bytes
 
 RULES = """
 rules:
@@ -173,6 +177,62 @@ def measure(model: str | Path, text: str, tokens: int, window: int) -> None:
             )  # an interrupted run keeps what it has
 
 
+def measure_encoding(rows: int, columns: int, rounds: int) -> None:
+    """Quantise random matrices here and in llama.cpp's library, by one thread each and in turn, with one importance matrix for both."""
+    import gguf
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    matrices = {"normal": torch.randn(rows, columns), "student t, 4": torch.distributions.StudentT(4.0).sample((rows, columns))}
+    importance = torch.randn(columns).exp()
+    theirs = _quantize_chunk() if find_spec("llama_cpp") else None
+    found: list[Row] = []
+    for types in TYPES[1:]:
+        kind = gguf.GGMLQuantizationType[types]
+        for name, matrix in matrices.items():
+
+            def ours(matrix: torch.Tensor = matrix, types: str = types) -> NDArray[np.uint8]:
+                return encode(matrix, types, importance)
+
+            def of_llama_cpp(matrix: torch.Tensor = matrix, types: str = types, kind: int = kind) -> NDArray[np.uint8]:
+                assert theirs is not None, "called where llama.cpp is installed"
+                packed = np.empty((rows, row_bytes(types, columns)), np.uint8)
+                theirs(kind, matrix.data_ptr(), packed.ctypes.data, 0, rows, columns, importance.data_ptr())
+                return packed
+
+            providers = {"moegraft": ours} if theirs is None else {"moegraft": ours, "llama.cpp": of_llama_cpp}
+            seconds: dict[str, list[float]] = {provider: [] for provider in providers}
+            blocks = {provider: call() for provider, call in providers.items()}  # which also warms up
+            for _ in range(rounds):
+                for provider, call in providers.items():
+                    begin = time.perf_counter()
+                    call()
+                    seconds[provider].append(time.perf_counter() - begin)
+            for provider, packed in blocks.items():
+                error = matrix - torch.from_numpy(gguf.dequantize(packed, kind))
+                row: Row = {
+                    "provider": provider,
+                    "types": types,
+                    "weights": name,
+                    "relative_error": round(float(((importance * error.square()).sum() / (importance * matrix.square()).sum()).sqrt()), 5),
+                    "million_weights_per_second": round(matrix.numel() / float(np.median(seconds[provider])) / 1e6, 2),
+                }
+                print(row, flush=True)
+                found.append(row)
+        write_rows("format_encoding", found, ("torch", "gguf", "llama_cpp_python"))
+
+
+def _quantize_chunk() -> Any:
+    """Return llama.cpp's `ggml_quantize_chunk`: type, floats, blocks, first number, rows, columns, importance."""
+    import llama_cpp
+
+    library = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+    found = library.ggml_quantize_chunk
+    found.restype = ctypes.c_size_t
+    found.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    return found
+
+
 def plot(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     """Plot the divergence from the full model by bytes per weight."""
     import matplotlib as mpl
@@ -211,7 +271,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--plot-only", action="store_true")
+    parser.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
     args = parser.parse_args()
+    if args.encoding:
+        measure_encoding(rows=128, columns=2048, rounds=3)
+        return
     if not args.plot_only:
         text = split_text(TEXT.read_text(encoding="utf-8"))[1] if args.text is None else args.text.read_text(encoding="utf-8")
         measure(args.model or str(demo_path()), text, args.tokens, args.window)

@@ -30,7 +30,7 @@ from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
-from moegraft.operators.experts.profiled import LayerWeights, ProfiledWeights, places_of
+from moegraft.operators.experts.profiled import WEIGHT_TYPES, LayerWeights, ProfiledWeights, places_of, why_unfit
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.gpu_layer import GpuLayer
@@ -58,7 +58,6 @@ STORED_TYPES: dict[torch.dtype, StoredType] = {
     torch.bfloat16: "bfloat16",
     torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
 }
-WEIGHT_TYPES = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
 SMALLER_TYPES: tuple[WEIGHT_TYPES, ...] = ("bfloat16", "int8", "int4")  # those to save memory with, the most exact first
 
 
@@ -91,8 +90,9 @@ class HybridExpertsOptions:
     Attributes:
         weights: the type the experts are packed to. On the CPU without sparsity also a mapping by projection, such as
             `{gate: int4, up: int4, down: int8}`, or by how often a text chose each expert, such as
-            `{hot: int8, cold: q3_k, profile: routing.npz}`. `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
-            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. Blocks of GGUF files and of quantised
+            `{hot: int8, cold: iq3_xxs, profile: routing.npz}`. `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
+            inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. The other types are those of GGUF files,
+            without sparsity, and on a GPU where it has kernels for them. Blocks of GGUF files and of quantised
             checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, without
             sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
@@ -201,7 +201,20 @@ class HybridExperts(Operator):
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
         reason = why_unsupported(module)
-        return options.weights.why_unfit(read_layout(module)) if reason is None and isinstance(options.weights, ProfiledWeights) else reason
+        if reason is not None:
+            return reason
+        layout, weights = read_layout(module), options.weights
+        if isinstance(weights, ProfiledWeights):
+            return weights.why_unfit(layout)
+        for name, columns in zip(apart(str(weights)), (layout.hidden, layout.intermediate), strict=True):
+            if name in FORMATS and FORMATS[name].stored and not cls.supports_weight_type(options, name):
+                if options.sparsity is not None:
+                    return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
+                return f"weights: {name} needs gpu: none, as no GPU kernel computes with it"
+            unfit = why_unfit(name, columns)
+            if unfit is not None:
+                return unfit
+        return None
 
     @classmethod
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:

@@ -17,11 +17,21 @@ from moegraft.operators.routing_trace import Trace, TraceError
 from moegraft.operators.weight_formats import FORMATS
 
 # What a matrix of floats can be packed to: by the kernel, or by `block_encoding`.
-PROFILED_TYPES = Literal[
+WEIGHT_TYPES = Literal[
     "stored", "float32", "float16", "bfloat16", "int8",
     "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "iq4_xs", "iq4_nl", "mxfp4", "int4",
     "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s", "iq2_xs", "tq2_0", "iq2_xxs", "tq1_0", "iq1_s",
 ]  # fmt: skip
+
+
+def why_unfit(weight_type: str, columns: int) -> str | None:
+    """Return why rows of `columns` weights cannot be packed to a type, or None where they can."""
+    form = FORMATS.get(weight_type)
+    if form is None or form.gguf is None or not form.stored or columns % form.block_weights == 0:
+        return None
+    own_names = {each.gguf: other for other, each in FORMATS.items() if each.scaled}
+    instead = own_names.get(fitting_type(form.gguf, columns), "int8")
+    return f"{weight_type} has blocks of {form.block_weights} weights, of which rows of {columns} are no whole number; use {instead}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +45,8 @@ class ProfiledWeights:
         share: of a layer's routed tokens in the profile; hot are the fewest experts that have this share together.
     """
 
-    hot: PROFILED_TYPES
-    cold: PROFILED_TYPES
+    hot: WEIGHT_TYPES
+    cold: WEIGHT_TYPES
     profile: Path
     share: float = 0.5
 
@@ -49,19 +59,9 @@ class ProfiledWeights:
 
     def why_unfit(self, layout: ExpertsLayout) -> str | None:
         """Return why a layer's matrices cannot have these types, or None where they can."""
-        for name in (self.hot, self.cold):
-            form = FORMATS.get(name)
-            if form is None or not form.stored:
-                continue
-            assert form.gguf is not None, "what block_encoding writes is a type of GGUF files"
-            for columns in (layout.hidden, layout.intermediate):
-                if columns % form.block_weights:
-                    own_names = {each.gguf: other for other, each in FORMATS.items() if each.scaled}
-                    instead = own_names.get(fitting_type(form.gguf, columns), "int8")
-                    return (
-                        f"{name} has blocks of {form.block_weights} weights, of which rows of {columns} are no whole number; use {instead}"
-                    )
-        return None
+        widths = layout.hidden, layout.intermediate
+        reasons = (why_unfit(name, columns) for name in (self.hot, self.cold) for columns in widths)
+        return next((reason for reason in reasons if reason is not None), None)
 
     def hot_experts(self, path: str, num_experts: int) -> tuple[int, ...]:
         """Return the hot experts of the layer at `path`, in ascending order.

@@ -16,6 +16,7 @@ from moegraft.injection.verify import verify
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import ExpertWeights, HybridExperts, HybridExpertsOptions
 from moegraft.operators.registry import load_registry
+from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
 from moegraft.operators.weights import StoredTypes, apart, joined, resolve_weight_type
 
 MIXED = "{gate: int4, up: int4, down: int8}"
@@ -92,6 +93,37 @@ def test_the_packed_cache_tells_mixtures_apart(folder: Path, tmp_path: Path) -> 
     assert [file.stat().st_mtime_ns for file in sorted(tmp_path.glob("*.experts"))] == changed
     load(folder, rules("{gate: int8, up: int8, down: int4}", more))
     assert len(list(tmp_path.glob("*.experts"))) == 6
+
+
+def test_types_of_gguf_files_are_packed_when_loaded(folder: Path) -> None:
+    model = load(folder, rules("{gate: q5_0, up: q5_0, down: iq4_nl}"))
+    assert [operator.weight_type for operator in experts(model)] == ["q5_0+iq4_nl"] * 3
+    found = verify(model, find_model(folder), torch.arange(3, 30))
+    whole = [verify(load(folder, rules(name)), find_model(folder), torch.arange(3, 30)) for name in ("q5_0", "iq4_nl")]
+    assert found.ok and all(each.ok for each in whole)
+    errors = [each.layers[0].relative_error for each in (whole[0], found, whole[1])]
+    assert errors == sorted(errors) and errors[0] > 2e-2
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "message"),
+    [
+        ("iq3_xxs", "", "iq3_xxs has blocks of 256 weights, of which rows of 64 are no whole number; use iq4_nl"),
+        ("{gate: q5_0, up: q5_0, down: q3_k}", "", "q3_k has blocks of 256 weights, of which rows of 32 are no whole number; use int4"),
+        ("q4_1", ", sparsity: {target: 0.5, scope: routed}", "weights: q4_1 cannot be combined with sparsity"),
+    ],
+)
+def test_types_that_do_not_fit_are_refused_with_the_reason(folder: Path, weights: str, more: str, message: str) -> None:
+    with pytest.raises(RuleErrors, match=message):
+        load(folder, rules(weights, more))
+
+
+def test_types_without_gpu_kernels_are_refused_with_slots(folder: Path) -> None:
+    without = [name for name, form in FORMATS.items() if form.gguf is not None and not has_gpu_kernels(name)]
+    if not without:
+        pytest.skip("GPU kernels compute with all types")
+    with pytest.raises(RuleErrors, match=f"weights: {without[0]} needs gpu: none, as no GPU kernel computes with it"):
+        load(folder, rules(without[0], ", gpu: auto"))
 
 
 def test_one_type_for_all_is_that_type(folder: Path) -> None:

@@ -18,7 +18,7 @@ from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.injection.verify import verify
 from moegraft.operators.block_encoding import ENCODED
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.experts.profiled import PROFILED_TYPES
+from moegraft.operators.experts.profiled import WEIGHT_TYPES
 from moegraft.operators.registry import load_registry
 from moegraft.operators.routing_trace import Trace, record_trace
 from moegraft.operators.weight_formats import FORMATS
@@ -181,7 +181,7 @@ def test_blocks_of_a_file_are_kept_where_they_are_smaller(folder: Path, tmp_path
 
 def test_every_type_is_one_that_weights_can_be_packed_to() -> None:
     names = {form.gguf: name for name, form in FORMATS.items()}
-    assert set(get_args(PROFILED_TYPES)) == {"stored", *(names[each] for each in ENCODED)}
+    assert set(get_args(WEIGHT_TYPES)) == {"stored", *(names[each] for each in ENCODED)}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -235,9 +235,15 @@ void search_grid(WeightType type, float shift, const GridGroups& groups, const G
   const Search search = fastest_search();
   const std::int64_t blocks = (points + kPoints - 1) / kPoints, each = (blocks + threads - 1) / threads;  // a group is in one block
   std::vector<std::thread> others;
-  for (std::int64_t first = each; first < blocks; first += each)
-    others.emplace_back(search, std::cref(grid), std::cref(groups), std::cref(choice),
-                        Range{first * kPoints, std::min(points, (first + each) * kPoints)});
+  others.reserve(static_cast<std::size_t>(threads));
+  for (std::int64_t first = each; first < blocks; first += each) {
+    const Range range = {first * kPoints, std::min(points, (first + each) * kPoints)};
+    try {
+      others.emplace_back(search, std::cref(grid), std::cref(groups), std::cref(choice), range);
+    } catch (const std::system_error&) {  // no further thread
+      search(grid, groups, choice, range);
+    }
+  }
   search(grid, groups, choice, {0, std::min(points, each * kPoints)});
   for (std::thread& other : others) other.join();
 }
