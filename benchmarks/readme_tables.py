@@ -145,6 +145,26 @@ def cpu_model_pairs() -> str:
     return f"{table(head, ([row[key] for key in keys] for row in rows))}\n\n{provenance(rows)}"
 
 
+def cpu_model_pairs_stored() -> str:
+    rows = read("cpu_model_pairs_stored")
+    names = {"gpt_oss": "gpt-oss-20b", "deepseek_v2": "DeepSeek-V2-Lite"}
+    head = [
+        "4 layers of",
+        "experts",
+        "context",
+        "moegraft, tokens/s",
+        "llama.cpp, tokens/s",
+        "ratio, median",
+        "p20",
+        "p80",
+        "of the read limit",
+    ]
+    keys = ("weights", "context", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
+    body = [[names[row["model"]], *(row[key] or "-" for key in keys)] for row in rows]
+    commits = dict.fromkeys(provenance([row]) for row in rows)
+    return f"{table(head, body)}\n\n{' '.join(commits)}"
+
+
 def step_programs() -> str:
     rows = read("step_programs")
     head = ["model", "weights", "busy processes", "layer by layer, ms", "native program, ms", "ratio, median"]
@@ -370,6 +390,7 @@ def format_quality() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "speeds": speeds,
     "cpu_model_pairs": cpu_model_pairs,
+    "cpu_model_pairs_stored": cpu_model_pairs_stored,
     "step_programs": step_programs,
     "cpu_experts": cpu_experts,
     "cpu_model": cpu_model,
