@@ -22,6 +22,7 @@ from _probe import ReadProbe
 from cpu_model import Opener, Phases, config, llama_cpp_phases, phases_of, rule_file
 from llama_cpp_peer import GGUF_TYPES, LlamaCpp, Sizes, write_model
 from record import percentiles, write_rows
+from step_programs import busy
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.weight_formats import FORMATS
@@ -56,17 +57,24 @@ def token_bytes(sizes: Sizes, weights: str, context: int) -> int:
 
 
 def measure(
-    weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int, contexts: tuple[int, ...], limit: Callable[[int], float]
+    weights: str,
+    opened: Mapping[str, Opener],
+    rounds: int,
+    tokens: int,
+    contexts: tuple[int, ...],
+    limit: Callable[[int], float],
+    processes: int = 0,
 ) -> list[dict[str, object]]:
     """Return the rows of a pair of providers, up to the phase in which the process of one ends, if it does.
 
-    `limit` returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows.
+    `limit` returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows. `processes` keep as
+    many cores busy meanwhile.
     """
     rows: list[dict[str, object]] = []
     context = 0
     (our_name, our_opener), (their_name, their_opener) = opened.items()
     try:
-        with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
+        with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs, busy(processes):
             for context in contexts:
                 rates = []
                 for _ in range(rounds + 1):
@@ -96,6 +104,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", default=list(GGUF_TYPES), choices=list(GGUF_TYPES))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that keep cores busy meanwhile")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--new", type=int, default=48)
     arguments = parser.parse_args()
@@ -113,9 +122,13 @@ def main() -> None:
             config(arguments.layers).save_pretrained(folder)
             write_model(folder / "model.gguf", sizes, weights)
             opened = {f"ours-{weights}": (ours, folder, weights), f"llama.cpp-{weights}": (theirs, folder)}
-            found = measure(weights, opened, arguments.rounds, arguments.new, tuple(arguments.contexts), limit)
-            rows += [{"layers": arguments.layers, **row} for row in found]
+            for processes in arguments.busy:
+                found = measure(weights, opened, arguments.rounds, arguments.new, tuple(arguments.contexts), limit, processes)
+                rows += [
+                    {"layers": arguments.layers, **({"busy_processes": processes} if any(arguments.busy) else {}), **row} for row in found
+                ]
     name = "cpu_model_pairs" if arguments.layers == 6 else f"cpu_model_pairs_{arguments.layers}"
+    name += "_busy" * any(arguments.busy)
     print(write_rows(name, rows, ("torch", "transformers", "llama-cpp-python")))
 
 
