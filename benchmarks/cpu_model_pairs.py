@@ -28,6 +28,7 @@ from llama_cpp_peer import FAMILY_TYPES, GGUF_TYPES, LlamaCpp, Sizes, write_fami
 from load_memory import stored_config
 from numpy.typing import NDArray
 from record import RESULTS, percentiles, write_rows
+from step_programs import busy
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.weight_formats import FORMATS
@@ -77,17 +78,24 @@ def logits_error(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> floa
 
 
 def measure(
-    weights: str, opened: Mapping[str, Opener], rounds: int, tokens: int, contexts: tuple[int, ...], limit: Callable[[int], float]
+    weights: str,
+    opened: Mapping[str, Opener],
+    rounds: int,
+    tokens: int,
+    contexts: tuple[int, ...],
+    limit: Callable[[int], float],
+    processes: int = 0,
 ) -> list[dict[str, object]]:
     """Return the rows of a pair of providers, up to the phase in which the process of one ends, if it does.
 
-    `limit` returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows.
+    `limit` returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows. `processes` keep as
+    many cores busy meanwhile.
     """
     rows: list[dict[str, object]] = []
     context = 0
     (our_name, our_opener), (their_name, their_opener) = opened.items()
     try:
-        with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
+        with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs, busy(processes):
             for context in contexts:
                 rates = []
                 for _ in range(rounds + 1):
@@ -144,6 +152,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", default=list(GGUF_TYPES), choices=[*GGUF_TYPES, *FAMILY_TYPES])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that keep cores busy meanwhile")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--new", type=int, default=48)
     arguments = parser.parse_args()
@@ -166,10 +175,14 @@ def main() -> None:
             config(arguments.layers).save_pretrained(folder)
             write_model(folder / "model.gguf", sizes, weights)
             opened = {f"ours-{weights}": (ours, folder, weights), f"llama.cpp-{weights}": (theirs, folder)}
-            found = measure(weights, opened, arguments.rounds, arguments.new, tuple(arguments.contexts), limit)
-            rows += [{"layers": arguments.layers, **row} for row in found]
+            for processes in arguments.busy:
+                found = measure(weights, opened, arguments.rounds, arguments.new, tuple(arguments.contexts), limit, processes)
+                rows += [
+                    {"layers": arguments.layers, **({"busy_processes": processes} if any(arguments.busy) else {}), **row} for row in found
+                ]
     if rows:
         name = "cpu_model_pairs" if arguments.layers == 6 else f"cpu_model_pairs_{arguments.layers}"
+        name += "_busy" * any(arguments.busy)
         print(write_rows(name, rows, packages))
 
 

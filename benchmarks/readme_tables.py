@@ -167,7 +167,7 @@ def cpu_model_pairs_stored() -> str:
 
 def step_programs() -> str:
     rows = read("step_programs")
-    head = ["model", "weights", "busy processes", "layer by layer, ms", "native program, ms", "ratio, median"]
+    head = ["model", "weights or family", "busy processes", "layer by layer, ms", "native program, ms", "ratio, median"]
     keys = ("model", "provider", "busy_processes", "layer_by_layer_ms", "p50_program_ms", "ratio")
     return (
         "A token on the CPU, layer by layer and as a native program (`benchmarks/step_programs.py`), alternating. Busy processes compete "

@@ -1,7 +1,8 @@
 """What does a native program save of a decode step on the CPU? One model decodes alternately layer by layer and by its program.
 
 `ratio` is the median over rounds of the time layer by layer over that of the program. With `--busy N`, N processes keep cores busy
-meanwhile, which shows how both give way.
+meanwhile, which shows how both give way. A model is the bundled one, a provider of `cpu_model.py`, or a model type of
+tests/support/family_rows.py, as the tiny random model of its tests.
 
 `--trace` measures nothing else: it writes the kernels of one token, layer by layer and in its program, to results/step_timeline.csv (of
 many steps the fastest, which other programs disturb least) and draws them in results/step_timeline.svg. `--picture` only draws.
@@ -13,14 +14,19 @@ import argparse
 import csv
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import torch
 from cpu_model import provider
 from record import RESULTS, percentiles, seconds, write_rows
+from support.families import build_model, served_cases
+from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
 
 import moegraft.injection.demo
@@ -29,10 +35,16 @@ from moegraft.injection import optimize_and_load
 DEMO = "bundled"
 
 
+def family(name: str) -> FamilyCase | None:
+    return next((case for case in served_cases() if case.model_type == name), None)
+
+
 @contextmanager
 def opened(name: str, layers: int) -> Iterator[PreTrainedModel]:
     if name == DEMO:
         yield optimize_and_load(Path(moegraft.injection.demo.__file__).parent, "cpu", progress=False)
+    elif case := family(name):
+        yield optimize_and_load(build_model(case), "cpu", progress=False)
     else:
         with provider(name, layers) as model:
             yield model
@@ -84,8 +96,9 @@ def measure(name: str, layers: int, context: int, tokens: int, rounds: int, proc
         steps = model.moegraft.statistics()["decode_steps"]  # type: ignore[union-attr]
         assert steps["replayed_steps"] > tokens * rounds / 2, f"{name}: steps were not replayed: {steps}"
     native, usual = zip(*pairs[1:], strict=True)
+    tiny = f"tiny model of {model.config.get_text_config().num_hidden_layers} layers"
     return {
-        "model": "bundled" if name == DEMO else f"{layers} layers of Qwen3-30B-A3B",
+        "model": DEMO if name == DEMO else tiny if family(name) else f"{layers} layers of Qwen3-30B-A3B",
         "provider": name,
         "context": context,
         "busy_processes": processes,

@@ -502,6 +502,15 @@ ProgramOperand = (
     | tuple[float, float]  # a number: base, for each position
 )
 
+class Pace:
+    """How the runs of a program are computed: `alone`, by the calling thread, while all `workers` wait for cores that others use."""
+
+    def __init__(self, workers: int) -> None: ...
+    @property
+    def alone(self) -> bool: ...
+    def took(self, ns: int) -> None:
+        """Take note of the time of the run for which `alone` was read."""
+
 class Program:
     """A decode step of a whole model: operations in order, over buffers that are bound to memory of the caller.
 

@@ -16,6 +16,7 @@ from support.kernel_cases import make_batch, make_layer
 from torch.nn import functional
 
 from moegraft.cpu_backend import NormSpec, PackedLinear, Program, RouterSpec, Runtime
+from moegraft.cpu_backend._kernel import Pace
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32)
@@ -849,3 +850,47 @@ def test_an_integer_division_by_zero(rig: Rig) -> None:
     rig.small("floor_div", x, x, 0)
     with pytest.raises(ValueError, match="division by zero"):
         rig.run()
+
+
+def paced(pace: Pace, runs: int, shared_us: Callable[[int], float], alone_us: float) -> list[bool]:
+    """Which of the runs are computed by one thread, where a shared run `i` and one alone take these times."""
+    chosen = []
+    for run in range(runs):
+        chosen.append(pace.alone)
+        pace.took(int(1e3 * (alone_us if pace.alone else shared_us(run))))
+    return chosen
+
+
+def waiting(run: int) -> float:
+    """A short run in four finds all threads on a core; the others wait for a time slice."""
+    return 400 if run % 4 == 0 else 4000
+
+
+def test_runs_are_shared_out_on_a_quiet_machine() -> None:
+    assert not any(paced(Pace(2), 3000, lambda run: 400 + run % 7 * 40, 300))
+
+
+def test_one_thread_never_waits() -> None:
+    assert not any(paced(Pace(1), 3000, waiting, 1))
+
+
+def test_one_thread_computes_while_others_wait_for_cores() -> None:
+    chosen = paced(Pace(2), 4000, waiting, 900)
+    assert not chosen[0] and sum(chosen) > 0.9 * len(chosen)
+    assert not all(chosen[1000:]), "all threads are tried again"
+
+
+def test_all_threads_compute_again_on_cores_that_are_free() -> None:
+    pace = Pace(2)
+    assert any(paced(pace, 2000, waiting, 900))
+    assert not any(paced(pace, 4000, lambda _: 400, 700)[2000:])
+
+
+def test_one_thread_that_is_slower_is_hardly_tried() -> None:
+    chosen = paced(Pace(2), 2000, lambda run: 5000 if run % 2 else 20000, 40000)
+    assert 0 < sum(chosen) < 0.05 * len(chosen)
+
+
+def test_one_thread_is_not_tried_where_it_cannot_be_faster() -> None:
+    """Of 32, each thread's share is small: what the longest wait costs is less than what one thread would."""
+    assert not any(paced(Pace(32), 2000, waiting, 9000))

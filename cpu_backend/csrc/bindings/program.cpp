@@ -114,6 +114,10 @@ class PyProgram {
 }  // namespace
 
 void bind_program(py::module_& module, const std::function<Runtime&(const py::object&)>& native) {
+  py::class_<Pace>(module, "Pace")
+      .def(py::init<int>(), "workers"_a)
+      .def_property_readonly("alone", &Pace::alone)
+      .def("took", &Pace::took, "ns"_a);
   py::class_<PyProgram>(module, "Program")
       .def(py::init([native](const py::object& runtime) { return std::make_unique<PyProgram>(runtime, native(runtime)); }), "runtime"_a)
       .def("add_small", &PyProgram::add_small, "name"_a, "operands"_a, "numbers"_a = std::vector<double>{})

@@ -96,11 +96,12 @@ void Runtime::route(const RouterArgs& args) {
   engine_->route(args, openmp_);
 }
 
-void Runtime::run(Job& job, const std::function<void()>& prepare) {
+void Runtime::run(Job& job, const std::function<void()>& prepare, bool alone) {
   check_process();
   const std::lock_guard<std::mutex> lock(engine_mutex_);
   prepare();
-  pool_->run(job, openmp_);
+  if (alone) job.run(0);
+  else pool_->run(job, openmp_);
 }
 
 std::uint64_t Runtime::submit(const ForwardArgs& args) {

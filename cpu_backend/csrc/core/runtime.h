@@ -49,8 +49,8 @@ class Runtime {
   void matmul(const MatmulArgs& args);
   void norm(const NormArgs& args);
   void route(const RouterArgs& args);
-  // A job of the caller's own; `prepare` runs first, when no other work of this runtime does.
-  void run(Job& job, const std::function<void()>& prepare);
+  // A job of the caller's own, `alone` on the calling thread; `prepare` runs first, when no other work of this runtime does.
+  void run(Job& job, const std::function<void()>& prepare, bool alone = false);
   std::uint64_t submit(const ForwardArgs& args);
   void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
 

@@ -1,5 +1,6 @@
 #include "program/program.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 
@@ -10,6 +11,12 @@ namespace {
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+// Of Pace. A window covers several time slices of common schedulers (3 to 4 ms), and a block several windows.
+constexpr std::int64_t kWindowNs = 16'000'000;
+constexpr std::int64_t kWindowRuns = 2;
+constexpr int kBlockRuns = 64;
+constexpr std::int64_t kIntervalNs = 160'000'000, kLongestIntervalNs = 640'000'000;
 
 }  // namespace
 
@@ -63,19 +70,55 @@ Operation::Operation(std::vector<Operand> operands) : operands_(std::move(operan
   for (const Operand& operand : operands_) fixed_ = fixed_ && operand.is_fixed();
 }
 
+Pace::Pace(int workers) : workers_(workers), interval_ns_(kIntervalNs) {}
+
+void Pace::took(std::int64_t ns) {
+  if (workers_ == 1) return;
+  if (!alone_) {
+    fastest_ns_ = std::min(fastest_ns_, ns);
+    if (++block_runs_ == kBlockRuns) {
+      fastest_before_ns_ = std::exchange(fastest_ns_, INT64_MAX);
+      block_runs_ = 0;
+    }
+  }
+  total_ns_ += ns;
+  ++runs_;
+  if (total_ns_ < kWindowNs || runs_ < kWindowRuns) return;
+  const std::int64_t mean_ns = total_ns_ / runs_;
+  until_next_ns_ -= total_ns_;
+  total_ns_ = runs_ = 0;
+  if (alone_) {
+    const bool slower = trial_ && mean_ns >= shared_ns_;
+    if (slower || until_next_ns_ <= 0) {
+      alone_ = false;
+      until_next_ns_ = slower ? interval_ns_ : 0;
+      interval_ns_ = std::min(2 * interval_ns_, kLongestIntervalNs);
+    }
+    trial_ = false;
+    return;
+  }
+  shared_ns_ = mean_ns;
+  if (mean_ns <= workers_ * std::min(fastest_ns_, fastest_before_ns_)) {
+    interval_ns_ = kIntervalNs;
+  } else if (until_next_ns_ <= 0) {
+    alone_ = trial_ = true;
+    until_next_ns_ = interval_ns_;
+  }
+}
+
 Program::Program(Runtime& runtime) : runtime_(runtime), machine_{runtime.kernels(), runtime.threads(), scratch_} {
   scratch_.workers.resize(static_cast<std::size_t>(runtime.threads()));
 }
 
 void Program::add(std::unique_ptr<SmallOperation> operation) {
-  if (!open_) stages_.push_back(std::make_unique<Stage>());
+  if (!open_) stages_.push_back(std::make_unique<Stage>(machine_.workers));
   open_ = true;
   stages_.back()->small.push_back(std::move(operation));
   checked_last_ = checked_first_ - 1;
 }
 
 void Program::add(std::unique_ptr<KernelOperation> operation) {
-  if (!open_) stages_.push_back(std::make_unique<Stage>());
+  if (!open_) stages_.push_back(std::make_unique<Stage>(machine_.workers));
   open_ = false;
   stages_.back()->kernel = std::move(operation);
   checked_last_ = checked_first_ - 1;
@@ -83,7 +126,7 @@ void Program::add(std::unique_ptr<KernelOperation> operation) {
 
 int Program::end_stage() {
   // A stage without a kernel is the last of a run: it finishes the kernel before it.
-  if (!open_) stages_.push_back(std::make_unique<Stage>());
+  if (!open_) stages_.push_back(std::make_unique<Stage>(machine_.workers));
   open_ = false;
   return stages();
 }
@@ -161,7 +204,7 @@ void Program::run(std::int64_t position, int first, int end) {
   if (position < checked_first_ || position > checked_last_)
     throw std::invalid_argument("position " + std::to_string(position) + " was not checked");
   if (first < 0 || end > stages() || first > end) throw std::invalid_argument("there are no such stages");
-  runtime_.run(*this, [&] {
+  const auto prepare = [&] {
     for (int i = first; i < end; ++i) {
       Stage& stage = *stages_[static_cast<std::size_t>(i)];
       stage.claimed.store(false, std::memory_order_relaxed);
@@ -176,7 +219,11 @@ void Program::run(std::int64_t position, int first, int end) {
     end_ = end;
     failed_.store(false);
     error_ = nullptr;
-  });
+  };
+  Pace* const pace = first < end ? &stages_[static_cast<std::size_t>(first)]->pace : nullptr;
+  const std::int64_t began_ns = now_ns();
+  runtime_.run(*this, prepare, pace != nullptr && pace->alone());
+  if (pace != nullptr) pace->took(now_ns() - began_ns);
   for (int i = first; i < end; ++i) {
     const Span& span = stages_[static_cast<std::size_t>(i)]->span;
     kernel_ns_ += span.ended > span.began ? span.ended - span.began : 0;

@@ -163,6 +163,28 @@ std::unique_ptr<KernelOperation> make_paged_attention(const ProgramMachine& mach
 // out (B, M, N) = a (B, M, K) b (B, K, N) [+ bias (N)], rounded once
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands);
 
+// Decides whether the next run of a program is shared out among the workers or computed by the calling thread alone. Beside busy processes
+// a run on all threads lasts until the scheduler has resumed each of them, some milliseconds, in which one thread may compute many runs of
+// a small model. So while runs take longer than one undisturbed thread could need, one thread computes as a trial, and goes on if that is
+// faster; all threads are tried again at intervals. Results do not depend on it.
+class Pace {
+ public:
+  explicit Pace(int workers);
+  bool alone() const { return alone_; }
+  void took(std::int64_t ns);  // the run that alone() was asked for
+
+ private:
+  const int workers_;
+  bool alone_ = false;
+  bool trial_ = false;  // of one thread
+  std::int64_t total_ns_ = 0, runs_ = 0;  // of the current window of runs
+  std::int64_t shared_ns_ = 0;  // mean of the last window on all threads
+  std::int64_t fastest_ns_ = INT64_MAX, fastest_before_ns_ = INT64_MAX;  // of the current block of runs on all threads, of the one before
+  int block_runs_ = 0;
+  std::int64_t interval_ns_;  // between two trials, or two attempts with all threads
+  std::int64_t until_next_ns_ = 0;
+};
+
 class Program final : public Job {
  public:
   explicit Program(Runtime& runtime);
@@ -195,6 +217,8 @@ class Program final : public Job {
 
  private:
   struct Stage {
+    explicit Stage(int workers) : pace(workers) {}
+    Pace pace;  // of runs that begin here
     Span span;  // its ends are written by the workers that claim and that finish the stage first
     std::vector<std::unique_ptr<SmallOperation>> small;
     std::unique_ptr<KernelOperation> kernel;
