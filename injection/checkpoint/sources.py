@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
-from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
-from moegraft.injection.checkpoint.identity import stored_identity
+from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError

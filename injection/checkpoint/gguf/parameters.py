@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.injection.checkpoint.files import DTYPES, Conversion, LazyTensor
+from moegraft.injection.checkpoint.files import DTYPES, Conversion, Extent, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor, Index
-from moegraft.injection.checkpoint.identity import Extent, stored_identity
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.weights import Codes, Part, StoredBlocks, WeightSource, widest
