@@ -155,8 +155,8 @@ def calibrate(
         layers=layers,
         all_layers=quantiles(calibration.all_bins(), GRID),
     )
-    trials = [
-        _Trial(target, {path: (found.threshold(path, share, options.mode), share) for path, share in shares.items()})
+    runs = [
+        _TargetRun(target, {path: (found.threshold(path, share, options.mode), share) for path, share in shares.items()})
         for target, shares in targets.items()
     ]
     states = sparse_layers(model)
@@ -166,10 +166,10 @@ def calibrate(
                 state.set_threshold(0.0, 0.0)
             dense = logits_of(model, window)
             advance(len(window))
-            for trial in trials:
-                trial.run(model, about.layers, states, window, dense)
+            for run in runs:
+                run.add(model, about.layers, states, window, dense)
                 advance(len(window))
-    return replace(found, held_out=tuple(trial.result(options) for trial in trials)), calibration
+    return replace(found, held_out=tuple(run.result(options) for run in runs)), calibration
 
 
 def work_tokens(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) -> int:
@@ -258,7 +258,7 @@ def _routed_targets(layers: Sequence[ExpertsLayer], target: float, options: Cali
 
 
 @dataclass(slots=True)
-class _Trial:
+class _TargetRun:
     """The evaluation of one target against the model with every neuron: sums over the held-out windows.
 
     Attributes:
@@ -276,7 +276,7 @@ class _Trial:
     routed_neurons: float = 0.0
     shared_neurons: float = 0.0
 
-    def run(
+    def add(
         self,
         model: PreTrainedModel,
         layers: Sequence[ExpertsLayer],

@@ -95,7 +95,7 @@ def graft(
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
     if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
         threads = threads_beside_gpu()
-    context = InjectionContext(machine=machine, dtype=dtype, threads=threads, expert_group=expert_group)
+    context = InjectionContext(dtype=dtype, threads=threads, expert_group=expert_group)
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
     for operator in operators.values():
         operator.check()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, RuleErrors, nearest, shown
 from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, plain_text, read_document
-from moegraft.injection.rules.ktransformers import KWARGS, TheirClass, kwarg_advice, their_class
+from moegraft.injection.rules.ktransformers import KWARGS, TheirClass, their_class
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError, why_unusable
 from moegraft.injection.rules.rule import LEAVE_ALONE, layer_of, runs
 
@@ -209,7 +209,7 @@ def unknown_arguments(rule: TheirRule) -> tuple[str, ...]:
     """Return notes on arguments that no known version of KTransformers uses; KTransformers ignores them."""
     found = []
     for key in rule.kwargs:
-        if kwarg_advice(key) is None:
+        if key not in KWARGS:
             near = nearest(key, KWARGS)
             meant = f"; did you mean '{near}'?" if near else "; it has no equivalent"
             found.append(f"argument {shown(key)} is not known{meant}")

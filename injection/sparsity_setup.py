@@ -135,10 +135,6 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
 
 
 def _bundled_windows(model: PreTrainedModel, folder: Path | None, trust_remote_code: bool) -> tuple[torch.Tensor, ...]:
-    """
-    Raises:
-        ThresholdsError: there is no tokenizer.
-    """
     fix = "set 'thresholds' of 'sparsity' to a file that moegraft calibrate wrote"
     if folder is None:
         raise ThresholdsError(f"sparsity has no thresholds, and the model has no folder with a tokenizer to calibrate with; {fix}")

@@ -1,4 +1,4 @@
-"""The state that the operators of one model share: the machine, the CPU runtime, drafting, sparsity and GPUs."""
+"""The state that the operators of one model share: the CPU runtime, drafting, sparsity and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import open_runtime
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.machine import Machine
 
 # Members that only some models need are imported on first use: a model on the CPU does not wait for the GPU engine, and runs where
 # Triton is not installed.
@@ -44,7 +43,6 @@ class InjectionContext:
         replays_steps: whether decode steps on the CPU may be replayed as native programs.
     """
 
-    machine: Machine
     dtype: torch.dtype
     threads: int = 0
     expert_group: ExpertGroup | None = None

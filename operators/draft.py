@@ -40,13 +40,16 @@ class DraftSwitch:
     An experts operator that can draft calls `join` when it is built and `narrow` in every forward pass. Drafting starts and ends by one
     assignment, so an interruption cannot leave only some layers drafting. Each thread has its own settings: a thread that drafts does not
     change the experts of another thread's text.
+
+    Attributes:
+        layers: how many layers of experts follow this switch.
+        resident_layers: those of them whose experts may have a slot on a GPU.
+        sparse_layers: those of them that can leave neurons out.
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self._layers = 0
-        self._resident_layers = 0
-        self._sparse_layers = 0
+        self.layers = self.resident_layers = self.sparse_layers = 0
         self._warned = False
 
     def join(self, *, has_slots: bool = False, sparse: bool = False) -> None:
@@ -56,24 +59,9 @@ class DraftSwitch:
             has_slots: whether the layer's experts may be resident on a GPU.
             sparse: whether the layer can leave neurons out.
         """
-        self._layers += 1
-        self._resident_layers += has_slots
-        self._sparse_layers += sparse
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of experts that follow this switch."""
-        return self._layers
-
-    @property
-    def resident_layers(self) -> int:
-        """Number of these layers whose experts may have a slot on a GPU."""
-        return self._resident_layers
-
-    @property
-    def sparse_layers(self) -> int:
-        """Number of these layers that can leave neurons out."""
-        return self._sparse_layers
+        self.layers += 1
+        self.resident_layers += has_slots
+        self.sparse_layers += sparse
 
     def say_once(self, reason: str) -> None:
         """Log why a layer cannot follow the draft settings; only the first reason of all layers is logged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -59,10 +59,6 @@ class OperatorRegistry:
     def in_place(self) -> frozenset[str]:
         """The names of operators that work within a stock module."""
         return frozenset(name for name, operator in self._by_name.items() if issubclass(operator, InPlaceOperator))
-
-    def options_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of an operator's options."""
-        return tuple(field.name for field in fields(self._by_name[name].options_type))
 
     def with_operators(self, *operators: type[Operator]) -> OperatorRegistry:
         """Return a new registry with more operators, for a test or a notebook."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,38 +18,44 @@ Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weigh
 STORED_FORMATS = frozenset(name for name, found in FORMATS.items() if found.stored)
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """The weights of one module, read one piece at a time, independent of their stored layout.
 
     A piece is one matrix of one expert in `nn.Linear` orientation, `(out_features, in_features)`: gate and up `(I, H)`, down
     `(H, I)`; biases are vectors. A module without experts has the parts `weight` and `bias` of expert 0.
+
+    Attributes:
+        fingerprint: an identifier of the stored weights that is the same in every process; None where there is none.
     """
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The dtype of the stored weights; where matrices differ, the narrowest that holds all of them without rounding."""
-        ...
 
     @property
     def fingerprint(self) -> str | None:
-        """An identifier of the stored weights that is the same in every process; None where there is none."""
-        ...
+        return None
 
+    @abstractmethod
     def parts(self) -> Sequence[Part]:
         """Return the parts of each expert, in the best order to read them."""
-        ...
 
+    @abstractmethod
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         """Return one piece on the CPU, contiguous or a strided view; valid until the next call.
 
         Raises:
             CheckpointError: the piece is missing or cannot be read; the message names the file and the key.
         """
-        ...
 
+    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
+        """Return a matrix in the codes of a kernel's type; None if it is not stored in codes that this type holds without rounding."""
+        return None
+
+    @abstractmethod
     def origin(self, part: Part, expert: int = 0) -> str:
         """Return the file and key of a piece, for messages."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +93,9 @@ class StoredBlocks:
         return self.blocks.size // FORMATS[self.weight_type].block_bytes * FORMATS[self.weight_type].block_weights
 
 
-@runtime_checkable
-class CodedSource(Protocol):
-    """A `WeightSource` whose pieces may be stored in codes that the kernel packs unchanged."""
-
-    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
-        """Return a matrix in the codes of a kernel's type; None if it is not stored in codes that this type holds without rounding."""
-        ...
-
-
 def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
     """Return the codes of a piece where `weight_type` holds them without rounding, else None; int8 also holds 4-bit codes."""
-    if weight_type not in ("int8", "int4", *STORED_FORMATS) or not isinstance(source, CodedSource):
+    if weight_type not in ("int8", "int4", *STORED_FORMATS):
         return None
     codes = source.read_codes(part, expert, weight_type)
     if isinstance(codes, StoredBlocks):

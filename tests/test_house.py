@@ -1,6 +1,7 @@
 """The layout of the project holds: imports point down only, and importing does no work."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,13 @@ def test_every_shipped_file_keeps_the_machine_out() -> None:
     for file in [*SOURCES, *ROOT.glob("[!.]*.*"), *(ROOT / "rules").glob("*.yaml")]:
         if file.is_file():
             assert "/work/" not in file.read_text(encoding="utf-8"), file
+
+
+def test_the_reading_paths_are_short_and_there() -> None:
+    """From the README to the experts on the CPU in at most 8 files, and on a GPU in at most 14."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^\| (\d+) \| `([^`]+)` \|", text, re.MULTILINE)
+    turn = next(place for place, (number, _) in enumerate(paths) if place and int(number) <= int(paths[place - 1][0]))
+    on_cpu, on_gpu = paths[:turn], paths[turn:]
+    assert len(on_cpu) <= 8 and int(on_gpu[-1][0]) <= 14
+    assert all((ROOT / path).is_file() for _, path in paths)

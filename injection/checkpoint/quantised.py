@@ -15,8 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from moegraft.injection.checkpoint.coded_matrices import EXPONENT_BIAS, KERNEL_GROUP, MXFP4_BLOCK, NVFP4_BLOCK, Block, ScaledCodes
-from moegraft.injection.checkpoint.files import Checkpoint, Conversion, LazyTensor
-from moegraft.injection.checkpoint.identity import Extent
+from moegraft.injection.checkpoint.files import Checkpoint, Conversion, Extent, LazyTensor
 from moegraft.operators.errors import CheckpointError
 
 DEFAULT_BLOCK = (128, 128)  # transformers', for FP8 settings without a block size

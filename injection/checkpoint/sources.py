@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
-from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor
-from moegraft.injection.checkpoint.identity import stored_identity
+from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
@@ -227,7 +226,7 @@ class _Converted:
         return self._tensors[self._target.all_keys[0]].origin
 
 
-class CheckpointExperts:
+class CheckpointExperts(WeightSource):
     """A `WeightSource` over one experts module's part of a checkpoint.
 
     Raises:
@@ -341,7 +340,7 @@ def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor
     return [found[expert] for expert in range(layout.num_experts)]
 
 
-class CheckpointLinear:
+class CheckpointLinear(WeightSource):
     """A `WeightSource` over a linear layer's weight and, where it has one, bias; a tied weight is read where it is stored.
 
     Raises:
@@ -483,7 +482,7 @@ class CheckpointWeights:
             )
 
 
-class ModuleExperts:
+class ModuleExperts(WeightSource):
     """A `WeightSource` over an experts module in memory; pieces are views, on the CPU."""
 
     def __init__(self, path: str, module: nn.Module, layout: ExpertsLayout) -> None:
@@ -495,10 +494,6 @@ class ModuleExperts:
     def dtype(self) -> torch.dtype:
         return widest(parameter.dtype for name, parameter in self._parameters.items() if not name.endswith("_bias"))
 
-    @property
-    def fingerprint(self) -> str | None:
-        return None
-
     def parts(self) -> Sequence[Part]:
         return self._layout.parts()
 
@@ -509,7 +504,7 @@ class ModuleExperts:
         return f"{self._path}.{self._layout.parameter(part)}[{expert}]"
 
 
-class ModuleLinear:
+class ModuleLinear(WeightSource):
     """A `WeightSource` over a linear layer in memory."""
 
     def __init__(self, path: str, module: nn.Linear) -> None:
@@ -521,10 +516,6 @@ class ModuleLinear:
     @property
     def dtype(self) -> torch.dtype:
         return self._parameters["weight"].dtype
-
-    @property
-    def fingerprint(self) -> str | None:
-        return None
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._parameters)

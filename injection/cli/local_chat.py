@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import ModelOptions, SamplingOptions, option_name, takes_options, talks_to_user
+from moegraft.injection.cli.options import ModelOptions, SamplingOptions, VersionOption, option_name, takes_options, talks_to_user
 from moegraft.injection.cli.output import INTERRUPTED, Terminal, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
     from moegraft.operators.timeline import Timeline
 
 PROGRAM = "local_chat"
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"moegraft {version('moegraft')}")
-        raise typer.Exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +47,7 @@ class ChatOptions:
     ] = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print answers and errors only.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit; no weights are read.")] = False
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")] = False
+    version: VersionOption = False
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_file is not None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated
-
 import typer
 
 from moegraft.injection.cli.commands.calibrate import calibrate
@@ -18,7 +15,7 @@ from moegraft.injection.cli.commands.quantize import quantize
 from moegraft.injection.cli.commands.schema import schema
 from moegraft.injection.cli.commands.serve import serve
 from moegraft.injection.cli.commands.verify import verify
-from moegraft.injection.cli.options import PROGRAM, option_name
+from moegraft.injection.cli.options import PROGRAM, VersionOption, option_name
 
 EXIT_CODES = "Exit codes: 0 success; 1 a negative result (wrong rules, does not fit, differs); 2 the command or its input cannot be used."
 
@@ -32,17 +29,9 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"moegraft {version('moegraft')}")
-        raise typer.Exit
-
-
 @app.callback()
 def moegraft(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    show_version: VersionOption = False,
 ) -> None:
     """Write, check and explain rule files, and predict, verify, calibrate, quantise and serve models.
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib.metadata import version
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
@@ -148,17 +149,33 @@ def _make(group: type[Options], values: dict[str, object]) -> Options:
         raise OptionsError(str(error)) from error
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moegraft {version('moegraft')}")
+        raise typer.Exit
+
+
 PROGRAM = "moegraft"
 BUNDLED = "the bundled model"
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?:i?B)?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
+VersionOption: TypeAlias = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+]
 RulesArgument: TypeAlias = Annotated[
     str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; default: cpu.")
 ]
 ModelOption: TypeAlias = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (config.json is enough); default: the bundled model.")
 ]
+LoadedModelOption: TypeAlias = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")
+]
+RulesOption: TypeAlias = Annotated[
+    str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or the name of a shipped one; default: cpu.")
+]
+ThreadsOption: TypeAlias = Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")]
 GgufOption: TypeAlias = Annotated[
     str | None, typer.Option("--gguf", metavar="PATH", help="Take the weights from this GGUF file or folder.")
 ]

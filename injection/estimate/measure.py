@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -42,6 +42,9 @@ LINEAR_TYPES = ("float32", "bfloat16")  # of PyTorch's own layers
 OVERHEAD_LAYERS = 8
 RECORDED_STEPS = 6  # by then a decode step is replayed
 BUSY = 0.5  # load average per core above which other programs disturb the measurement
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
     load = psutil.getloadavg()[0] / machine.cores
     registry = load_registry()
     operators = [registry[name] for name in registry]
-    context = InjectionContext(machine=machine, dtype=torch.float32)
+    context = InjectionContext(dtype=torch.float32)
     with torch.no_grad():
         progress("memory")
         data = torch.ones(READ_BYTES // 4)
@@ -231,33 +234,48 @@ def _overheads_ms() -> tuple[float, float]:
     return layer_ms(), replayed_ms
 
 
-FILE_NAME = "measurements.json"  # in the user's cache folder
+FILE_NAME = "measurements.json"
 
 
-def save(measured: Measurements) -> Path:
-    """Write the measurements and return their file.
+def save_figures(name: str, made_with: object, figures: object) -> Path:
+    """Write the figures of a measurement to a file in the user's cache folder, and return it.
+
+    Args:
+        figures: a dataclass of JSON values.
+        made_with: JSON that says what they are valid for.
 
     Raises:
         OSError: the cache folder cannot be written.
     """
-    path = user_cache(FILE_NAME)
+    path = user_cache(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps({"made_with": _made_with(), "measured": asdict(measured)}, indent=1))
+    write_file(path, json.dumps({"made_with": made_with, "measured": asdict(figures)}, indent=1))  # type: ignore[call-overload]
     return path
+
+
+def load_figures(name: str, made_with: object, read: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `read` makes of figures that `save_figures` wrote; None if there are none that are valid for `made_with`."""
+    try:
+        data = json.loads(user_cache(name).read_text(encoding="utf-8"))
+        return read(data["measured"]) if data["made_with"] == made_with else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def save(measured: Measurements) -> Path:
+    """Save the measurements; see `save_figures`."""
+    return save_figures(FILE_NAME, _made_with(), measured)
 
 
 def load() -> Measurements | None:
     """Return the saved measurements; None if there are none for this machine and these versions."""
-    try:
-        data = json.loads(user_cache(FILE_NAME).read_text(encoding="utf-8"))
-        if data["made_with"] != _made_with():
-            return None
-        measured = data["measured"]
+
+    def read(measured: dict[str, Any]) -> Measurements:
         rates = {kind: {name: Rate(**rate) for name, rate in measured[kind].items()} for kind in ("experts", "linear")}
         gpu = measured.get("gpu")
         return Measurements(**{**measured, **rates, "gpu": None if gpu is None else GpuRates(**gpu)})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+
+    return load_figures(FILE_NAME, _made_with(), read)
 
 
 def _made_with() -> dict[str, Any]:

@@ -5,17 +5,16 @@ The exchange of the forward pass itself is measured, with experts that return th
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from moegraft.injection.estimate.measure import load_figures, save_figures
 from moegraft.injection.parallel import Processes
-from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.expert_group import Peer, Shares
 
 HIDDEN = 2048  # of Qwen3-30B-A3B
@@ -108,24 +107,12 @@ def _longer_us(measured_s: float, alone_s: float) -> float:
 
 
 def save(network: Network) -> Path:
-    """Write the measurement and return its file.
-
-    Raises:
-        OSError: the cache folder cannot be written.
-    """
-    path = user_cache(FILE_NAME)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps({"made_with": version("moegraft"), "network": asdict(network)}, indent=1))
-    return path
+    """Save the measurement; see `save_figures`."""
+    return save_figures(FILE_NAME, version("moegraft"), network)
 
 
 def load() -> Network | None:
     """Return the saved measurement; None if there is none of this version."""
-    try:
-        data = json.loads(user_cache(FILE_NAME).read_text(encoding="utf-8"))
-        if data["made_with"] != version("moegraft"):
-            return None
-        found = data["network"]
-        return Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return load_figures(
+        FILE_NAME, version("moegraft"), lambda found: Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"]))
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -194,13 +194,6 @@ def _syntax_message(error: yaml.MarkedYAMLError) -> str:
     return f"not valid YAML: {', '.join(parts)}"
 
 
-class Mark(Protocol):
-    """A position of PyYAML's scanner, in Python or C; line and column count from 0."""
-
-    line: int
-    column: int
-
-
 @dataclass(slots=True)
 class _Open:
     """A list or mapping whose end is not read yet; a mapping's keys and values alternate in `children`."""
@@ -221,7 +214,7 @@ class _Builder:
         self._documents = 0
         self.root: Node | None = None
 
-    def position(self, mark: Mark | None) -> Position:
+    def position(self, mark: Any) -> Position:  # PyYAML's, in Python or C, or None
         return Position(self._file, 1, 1) if mark is None else Position(self._file, mark.line + 1, mark.column + 1)
 
     def take(self, event: yaml.Event) -> None:

@@ -72,7 +72,7 @@ _BARE_PREFIXES = ("KTransformers", "KExperts", "KLinear", "KMoEGate", "KDeepseek
 
 _DEVICES = "modules that stay are placed by device_map= of optimize_and_load, and experts by the options of hybrid_experts"
 _ENGINES = "an operator is chosen by 'class' only"
-KWARGS = {
+KWARGS = {  # the replacement of each argument
     "generate_device": _DEVICES,
     "prefill_device": _DEVICES,
     "out_device": "results are returned on the device of the tokens",
@@ -108,14 +108,3 @@ def class_advice(name: str) -> str | None:
         return None
     known = their_class(name)
     return STOCK.format("such modules") if known is None else known.advice
-
-
-def class_table() -> str:
-    """Return the guide's table of KTransformers' classes and their replacements."""
-    rows = [f"| {known.shown} | {known.ours} |" for known in CLASSES]
-    return "\n".join(["| KTransformers | here |", "|---|---|", *rows])
-
-
-def kwarg_advice(name: str) -> str | None:
-    """Return the replacement of KTransformers' argument `name`; None for other arguments."""
-    return KWARGS.get(name)

@@ -89,10 +89,6 @@ def why_unusable(pattern: str) -> str | None:
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:
-    """
-    Raises:
-        ValueError: the pattern is not valid for `re`, or too large.
-    """
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"it has {len(pattern)} characters, and at most {MAX_LENGTH} are allowed")
     try:

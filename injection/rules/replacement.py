@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, parse_value, plain_text
-from moegraft.injection.rules.ktransformers import class_advice, kwarg_advice
+from moegraft.injection.rules.ktransformers import KWARGS, class_advice
 from moegraft.injection.rules.rule import LEAVE_ALONE, Match, check_keys, read_text
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _Reader:
 
     def _unknown(self, key: str, position: Position, path: str, known: list[str]) -> None:
         where = f"option '{path.removesuffix('.')}' of {self._operator}" if path else self._operator
-        advice = kwarg_advice(key)
+        advice = KWARGS.get(key)
         if advice is not None:
             self._error(position, f"'{key}' is an argument of KTransformers, not an option of {where}: {advice}")
         else:
@@ -279,6 +279,6 @@ def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findi
 
 def _refuse_kwargs(kwargs: MappingNode | None, findings: Findings) -> None:
     for entry in kwargs or ():
-        advice = kwarg_advice(entry.key)
+        advice = KWARGS.get(entry.key)
         reason = f"'{entry.key}' is an argument of KTransformers: {advice}" if advice else f"unknown option {shown(entry.key)}"
         findings.error(entry.position, f"{reason}; '{LEAVE_ALONE}' leaves modules unchanged and has no options")

@@ -82,11 +82,6 @@ class Transfer:
         """Whether its slot was given to a later load: it will land and not become resident."""
         return self.reservation is not None and self.reservation.superseded
 
-    @property
-    def arrival_ms(self) -> float:
-        """See `TransferQueue.arrival_ms`."""
-        return self.queue.arrival_ms(self)
-
     def ready(self) -> Event:
         """Submit its remaining chunks before any other and return the event behind the last one, for a stream to wait for.
 

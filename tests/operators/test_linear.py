@@ -13,20 +13,22 @@ from moegraft.injection import optimize_and_load
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
-from moegraft.operators.machine import Machine
+from moegraft.operators.weights import WeightSource
 
 # Signal to noise against float64 with the unrounded weight, random normal data: 8 and 4 bits with a scale for 32 values.
 LEAST_SQNR_DB = {"float16": 60.0, "bfloat16": 45.0, "int8": 34.0, "int4": 17.0}
 
 
-class ArraySource:
+class ArraySource(WeightSource):
     """A weight source over tensors."""
-
-    fingerprint = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._pieces = {"weight": weight, "bias": bias}
-        self.dtype = weight.dtype
+        self._weight_dtype = weight.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight_dtype
 
     def parts(self) -> tuple[str, ...]:
         return tuple(name for name, piece in self._pieces.items() if piece is not None)
@@ -46,7 +48,7 @@ def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def make(linear: nn.Linear, weights: str) -> QuantizedLinear:
-    context = InjectionContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=2)
+    context = InjectionContext(dtype=torch.float32, threads=2)
     operator = QuantizedLinear.build(linear, QuantizedLinearOptions(weights), context)  # type: ignore[arg-type]
     operator.load(ArraySource(linear.weight.detach(), None if linear.bias is None else linear.bias.detach()), lambda size: None)
     return operator
@@ -161,7 +163,7 @@ def test_without_a_gpu_it_runs_on_the_cpu_and_logs_the_reason_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("moegraft.operators.linear.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
-    context = InjectionContext(machine=Machine(cores=2, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(dtype=torch.float32, threads=1)
     linear, options = nn.Linear(64, 48), QuantizedLinearOptions("int8", gpu="auto")
     made = [QuantizedLinear.build(linear, options, context) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == ["quantized_linear stays on the CPU: PyTorch finds no CUDA GPU"]

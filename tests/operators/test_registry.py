@@ -44,14 +44,12 @@ def test_built_in_operators_are_registered() -> None:
     registry = load_registry()
     assert {"hybrid_experts", "quantized_linear"} <= set(registry)
     assert registry["hybrid_experts"] is HybridExperts
-    assert "weights" in registry.options_of("hybrid_experts")
 
 
 def test_an_installed_package_adds_its_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "Outside", monkeypatch)
     registry = load_registry()
-    assert registry.options_of("outside_experts") == ("size",)
-    assert "hybrid_experts" in registry
+    assert {"hybrid_experts", "outside_experts"} <= set(registry)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from moegraft.operators.thresholds import (
     weights_hash,
     write_thresholds,
 )
-from moegraft.operators.weights import Part
+from moegraft.operators.weights import Part, WeightSource
 
 PATH = "model.layers.1.mlp.experts"
 
@@ -129,11 +129,10 @@ def test_the_error_of_a_missing_file_names_the_command_that_writes_it(tmp_path: 
         read_thresholds(tmp_path / "mine.json")
 
 
-class Rows:
+class Rows(WeightSource):
     """Experts in memory as a weight source."""
 
     dtype = torch.float32
-    fingerprint = None
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as BlockType
 from gguf import dequantize
 from numpy.typing import NDArray
 
-from moegraft.injection.checkpoint.identity import Extent
+from moegraft.injection.checkpoint.files import Extent
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weight_formats import FORMATS
 from moegraft.operators.weights import Codes, StoredBlocks

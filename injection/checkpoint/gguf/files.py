@@ -1,15 +1,24 @@
-"""The GGUF files of one model: finding all parts, and merging their tensors."""
+"""The GGUF files of one model: finding all parts, reading their headers, and merging their tensors.
+
+Every length in a header is checked against the remaining bytes of the file before memory is read or allocated.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
-from gguf import Keys
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUFValueType, Keys, quant_shape_to_byte_shape
+from gguf import GGMLQuantizationType as BlockType
+from numpy.typing import NDArray
 
 from moegraft.injection.checkpoint.gguf.blocks import BlockTensor
-from moegraft.injection.checkpoint.gguf.header import GgufFile
 from moegraft.operators.errors import CheckpointError
 
 PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -17,6 +26,226 @@ SUFFIX = ".gguf"
 MAX_LISTED = 3
 # In the names of image and speech towers, which llama.cpp stores in a file of their own.
 TOWER = "mmproj"
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_NAME = 1 << 16
+MAX_DIMENSIONS = 4
+MAX_DEPTH = 8  # arrays within arrays
+# Far more than real files have; these are read one by one. The numbers of an array are skipped together and need no limit.
+MAX_FIELDS, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 20, 1 << 24
+FIELD_BYTES, TENSOR_BYTES = 13, 24  # the minimum sizes; a string has 8 and an array 12 bytes at least
+_FORMATS = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.BOOL: "<?",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT64: "<d",
+}
+_VALUES: dict[BlockType, type[np.generic]] = {
+    BlockType.F64: np.float64,
+    BlockType.F32: np.float32,
+    BlockType.F16: np.float16,
+    BlockType.I8: np.int8,
+    BlockType.I16: np.int16,
+    BlockType.I32: np.int32,
+    BlockType.I64: np.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """One opened file; `fields` has numbers and strings by key, and None for an array."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, BlockTensor]
+
+    def integer(self, key: str) -> int | None:
+        """Return the value of `key`; None if the file does not have it.
+
+        Raises:
+            CheckpointError: the value is no integer.
+        """
+        if key not in self.fields:
+            return None
+        value = self.fields[key]
+        if type(value) is not int:
+            found = "an array" if value is None else repr(value)[:100]
+            raise CheckpointError(f"{self.path}: '{key}' must be an integer, not {found}; download the file again")
+        return value
+
+
+def open_file(path: Path) -> GgufFile:
+    """
+    Raises:
+        CheckpointError: the file is damaged, truncated or no GGUF file.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(MAGIC))
+        if magic != MAGIC:
+            raise CheckpointError(f"{path}: not a GGUF file (it begins with {magic!r}); download it again")
+        # Copy on write: PyTorch requires writable memory, and the file must not change.
+        data = np.asarray(np.memmap(path, mode="c"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: the file cannot be read ({error.strerror or error}); download it again") from error
+    return _Reader(path, data).file()
+
+
+class _Reader:
+    """Reads a header from beginning to end; `_where` is the place that errors name."""
+
+    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
+        self._path = path
+        self._data = data
+        self._offset = len(MAGIC)
+        self._where = "the header"
+        self._strings = 0
+
+    def file(self) -> GgufFile:
+        version = self._number("<I")
+        if version & 0xFFFF == 0:
+            raise CheckpointError(f"{self._path}: this GGUF file is big-endian; convert it to little-endian")
+        if version not in VERSIONS:
+            self._refuse(f"version {version} is not supported, only {' and '.join(map(str, VERSIONS))}")
+        tensors = self._count("tensors", TENSOR_BYTES, MAX_TENSORS)
+        entries = self._count("keys", FIELD_BYTES, MAX_FIELDS)
+        fields: dict[str, Any] = {}
+        for _ in range(entries):
+            self._field(fields)
+        infos = [self._tensor_info() for _ in range(tensors)]
+        start = self._aligned(fields)
+        found: dict[str, BlockTensor] = {}
+        for name, shape, block_type, offset in infos:
+            self._where = f"tensor {name!r}"
+            if name in found:
+                self._refuse("this name occurs twice")
+            found[name] = BlockTensor(name, self._path, block_type, shape, self._values(shape, block_type, start + offset), start + offset)
+        return GgufFile(self._path, fields, found)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: damaged or truncated GGUF file ({self._where}: {reason}); download it again")
+
+    def _take(self, size: int, what: str) -> int:
+        """Skip `size` bytes, and return the offset of the first."""
+        left = len(self._data) - self._offset
+        if size > left:
+            self._refuse(f"{what} needs {size} bytes, and the file has {left} left")
+        begin = self._offset
+        self._offset += size
+        return begin
+
+    def _number(self, form: str) -> Any:
+        begin = self._take(struct.calcsize(form), "a number")
+        return struct.unpack_from(form, self._data.data, begin)[0]
+
+    def _count(self, what: str, least_bytes: int, most: int) -> int:
+        count: int = self._number("<Q")
+        left = len(self._data) - self._offset
+        if count * least_bytes > left:
+            self._refuse(f"a count of {count} {what}, and the file has {left} bytes left")
+        if count > most:
+            self._refuse(f"a count of {count} {what}, more than the {most} that are supported")
+        return count
+
+    def _text(self) -> str:
+        length = self._number("<Q")
+        begin = self._take(length, "a string")
+        try:
+            return self._data[begin : begin + length].tobytes().decode()
+        except UnicodeDecodeError as error:
+            self._refuse(f"a string is not UTF-8 ({error})")
+
+    def _name(self, what: str) -> str:
+        """Read the name of a key or tensor, which later errors include."""
+        name = self._text()
+        if len(name) > MAX_NAME:
+            self._refuse(f"the name of a {what} has {len(name)} characters")
+        self._where = f"{what} {name[:100]!r}"
+        return name
+
+    def _type(self) -> GGUFValueType:
+        number = self._number("<I")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            self._refuse(f"unknown value type {number}")
+
+    def _field(self, fields: dict[str, Any]) -> None:
+        name = self._name("key")
+        if name in fields:
+            self._refuse("this key occurs twice")
+        kind = self._type()
+        if kind is GGUFValueType.ARRAY:
+            self._skip_array(1)
+            fields[name] = None
+        else:
+            fields[name] = self._text() if kind is GGUFValueType.STRING else self._number(_FORMATS[kind])
+
+    def _skip_array(self, depth: int) -> None:
+        """Skip an array: only the vocabulary is stored in arrays, and the tokenizer comes from the model's folder."""
+        if depth > MAX_DEPTH:
+            self._refuse(f"more than {MAX_DEPTH} nested arrays")
+        kind = self._type()
+        if kind in _FORMATS:
+            count, size = self._number("<Q"), struct.calcsize(_FORMATS[kind])
+            self._take(count * size, f"an array of {count} values")
+            return
+        count = self._count("values", 8 if kind is GGUFValueType.STRING else 12, MAX_STRINGS)
+        self._strings += count
+        if self._strings > MAX_STRINGS:
+            self._refuse(f"more than {MAX_STRINGS} strings and arrays in all arrays")
+        for _ in range(count):
+            if kind is GGUFValueType.STRING:
+                self._take(self._number("<Q"), "a string")
+            else:
+                self._skip_array(depth + 1)
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+        """Read a tensor's name, its shape, outermost dimension first, its type, and its offset from the end of the header."""
+        self._where = "the list of tensors"
+        name = self._name("tensor")
+        dimensions = self._number("<I")
+        if dimensions > MAX_DIMENSIONS:
+            self._refuse(f"{dimensions} dimensions, more than the {MAX_DIMENSIONS} that are supported")
+        shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+        number, offset = self._number("<I"), self._number("<Q")
+        try:
+            return name, shape, BlockType(number), offset
+        except ValueError:
+            self._refuse(f"unknown tensor type {number}")
+
+    def _aligned(self, fields: Mapping[str, Any]) -> int:
+        """Return the offset of the first tensor."""
+        self._where = f"key {Keys.General.ALIGNMENT!r}"
+        alignment = fields.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            self._refuse(f"the alignment must be a power of two, not {alignment!r}"[:200])
+        return -(-self._offset // alignment) * alignment
+
+    def _values(self, shape: tuple[int, ...], block_type: BlockType, begin: int) -> NDArray[Any]:
+        block, block_bytes = GGML_QUANT_SIZES[block_type]
+        if 0 in shape:
+            self._refuse("a dimension of 0")
+        if math.prod(shape[-1:]) % block:
+            self._refuse(f"rows of {math.prod(shape[-1:])} values are no multiple of the block size, {block}")
+        if not shape:
+            self._refuse("no dimensions")
+        size = math.prod(shape) // block * block_bytes
+        if begin + size > len(self._data):
+            self._refuse(f"the tensor ends at byte {begin + size}, and the file has {len(self._data)}")
+        values = _VALUES.get(block_type)
+        raw = self._data[begin : begin + size]
+        if values is not None:
+            return raw.view(values).reshape(shape)
+        return raw.reshape(quant_shape_to_byte_shape(shape, block_type))
 
 
 def find_parts(path: Path) -> list[Path]:

@@ -17,8 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, STORED, BlockTensor
-from moegraft.injection.checkpoint.gguf.files import find_parts, merge
-from moegraft.injection.checkpoint.gguf.header import GgufFile, open_file
+from moegraft.injection.checkpoint.gguf.files import GgufFile, find_parts, merge, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
     ExpertPart,
     FusedExperts,

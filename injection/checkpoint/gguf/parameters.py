@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.injection.checkpoint.files import DTYPES, Conversion, LazyTensor
+from moegraft.injection.checkpoint.files import DTYPES, Conversion, Extent, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor, Index
-from moegraft.injection.checkpoint.identity import Extent, stored_identity
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, StoredBlocks, widest
+from moegraft.operators.weights import Codes, Part, StoredBlocks, WeightSource, widest
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -155,8 +154,8 @@ def check_shape(tensor: BlockTensor, expected: tuple[int, ...]) -> None:
         raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, and the model has {expected}")
 
 
-class GgufExperts:
-    """A `WeightSource` and `CodedSource` over one experts module; pieces are read from the mapped file."""
+class GgufExperts(WeightSource):
+    """A `WeightSource` over one experts module; pieces are read from the mapped file."""
 
     def __init__(self, layout: ExpertsLayout, parts: Mapping[Part, ExpertPart]) -> None:
         self._layout = layout
@@ -187,8 +186,8 @@ class GgufExperts:
         return tensor.origin if index == () else f"{tensor.origin}[{expert}]"
 
 
-class GgufLinear:
-    """A `WeightSource` and `CodedSource` over a linear layer."""
+class GgufLinear(WeightSource):
+    """A `WeightSource` over a linear layer."""
 
     def __init__(self, parts: Mapping[Part, Stored]) -> None:
         self._parts = parts

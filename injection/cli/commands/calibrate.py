@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    LoadedModelOption,
+    ModelOptions,
+    OptionsError,
+    RulesOption,
+    ThreadsOption,
+    TrustOption,
+    VarOption,
+)
 from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, token_bar, user_errors, write_json
 
 if TYPE_CHECKING:
@@ -24,10 +35,8 @@ def calibrate(
         Path | None,
         typer.Option("--routing", metavar="FILE.npz", help="Record the routers' choices: a profile for expert caches and weights."),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
-    rules: Annotated[
-        str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or the name of a shipped one; default: cpu.")
-    ] = None,
+    model: LoadedModelOption = None,
+    rules: RulesOption = None,
     text: Annotated[
         Path | None, typer.Option("--text", metavar="FILE", help="Text like that of the model's later use; default: a short bundled one.")
     ] = None,
@@ -46,7 +55,7 @@ def calibrate(
         Path | None, typer.Option("--report", metavar="FILE.png", help="Draw a layer's activations (needs matplotlib).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
+    threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,

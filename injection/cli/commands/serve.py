@@ -118,10 +118,6 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
 
 
 def _require_server() -> None:
-    """
-    Raises:
-        OptionsError: a package of the extra `serve` is not installed.
-    """
     try:
         import fastapi  # noqa: F401
         import httptools  # noqa: F401
@@ -132,10 +128,6 @@ def _require_server() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """
-    Raises:
-        OptionsError: the address cannot be used.
-    """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    LoadedModelOption,
+    ModelOptions,
+    OptionsError,
+    RulesOption,
+    ThreadsOption,
+    TrustOption,
+    VarOption,
+)
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
@@ -17,14 +28,12 @@ if TYPE_CHECKING:
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def verify(
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
-    rules: Annotated[
-        str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or the name of a shipped one; default: cpu.")
-    ] = None,
+    model: LoadedModelOption = None,
+    rules: RulesOption = None,
     text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to use; default: the Gettysburg address.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of the text to use.")] = 256,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw each layer's error (needs matplotlib).")] = None,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
+    threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,

@@ -470,10 +470,6 @@ def _probes(model: PreTrainedModel) -> list[list[int]]:
 
 
 def _paged(model: PreTrainedModel, example: DynamicCache, pages: int, most: int, context: int | None) -> PagedCache:
-    """
-    Raises:
-        ValueError: the model's layers, its device or the limit leave no room for pages.
-    """
     if model.device.type != "cpu":
         raise ValueError("the model is not on the CPU")
     others = set(layer_types(model.config)) - {"full_attention", "sliding_attention"}
@@ -486,10 +482,6 @@ def _paged(model: PreTrainedModel, example: DynamicCache, pages: int, most: int,
 
 
 def _check_pages(texts: PagedTexts, expected: torch.Tensor) -> None:
-    """
-    Raises:
-        ValueError: the logits differ from those of the model's own cache.
-    """
     model, opened = texts._model, []
     prompts = _probes(model)
     with torch.inference_mode():

@@ -198,10 +198,6 @@ FlatFormat = Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discrim
 def _form(
     form: TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat | None, grammar: str | None, forced: Sequence[str] = ()
 ) -> dict[str, Any] | str | None:
-    """
-    Raises:
-        RequestError: the answer would have to follow two forms.
-    """
     if isinstance(form, TextFormat):
         form = None
     if (form is not None) + (grammar is not None) + bool(forced) > 1:
@@ -313,10 +309,6 @@ Choosing = Literal["auto", "none", "required"]
 
 
 def _tools(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
-    """
-    Raises:
-        RequestError: a tool has to be called that is not given.
-    """
     names = [function.name for function in functions]
     if isinstance(choice, ToolName) and choice.name not in names:
         raise RequestError(400, f"tool_choice: there is no tool {choice.name[:80]!r}", param="tool_choice")
@@ -348,10 +340,6 @@ class Completion(Options):
 
 
 def _last_asks(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any]]:
-    """
-    Raises:
-        RequestError: the last message is not one to answer.
-    """
     if not messages or messages[-1]["role"] == "assistant":
         raise RequestError(422, f"{param}: the last message must not be the assistant's: an answer cannot be continued", param=param)
     return messages

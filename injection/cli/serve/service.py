@@ -261,11 +261,6 @@ class Service:
             raise RequestError(422, str(error), param="messages") from error
 
     def _chat_tokens(self, request: Request) -> list[int]:
-        """
-        Raises:
-            PromptRefusedError: the chat template refuses the conversation.
-            RequestError: the template has no place for tools, or there is none.
-        """
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template is None:
             if request.template_variables:

@@ -13,7 +13,7 @@ from support.gguf_files import BlockType, gguf, tensors_of, write_gguf
 from transformers import AutoModelForCausalLM, OlmoeConfig, PhimoeConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint.gguf.header import open_file
+from moegraft.injection.checkpoint.gguf.files import open_file
 from moegraft.operators.errors import CheckpointError, MoegraftError, UnsupportedModelError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

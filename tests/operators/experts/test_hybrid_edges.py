@@ -12,13 +12,12 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
-from moegraft.operators.machine import Machine
 
 EXPERTS, HIDDEN, TOKENS, TOP_K = 5, 64, 6, 2
 
 
 def built(operator: type[Operator], module: nn.Module, options: object) -> Operator:
-    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(dtype=torch.float32, threads=1)
     made = operator.build(module, options, context)
     made.load(live_source("experts", module), lambda size: None)
     return made

@@ -18,7 +18,6 @@ from moegraft.injection.checkpoint.sources import live_source
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.layout import read_layout
-from moegraft.operators.machine import Machine
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.thresholds import SparsityOptions
 
@@ -39,7 +38,7 @@ def module() -> Qwen3MoeExperts:
 
 
 def built(module: nn.Module, options: HybridExpertsOptions) -> HybridExperts:
-    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(dtype=torch.float32, threads=1)
     made = HybridExperts.build(module, options, context)
     made.load(live_source("experts", module), lambda size: None)
     return made

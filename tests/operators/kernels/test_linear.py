@@ -16,7 +16,6 @@ from moegraft.injection.checkpoint.sources import live_source
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
-from moegraft.operators.machine import Machine
 from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
 from moegraft.operators.weights import STORED_FORMATS
 
@@ -93,7 +92,7 @@ def test_no_tokens_and_wrong_bytes() -> None:
 
 def test_the_operator_takes_its_bytes_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(64, 45)
-    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(dtype=torch.float32, threads=1)
     operator = QuantizedLinear.build(module, QuantizedLinearOptions("int8", gpu="auto"), context)
     monkeypatch.setattr(operator, "_device", torch.device(DEVICE))
     on_cpu = QuantizedLinear.build(module, QuantizedLinearOptions("int8"), context)

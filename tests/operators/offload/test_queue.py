@@ -113,7 +113,7 @@ def test_a_demand_of_a_resident_expert_has_landed(harness: Harness) -> None:
     load(harness, 0, 3)
     demand = requested(harness.queue.request(0, 3, DEMAND))
     assert demand.state is LANDED
-    assert demand.arrival_ms == 0.0
+    assert demand.queue.arrival_ms(demand) == 0.0
     use(harness, demand)
     harness.settle()
     harness.check()
@@ -364,15 +364,15 @@ def test_estimates_on_a_known_link() -> None:
     assert harness.queue.busy_ms() == 0.0
     prefetch, waiting = requested(harness.queue.request(0, 1, NEXT)), requested(harness.queue.request(0, 2, NEXT))
     assert harness.queue.in_flight(0) == {1: pytest.approx(0.256)}, "a waiting transfer lands no sooner than a new demand"
-    assert waiting.arrival_ms == pytest.approx(0.064 + 0.256), "if it were demanded now"
+    assert waiting.queue.arrival_ms(waiting) == pytest.approx(0.064 + 0.256), "if it were demanded now"
     advance(harness.device, 0.1)
-    assert prefetch.arrival_ms == pytest.approx(0.156)
+    assert prefetch.queue.arrival_ms(prefetch) == pytest.approx(0.156)
     assert harness.queue.busy_ms() == pytest.approx(0.028)
     demand = requested(harness.queue.request(1, 0, DEMAND))
-    assert demand.arrival_ms == pytest.approx(0.028 + 0.256)
+    assert demand.queue.arrival_ms(demand) == pytest.approx(0.028 + 0.256)
     assert harness.queue.busy_ms() == pytest.approx(0.028 + 0.256)
     start_ms = harness.device.now_ms()
-    expected_ms = demand.arrival_ms
+    expected_ms = demand.queue.arrival_ms(demand)
     demand.wait()
     assert harness.device.now_ms() - start_ms == pytest.approx(expected_ms)
     harness.queue.release(demand, None)

@@ -20,7 +20,6 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.layout import read_layout
-from moegraft.operators.machine import Machine
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.thresholds import SparsityOptions
 
@@ -43,7 +42,7 @@ def stock() -> nn.Module:
 
 
 def built(module: nn.Module, options: SparseExpertsOptions | None = None) -> SparseExperts:
-    context = InjectionContext(machine=Machine(cores=1, available_bytes=1 << 30), dtype=torch.float32, threads=1)
+    context = InjectionContext(dtype=torch.float32, threads=1)
     operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
     operator.load(live_source("experts", module), lambda size: None)
     return operator
