@@ -15,11 +15,10 @@ from moegraft.operators.base import Footprint, Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
-from moegraft.operators.errors import CheckpointError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weight_formats import has_gpu_kernels
-from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -163,10 +162,10 @@ class QuantizedLinear(Operator):
         if codes is not None:
             advance(codes.elements * source.dtype.itemsize)
         else:
-            weight = self._read(source, "weight", (self.out_features, self.in_features))
+            weight = rounded(source.read_shaped("weight", (self.out_features, self.in_features))).contiguous()
             packed.pack(as_array(weight))
             advance(weight.nbytes)
-        bias = self._read(source, "bias", (self.out_features,)).float() if self.has_bias else None
+        bias = rounded(source.read_shaped("bias", (self.out_features,))).contiguous().float() if self.has_bias else None
         if bias is not None:
             packed.pack_bias(as_array(bias))
             self._bias_bytes = as_array(bias).tobytes()
@@ -181,12 +180,6 @@ class QuantizedLinear(Operator):
             packed_bytes = torch.from_numpy(packed.buffer.copy()).to(self._device)
             bias = None if bias is None else bias.to(self._device)
             self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self._weight_type, packed_bytes, bias)
-
-    def _read(self, source: WeightSource, part: Part, expected: tuple[int, ...]) -> torch.Tensor:
-        piece = source.read(part)
-        if tuple(piece.shape) != expected:
-            raise CheckpointError(f"{source.origin(part)}: shape {tuple(piece.shape)} where the model has {expected}")
-        return rounded(piece).contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or needs_gradient(x):

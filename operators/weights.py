@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weight_formats import FORMATS
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
@@ -48,6 +49,17 @@ class WeightSource(ABC):
         Raises:
             CheckpointError: the piece is missing or cannot be read; the message names the file and the key.
         """
+
+    def read_shaped(self, part: Part, expected: tuple[int, ...], expert: int = 0) -> torch.Tensor:
+        """Return one piece as `read` does.
+
+        Raises:
+            CheckpointError: the piece has another shape than the model's, or as `read`.
+        """
+        piece = self.read(part, expert)
+        if tuple(piece.shape) != expected:
+            raise CheckpointError(f"{self.origin(part, expert)}: shape {tuple(piece.shape)} where the model has {expected}")
+        return piece
 
     def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         """Return a matrix in the codes of a kernel's type; None if it is not stored in codes that this type holds without rounding."""

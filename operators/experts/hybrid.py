@@ -456,10 +456,7 @@ class HybridExperts(Operator):
         return encode(piece, name)
 
     def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
-        piece = source.read(part, expert)
-        expected = self.layout.part_shape(part)
-        if tuple(piece.shape) != expected:
-            raise CheckpointError(f"{source.origin(part, expert)}: shape {tuple(piece.shape)} where the model has {expected}")
+        piece = source.read_shaped(part, self.layout.part_shape(part), expert)
         if piece.dtype not in STORED_TYPES:
             raise CheckpointError(
                 f"{source.origin(part, expert)}: dtype {piece.dtype} cannot be an expert's weight; "
@@ -491,7 +488,6 @@ class HybridExperts(Operator):
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Compute the experts; call `meanwhile` while other processes compute theirs."""
-        assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
         gpu = self.gpu_layer
         if gpu is not None and gpu.shared_overlap is not None:
             routed = gpu.shared_overlap.take_routed(hidden_states, top_k_index, top_k_weights)

@@ -182,10 +182,7 @@ class SparseExperts(Operator):
         packer = SlotPacker(*weights, sketched=options.sketched)
         for expert in range(layout.num_experts):
             for part in layout.parts():
-                piece = source.read(part, expert)
-                expected = layout.part_shape(part)
-                if tuple(piece.shape) != expected:
-                    raise CheckpointError(f"{source.origin(part, expert)}: shape {tuple(piece.shape)} where the model has {expected}")
+                piece = source.read_shaped(part, layout.part_shape(part), expert)
                 packer.pack(part, as_array(piece.to(torch.float32 if part.endswith("_bias") else dtype).contiguous()))
                 advance(piece.nbytes)
             arena[expert].copy_(packer.slot_bytes())

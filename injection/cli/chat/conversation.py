@@ -287,11 +287,9 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
             token_ids = [int(token) for token in json.loads(about["token_ids"])]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
         return SavedChat(messages, token_ids, _cache(model, tensors, json.loads(about["layer_tokens"]), len(token_ids)))
-    except (SafetensorError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise SavedChatError(f"{path}: this saved chat is damaged ({error})") from error
-    except ValueError as error:
-        if isinstance(error, SavedChatError):
-            raise
+    except SavedChatError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise SavedChatError(f"{path}: this saved chat is damaged ({error})") from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -179,29 +178,13 @@ def init(
         _refuse_with_ktransformers({**predicting, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
     else:
-        wanted = Wanted(model, gguf, trust_remote_code, goal or "decode", context or CONTEXT, output)
-        _predict_and_write(wanted, stated, terminal, json=json)
+        options = ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code)
+        _predict_and_write(options, goal or "decode", context or CONTEXT, stated, output, terminal, json=json)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The file to write."""
-
-    model: str | None
-    gguf: str | None
-    trust_remote_code: bool
-    goal: Goal
-    context: int
-    output: Path
-
-    @property
-    def name(self) -> str:
-        """The model's name in comments."""
-        name = self.model or BUNDLED
-        return name if self.gguf is None else f"{name} with the weights of {Path(self.gguf).name}"
-
-
-def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal, *, json: bool) -> None:
+def _predict_and_write(
+    options: ModelOptions, goal: Goal, context: int, stated: StatedMachine, output: Path, terminal: Terminal, *, json: bool
+) -> None:
     from moegraft.injection.candidates import candidates, choose, file_text
     from moegraft.injection.cli.models import open_meta_model, target_machine
     from moegraft.injection.estimate import measure as store
@@ -209,18 +192,18 @@ def _predict_and_write(wanted: Wanted, stated: StatedMachine, terminal: Terminal
     from moegraft.operators.registry import load_registry
 
     target_machine(None, stated)  # reports errors of the options before a measurement, which takes a minute
-    meta_model = open_meta_model(ModelOptions(wanted.model, gguf=wanted.gguf, trust_remote_code=wanted.trust_remote_code))
+    meta_model = open_meta_model(options)
     target = target_machine(store.load() or measure_and_save(terminal), stated)
-    load = Workload(wanted.context, 1, min(512, wanted.context))
+    load = Workload(context, 1, min(512, context))
     tried = candidates(meta_model, load, target, load_registry())
-    chosen = choose(tried, wanted.goal)
-    text = file_text(chosen, tried, meta_model, _about(wanted, meta_model, target), wanted.goal) if chosen else None
-    if text is not None and wanted.output != STANDARD_OUTPUT:
-        write_file(wanted.output, text)
+    chosen = choose(tried, goal)
+    text = file_text(chosen, tried, meta_model, _about(options, context, meta_model, target), goal) if chosen else None
+    if text is not None and output != STANDARD_OUTPUT:
+        write_file(output, text)
     if json:
-        write_json(terminal, _as_json(chosen, tried, meta_model, wanted.output, text))
+        write_json(terminal, _as_json(chosen, tried, meta_model, output, text))
     elif chosen is not None and text is not None:
-        _write(chosen, text, wanted.output, terminal)
+        _write(chosen, text, output, terminal)
     else:
         _refuse(tried, terminal)
     if chosen is None:
@@ -237,12 +220,13 @@ def _refuse_with_ktransformers(given: dict[str, object]) -> None:
         raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
 
 
-def _about(wanted: Wanted, meta_model: MetaModel, target: TargetMachine) -> list[str]:
+def _about(options: ModelOptions, context: int, meta_model: MetaModel, target: TargetMachine) -> list[str]:
     from moegraft.operators.machine import probe_machine
 
     gpu = target.gpu
+    name = f"{options.model or BUNDLED}{f' with the weights of {Path(options.gguf).name}' if options.gguf else ''}"
     lines = [
-        f"Written by 'moegraft init' for {wanted.name} ({meta_model.model_class}), context {wanted.context:,} tokens,",
+        f"Written by 'moegraft init' for {name} ({meta_model.model_class}), context {context:,} tokens,",
         f"on a machine with {probe_machine().cores} cores and {target.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
     ]
     if gpu is None:
