@@ -32,6 +32,7 @@ Kernels make() {
     kernels.max_tokens[format] = integers.max_tokens[format];
     kernels.tile[format] = integers.tile[format];
     kernels.panel[format] = integers.panel[format];
+    kernels.panel_tiles[format] = integers.panel_tiles[format];
     kernels.encode[format] = integers.encode[format];
   }
   kernels.matrix = __builtin_cpu_supports("avx512vbmi") ? avx512_bf16_vbmi_matrix() : pair_matrix_kernels<Avx512Bf16>();

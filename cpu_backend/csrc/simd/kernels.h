@@ -411,8 +411,9 @@ struct Kernels {
   int max_tokens[kFormats];
   // out = block times records, accumulated in float32; the result for a token does not depend on the other tokens of the tile.
   void (*tile[kFormats])(const TileArgs& args);
-  // The same for several tiles, to the last bit; null where it is not faster.
+  // The same for at least `panel_tiles` tiles, to the last bit; null where it is not faster.
   void (*panel[kFormats])(const PanelArgs& args);
+  int panel_tiles[kFormats];
   // Writes the record of `groups` * 32 floats; group g begins at words[g * stride].
   void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, std::size_t stride);
   void (*gate)(const GateArgs& args);
