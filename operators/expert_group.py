@@ -102,7 +102,7 @@ class Peer:
 
 
 class _Buffer:
-    """Memory for messages, which only grows, with the tensors over its parts: to create those anew costs as much as a short message."""
+    """Memory for messages, which only grows, with the tensors over its parts: creating those again costs as much as a short message."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(FIRST_BYTES, dtype=torch.uint8)
