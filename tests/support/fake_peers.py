@@ -20,7 +20,7 @@ class Phases:
             os.kill(os.getpid(), signal.SIGILL)
         return 0.002 * tokens  # rates are finite
 
-    def prefill(self) -> None:
+    def prefill(self, tokens: int) -> None:
         if self.deadly == "prefill":
             os.kill(os.getpid(), signal.SIGILL)
 

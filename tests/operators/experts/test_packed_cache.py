@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.cpu_backend import PackedExperts
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint import identity
+from moegraft.injection.checkpoint import files
 from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.experts import packed_cache
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
@@ -254,8 +254,8 @@ def in_place(path: Path, change: Callable[[bytearray], None]) -> None:
 
 def test_weights_changed_in_place_are_never_served_from_the_cache(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where size and time stay, and no byte that is sampled changes."""
-    monkeypatch.setattr(identity, "STRIPES", 2)
-    monkeypatch.setattr(identity, "STRIPE_BYTES", 16)
+    monkeypatch.setattr(files, "STRIPES", 2)
+    monkeypatch.setattr(files, "STRIPE_BYTES", 16)
     before = setup.logits()
     tensors = load_file(setup.checkpoint / "model.safetensors")
     name = next(name for name in tensors if name.endswith("mlp.experts.2.up_proj.weight"))
