@@ -73,7 +73,7 @@ THEIRS = {
     "Q2_K": 10,
     "IQ3_S": 26,
     "IQ3_XXS": 23,
-    "IQ2_S": 28,
+    "IQ2_S": 29,  # of IQ2_M: the number of IQ2_S stands for IQ2_XS with larger layers
     "IQ2_XS": 20,
     "IQ2_XXS": 19,
     "IQ1_S": 24,
