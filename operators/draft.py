@@ -45,11 +45,13 @@ class DraftSwitch:
         layers: how many layers of experts follow this switch.
         resident_layers: those of them whose experts may have a slot on a GPU.
         sparse_layers: those of them that can leave neurons out.
+        preparations: how many steps of the model were recorded, or computed twice to verify a recording. Later ones take less time.
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
         self.layers = self.resident_layers = self.sparse_layers = 0
+        self.preparations = 0
         self._warned = False
 
     def join(self, *, has_slots: bool = False, sparse: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statis
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+_NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 
 # Called with "draft", "rollback", "verify" or "plain step"; the context covers that phase and yields its details, to be filled in.
 Trace = Callable[[str], AbstractContextManager[dict[str, object]]]
@@ -48,6 +50,7 @@ class SpeculativeDecoding:
     drafter: Drafter
     schedule: DraftSchedule
     statistics: Statistics
+    switch: DraftSwitch
     warn_once: Callable[[str], None]
     streamer: BaseStreamer | None = None
     clock: Callable[[], float] = time.perf_counter  # seconds
@@ -91,7 +94,7 @@ class SpeculativeDecoding:
         return self.options.max_draft if longest is None else max(0, longest - 1)  # verification feeds one more token
 
     def _round(self, text: GeneratedText, rule: AcceptanceRule, limit: int) -> Round:
-        start, before = self.clock(), text.length
+        start, before, preparations = self.clock(), text.length, self.switch.preparations
         planned = self.schedule.plan(limit)
         mark = CacheMark(text.cache) if planned > 0 and text.cache is not None else None
         drafts: list[DraftToken] = []
@@ -120,7 +123,8 @@ class SpeculativeDecoding:
             raise
         text.advance(generated)
         draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
-        return Round([draft.confidence for draft in drafts], compared, accepted, generated, draft_ms, verify_ms)
+        prepared = self.switch.preparations != preparations
+        return Round([draft.confidence for draft in drafts], compared, accepted, generated, draft_ms, verify_ms, prepared)
 
     def _accept(self, text: GeneratedText, rule: AcceptanceRule, drafts: list[DraftToken], logits: torch.Tensor) -> tuple[int, int]:
         """Append the tokens of a round by the full model's logits (drafts + 1, V); return the numbers of compared and accepted drafts."""
@@ -222,7 +226,13 @@ class GeneratedText:
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self.input_ids = input_ids
-        self._processors: Any = logits_processor  # typed for CPU tensors of one class
+        # Typed for CPU tensors of one class. A list inspects the signature of each of its processors in every call, which takes as long as
+        # the processors themselves, so those that need nothing else are called directly.
+        self._processors: Any = logits_processor
+        direct = type(logits_processor) is LogitsProcessorList and all(
+            len(inspect.signature(processor.__call__).parameters) == 2 for processor in logits_processor
+        )
+        self._direct: tuple[Any, ...] | None = tuple(logits_processor) if direct else None
         self._criteria = stopping_criteria
         self._config: Any = generation_config
         self._kwargs = model_kwargs
@@ -258,7 +268,7 @@ class GeneratedText:
         """Feed the last `feed` tokens of the text followed by `tokens`; return their logits, (feed, V) float32."""
         kwargs, ids = self._kwargs, self.followed_by(tokens)
         if tokens:
-            kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), dict(kwargs), num_new_tokens=len(tokens))
+            kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, dict(kwargs), num_new_tokens=len(tokens))
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=feed, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = feed
@@ -273,8 +283,13 @@ class GeneratedText:
 
     def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Apply every logits processor to a copy of the logits (V,) after `input_ids`: processors may write in place."""
-        scores: torch.Tensor = self._processors(input_ids, logits[None].clone())[0]
-        return scores
+        scores: torch.Tensor = logits[None].clone()
+        if self._direct is None:
+            scores = self._processors(input_ids, scores)
+        else:
+            for processor in self._direct:
+                scores = processor(input_ids, scores)
+        return scores[0]
 
     def append(self, token: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Append one token, and check whether it ends the text."""
@@ -289,7 +304,7 @@ class GeneratedText:
 
     def advance(self, tokens: int) -> None:
         """Extend masks and positions by the last `tokens` tokens."""
-        self._kwargs = self._model._update_model_kwargs_for_generation(ModelOutput(), self._kwargs, num_new_tokens=tokens)
+        self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=tokens)
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Return what `generate` returns."""

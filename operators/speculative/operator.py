@@ -56,6 +56,7 @@ class ScheduledBatchDrafts(BatchDrafts):
         self._new_schedule = new_schedule
         self._schedules: dict[int, DraftSchedule] = {}
         self._rounds = 0
+        self._preparations = 0  # of the switch, at the end of the last round
 
     @property
     def longest(self) -> int:
@@ -76,7 +77,8 @@ class ScheduledBatchDrafts(BatchDrafts):
         return confidences[-1] >= self._options.confidence and self._current.continues(confidences)
 
     def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
-        rounds = [Round(row.confidences, row.compared, row.accepted, row.generated, draft_ms, verify_ms) for row in rows]
+        prepared, self._preparations = self._preparations != self._switch.preparations, self._switch.preparations
+        rounds = [Round(row.confidences, row.compared, row.accepted, row.generated, draft_ms, verify_ms, prepared) for row in rows]
         for each in rounds:
             self._statistics.add(replace(each, draft_ms=draft_ms / len(rows), verify_ms=verify_ms / len(rows)))
         # The pass was as long as the longest draft, of which the schedule learns one, alternately.
@@ -178,6 +180,7 @@ class SpeculativeDraft(ModelOperator):
             drafter=drafter,
             schedule=self._schedule,
             statistics=self._statistics,
+            switch=self._switch,
             warn_once=lambda why: self.warn_once(f"decoding without drafts: {why}"),
             streamer=arguments.get("streamer"),
             clock=self.clock,

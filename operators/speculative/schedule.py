@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from statistics import median
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Round:
         compared: number of draft tokens that were compared with the full model's choice: all up to the first rejected one.
         accepted: number of compared tokens that were accepted.
         generated: number of tokens by which the text grew; of several texts, their mean.
+        prepared: whether a program was prepared for a step of the round, so that the next such round takes less time.
     """
 
     confidences: Sequence[float]
@@ -34,6 +36,7 @@ class Round:
     generated: float
     draft_ms: float
     verify_ms: float
+    prepared: bool = False
 
 
 @dataclass(slots=True)
@@ -180,7 +183,7 @@ class MarginalSchedule(DraftSchedule):
 
     The schedule counts the time that rounds lose against plain steps at their least likely mean. Rounds that save time, and an allowance
     of a hundredth of each step, reduce the count. At its maximum nothing is drafted, which bounds the cost of wrong estimates: a draft
-    that does not pay is switched off except for probes.
+    that does not pay is switched off except for probes. Rounds that prepared a program are lost time, but no estimate of the costs.
     """
 
     def __init__(self, max_draft: int) -> None:
@@ -214,11 +217,11 @@ class MarginalSchedule(DraftSchedule):
         plain_every = PLAIN_EVERY if len(self._costs.plain) >= PLAIN_ENOUGH else PLAIN_SOON
         if limit < 1 or self._plain_due > 0 or self._rounds_since_plain >= plain_every:
             return 0
-        if self._pays is False and self._steps_since_probe < self._probe_gap:
+        if self._lost_steps >= MAX_LOST_STEPS or (self._pays is False and self._steps_since_probe < self._probe_gap):
             return 0
         best = self._best_length(limit)
         probe = min(limit, PROBE_LENGTH)
-        if best > 0 and self._costs.measured and self._lost_steps < MAX_LOST_STEPS:
+        if best > 0 and self._costs.measured:
             self._probing = best < limit and self._rounds % LONGER_EVERY == 0
             self._planned = best + self._probing
         elif self._steps_since_probe >= self._probe_gap and self._lost_steps + self._expected_loss(probe) <= MAX_LOST_STEPS:
@@ -235,8 +238,9 @@ class MarginalSchedule(DraftSchedule):
 
     def record(self, done: Round) -> None:
         length = len(done.confidences)
-        max_ms = MAX_TIMES_EXPECTED * self._round_ms(length) if self._costs.measured else math.inf
-        self._costs.add(length, done.draft_ms, done.verify_ms)
+        max_ms = MAX_TIMES_EXPECTED * self._round_ms(length) if length and self._costs.measured else math.inf
+        if not done.prepared:
+            self._costs.add(length, done.draft_ms, done.verify_ms)
         self._rates.add(done)
         if self._lost_steps > 0:
             self._lost_steps = max(0.0, self._lost_steps - LOSS_ALLOWANCE * done.generated)
@@ -245,16 +249,20 @@ class MarginalSchedule(DraftSchedule):
             self._logged_pays, self._quiet_until = self._pays, self._tokens + QUIET_TOKENS
             logger.info("speculative_draft: %s", self.state())
         if length == 0:
-            self._rounds_since_plain = 0
-            self._plain_due = max(0, self._plain_due - 1)
+            if not done.prepared:
+                self._rounds_since_plain = 0
+                self._plain_due = max(0, self._plain_due - 1)
             self._steps_since_probe += 1
             return
         self._rounds_since_plain += 1
         self._rounds += 1
         lost = min(done.draft_ms + done.verify_ms, max_ms) / self._costs.plain.least_ms - done.generated
         self._lost_steps = max(-MAX_SAVED_STEPS, self._lost_steps + lost)
-        self._pays = self._best_length(self._max_draft) > 0
-        if self._probing:
+        if self._costs.measured:
+            self._pays = self._best_length(self._max_draft) > 0
+        if self._probing and done.prepared:
+            self._steps_since_probe = self._probe_gap = 0  # the next round is timed, as soon as this one's loss allows
+        elif self._probing:
             self._probes += 1
             self._steps_since_probe = 0
             self._probe_gap = PROBE_GAP
@@ -313,7 +321,6 @@ class RoundCosts:
     def add(self, length: int, draft_ms: float, verify_ms: float) -> None:
         if not length:
             self.plain.add(verify_ms)
-            self._verify_ms[0] = self.plain.mean_ms
             return
         samples = self._verify.setdefault(length, deque(maxlen=SAMPLES))
         samples.append(verify_ms)
@@ -333,15 +340,18 @@ class RoundCosts:
 
     def verify_ms(self, length: int) -> float:
         """Return the ms to verify `length` tokens: measured, or on the line through the nearest measured lengths."""
+        if not length:
+            return self.plain.mean_ms
         if length in self._verify_ms:
             return self._verify_ms[length]
-        known = sorted(self._verify_ms)
-        if len(known) == 1:
-            return self._verify_ms[known[0]] * (1 + FIRST_GUESS_VERIFY * length)
+        if not self._verify_ms:
+            return self.plain.mean_ms * (1 + FIRST_GUESS_VERIFY * length)
+        ms = {0: self.plain.mean_ms, **self._verify_ms}
+        known = sorted(ms)
         above = next((index for index, other in enumerate(known) if other > length), len(known) - 1)
         low, high = known[max(above, 1) - 1], known[max(above, 1)]
-        slope = (self._verify_ms[high] - self._verify_ms[low]) / (high - low)
-        return self._verify_ms[low] + max(0.0, slope) * (length - low)
+        slope = (ms[high] - ms[low]) / (high - low)
+        return ms[low] + max(0.0, slope) * (length - low)
 
 
 PLAIN_SAMPLES = 48  # latest plain steps that are kept
@@ -351,17 +361,11 @@ CHANGE_SAMPLES, CHANGE_SHARE = 4, 0.35  # when this many plain steps in a row di
 
 
 class PlainSteps:
-    """The time of a plain step.
-
-    Attributes:
-        mean_ms: the mean, slow steps included.
-        least_ms: a likely lower bound of the true mean: the mean less its standard error.
-    """
+    """The time of a plain step."""
 
     def __init__(self) -> None:
-        self.mean_ms = 0.0
-        self.least_ms = 0.0
         self._samples: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        self._estimate: tuple[float, float] | None = None  # of the samples; most steps need none
         self._until_decided = 0  # steps until a new text's steps are compared with the earlier ones
 
     def __len__(self) -> int:
@@ -377,9 +381,24 @@ class PlainSteps:
         latest = CHANGED_TEXT_SAMPLES if self._until_decided == 0 else CHANGE_SAMPLES
         if self._until_decided <= 0 and self._changed(latest):
             self._samples = deque(list(self._samples)[-latest:], maxlen=PLAIN_SAMPLES)
-        max_ms = MAX_TIMES_MEDIAN * median(self._samples)
-        self.mean_ms, deviation_ms = _mean_and_deviation([min(ms, max_ms) for ms in self._samples])
-        self.least_ms = self.mean_ms - deviation_ms / math.sqrt(len(self._samples))
+        self._estimate = None
+
+    @property
+    def mean_ms(self) -> float:
+        """The mean, slow steps included."""
+        return self._estimated()[0]
+
+    @property
+    def least_ms(self) -> float:
+        """A likely lower bound of the true mean: the mean less its standard error."""
+        return self._estimated()[1]
+
+    def _estimated(self) -> tuple[float, float]:
+        if self._estimate is None:
+            max_ms = MAX_TIMES_MEDIAN * median(self._samples)
+            mean_ms, deviation_ms = _mean_and_deviation([min(ms, max_ms) for ms in self._samples])
+            self._estimate = mean_ms, mean_ms - deviation_ms / math.sqrt(len(self._samples))
+        return self._estimate
 
     def _changed(self, latest: int) -> bool:
         samples = list(self._samples)
@@ -392,7 +411,8 @@ class PlainSteps:
 
 def _mean_and_deviation(samples: Sequence[float]) -> tuple[float, float]:
     mean = sum(samples) / len(samples)
-    return mean, math.sqrt(sum((sample - mean) ** 2 for sample in samples) / max(len(samples) - 1, 1))
+    squares = sum(map(mul, samples, samples)) - mean * sum(samples)  # a quarter of the time of squared differences, at each step
+    return mean, math.sqrt(max(0.0, squares) / max(len(samples) - 1, 1))
 
 
 def middle_mean(samples: Iterable[float]) -> float:

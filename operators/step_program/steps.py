@@ -237,9 +237,11 @@ class StepPrograms:
             return usual()
         try:
             if kind.program is None:
+                self._draft.preparations += 1
                 return self._record(kind, step, plain)
             buffers = self._buffers(step.cache)
             if step.position > kind.verified_until or kind.verified < VERIFIED_STEPS:
+                self._draft.preparations += 1
                 return self._verify(kind, kind.program, buffers, step, usual)
             put_back = kind.program.saved(step.cache) if kind.program.sized_by_values else None
             try:

@@ -157,6 +157,7 @@ def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> l
         drafter=ExpertsDrafter(operator._switch, operator.options.settings, 0.0),
         schedule=FixedSchedule(LENGTH - 1),
         statistics=Statistics(),
+        switch=operator._switch,
         warn_once=pytest.fail,
     )
     config = model.generation_config

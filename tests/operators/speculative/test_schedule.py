@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from moegraft.operators.speculative.schedule import AcceptanceRates, DraftSchedu
 
 PLAIN_MS = 10.0
 TOKENS = 2000
+PREPARED = 4
 
 
 @dataclass
@@ -28,11 +30,13 @@ class FakeMachine:
     sure: float = 0.5
     noise: float = 0.0
     seed: int = 0
+    prepared_ms: float = 0.0  # added to the first PREPARED rounds of each length, as programs are made of them
 
     def run(self, schedule: DraftSchedule, tokens: int = TOKENS) -> float:
         """Generate a text; return ms per token without the noise that the schedule observes."""
         chance = random.Random(self.seed)
         written, spent_ms = 0, 0.0
+        rounds: Counter[int] = Counter()
         while written < tokens:
             planned, confidences = schedule.plan(tokens), []
             while len(confidences) < planned:
@@ -46,9 +50,12 @@ class FakeMachine:
                 accepted += 1
             draft_ms = len(confidences) * self.draft_ms
             verify_ms = PLAIN_MS + len(confidences) * self.token_ms
+            rounds[len(confidences)] += 1
+            prepared = self.prepared_ms > 0 and rounds[len(confidences)] <= PREPARED
+            verify_ms += prepared * self.prepared_ms
             compared = min(accepted + 1, len(confidences))
             measured = draft_ms * self._jitter(chance), verify_ms * self._jitter(chance)
-            schedule.record(Round(confidences, compared, accepted, accepted + 1, *measured))
+            schedule.record(Round(confidences, compared, accepted, accepted + 1, *measured, prepared))
             written += accepted + 1
             spent_ms += draft_ms + verify_ms
         return spent_ms / written
@@ -90,6 +97,17 @@ def test_drafting_that_pays_is_nearly_as_fast_as_the_best_length(machine: FakeMa
         # At least most of the gain of the best fixed length, which ending drafts by confidence may exceed. With noise, more plain
         # steps are needed to know whether drafts pay.
         assert noisy.run(MarginalSchedule(max_draft=5)) <= best + (0.33 if noise else 0.15) * (PLAIN_MS - best)
+
+
+def test_rounds_that_prepare_programs_are_no_estimate() -> None:
+    schedule = MarginalSchedule(max_draft=5)
+    paying = replace(PAYING[2], prepared_ms=3 * PLAIN_MS)
+    assert paying.run(schedule) < 0.9 * PLAIN_MS
+    assert schedule._costs.plain.mean_ms == PLAIN_MS
+    assert schedule._costs.verify_ms(3) == PLAIN_MS + 3 * paying.token_ms
+    # What they cost is lost like that of other drafts.
+    hopeless = replace(HOPELESS[1], prepared_ms=3 * PLAIN_MS)
+    assert hopeless.run(MarginalSchedule(max_draft=5)) <= 1.03 * PLAIN_MS
 
 
 def test_it_drafts_when_drafting_begins_to_pay() -> None:

@@ -31,6 +31,7 @@ from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
+from moegraft.operators.speculative.schedule import FixedSchedule
 from moegraft.operators.step_program.model_state import ModelState
 from moegraft.operators.step_program.steps import StepPrograms
 
@@ -547,6 +548,20 @@ def test_drafts_with_fewer_experts(tmp_path: Path, family: str) -> None:
     assert rounds.statistics()["rounds"] > 20
     assert drafted >= 40
     assert not reasons(model)
+
+
+def test_steps_of_a_text_without_drafts(tmp_path: Path) -> None:
+    """Where the schedule drafts nothing, each step of the loop around drafts is replayed, and none is recorded."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{DRAFTS}")
+    model = new_model("qwen3_moe", str(rules))
+    model.moegraft.model_operator._schedule = FixedSchedule(0)  # type: ignore[union-attr] # of SpeculativeDraft
+    expected = generated(model, prompt(7), 40)
+    switch = model.moegraft.context.draft_switch
+    before = replayed(model), switch.preparations
+    assert before[1] > 0
+    assert torch.equal(generated(model, prompt(7), 40), expected)
+    assert (replayed(model), switch.preparations) == (before[0] + 39, before[1])
 
 
 SPARSE = """version: 1
