@@ -37,7 +37,7 @@ from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
 RESULTS = Path(__file__).parent / "results" / "compiled_kernels.csv"
 CAPABILITIES = (80, 86, 90)
 SMALL = 86  # with little shared memory: the largest tiles of these formats alone
-SMALL_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "q4_k", "q5_k", "q6_k", "q2_k")
+SMALL_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q2_k", "iq3_xxs", "iq2_s")
 OLDEST = "3.6.0"  # of the supported Tritons
 META = torch.device("meta")
 BF16 = torch.bfloat16

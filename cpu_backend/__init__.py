@@ -14,6 +14,7 @@ from moegraft.cpu_backend._kernel import (
     activations,
     check_problem,
     default_threads,
+    grid_points,
     search_grid,
 )
 from moegraft.cpu_backend._kernel import Runtime as _Runtime
@@ -38,5 +39,6 @@ __all__ = [
     "activations",
     "check_problem",
     "default_threads",
+    "grid_points",
     "search_grid",
 ]

@@ -453,6 +453,9 @@ def search_grid(
     """
 
 def activations() -> list[str]: ...
+def grid_points() -> dict[str, NDArray[np.uint64]]:
+    """Return the points of each weight type's grid: the magnitudes of 4 or 8 columns in the bytes of a number, the first in the lowest."""
+
 def default_threads() -> int: ...
 def select_isa(features: set[str], wanted: str = "") -> tuple[str, dict[str, int]]:
     """Return `Runtime.isa` and `Runtime.matrix_tokens` for a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.

@@ -27,6 +27,8 @@ class GpuFormat:
         high_bits: bits of each code that are packed apart from its unit.
         scales: of 32 columns, 1 or 2.
         minima: whether each scale has a minimum.
+        group_words: where codes are no bits of their own, but indexes into a grid or digits: 32-bit words of 32 columns behind the header.
+            A unit is then 8 columns, which kernels expand from them. None for other formats.
     """
 
     unit_dtype: torch.dtype
@@ -37,6 +39,7 @@ class GpuFormat:
     high_bits: int = 0
     scales: int = 1
     minima: bool = False
+    group_words: int | None = None
 
 
 ScaleForm = Literal["float16", "float32", "exponent", "quarters"]
@@ -128,6 +131,10 @@ def _codes(bits: int, step_columns: int, high_bits: int = 0, scales: int = 1, *,
     return GpuFormat(torch.int32, 32 // bits, step_columns, high_bits=high_bits, scales=scales, minima=minima)
 
 
+def _expanded(group_words: int, scales: int = 1) -> GpuFormat:
+    return GpuFormat(torch.int32, 8, 256, scales=scales, group_words=group_words)
+
+
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         each.name: each
@@ -159,16 +166,16 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             _float8("fp8", 128, 129, "quarters", gpu=_codes(8, 128)),
             _float8("fp8_rows", 256, 260, "float32", gpu=_codes(8, 256)),
             # NVFP4 with a float32 scale of the tensor, which four rows hold together for 128 columns.
-            WeightFormat("nvfp4", 128, 73, None, True, ((0, 1 / 317),), "quarters"),
+            WeightFormat("nvfp4", 128, 73, None, True, ((0, 1 / 317),), "quarters", gpu=_codes(4, 256, scales=2)),
             # Indexes into grids, and numbers of -1 to 1.
-            _gguf("iq3_s", 256, 110, (0, 1 / 140)),
-            _gguf("iq3_xxs", 256, 98, (0, 1 / 140)),
-            _gguf("iq2_s", 256, 82, (0, 1 / 56)),
-            _gguf("iq2_xs", 256, 74, (0, 1 / 56)),
-            _gguf("iq2_xxs", 256, 66, (0, 1 / 53)),
-            _gguf("iq1_s", 256, 50, (0, 1 / 7.2)),
-            _gguf("tq2_0", 256, 66, (64, 1 / 1.1)),
-            _gguf("tq1_0", 256, 54, (52, 1 / 0.82)),
+            _gguf("iq3_s", 256, 110, (0, 1 / 140), gpu=_expanded(3)),
+            _gguf("iq3_xxs", 256, 98, (0, 1 / 140), gpu=_expanded(3)),
+            _gguf("iq2_s", 256, 82, (0, 1 / 56), gpu=_expanded(2, 2)),
+            _gguf("iq2_xs", 256, 74, (0, 1 / 56), gpu=_expanded(2, 2)),
+            _gguf("iq2_xxs", 256, 66, (0, 1 / 53), gpu=_expanded(2)),
+            _gguf("iq1_s", 256, 50, (0, 1 / 7.2), gpu=_expanded(1)),
+            _gguf("tq2_0", 256, 66, (64, 1 / 1.1), gpu=_codes(2, 256)),
+            _gguf("tq1_0", 256, 54, (52, 1 / 0.82), gpu=_expanded(0)),
         )
     }
 )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
+from moegraft.cpu_backend import grid_points
 from moegraft.operators.kernels.packed_layout import gpu_format
 
 # Fused multiply-adds are meant, whatever a Triton version's default is.
@@ -35,13 +38,24 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@cache
+def grid_on(device: torch.device, weight_type: str) -> torch.Tensor | None:
+    """Return the points of a type's grid on a device, at most 16 KiB: int32 of 4 columns or int64 of 8; None for a type without one."""
+    points = grid_points().get(weight_type)
+    if points is None:
+        return None
+    narrow = int(points.max()) < 1 << 32
+    return torch.from_numpy(points.astype(np.uint32).view(np.int32) if narrow else points.view(np.int64)).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBytes:
-    """Packed bytes as the kernels read them: one storage under three types."""
+    """Packed bytes as the kernels read them: one storage under three types, and the points of a grid that they are indexes into."""
 
     units: torch.Tensor
     scales: torch.Tensor  # float16
     biases: torch.Tensor  # float32
+    grid: torch.Tensor | None
 
     @classmethod
     def of(cls, packed: torch.Tensor, weight_type: str) -> PackedBytes:
@@ -55,8 +69,9 @@ class PackedBytes:
         if packed.data_ptr() % 16:
             raise ValueError("packed bytes must begin at a multiple of 16 bytes: the kernels read 16 at a time")
         flat = packed.view(-1)
-        return cls(flat.view(gpu_format(weight_type).unit_dtype), flat.view(torch.float16), flat.view(torch.float32))
+        units = flat.view(gpu_format(weight_type).unit_dtype)
+        return cls(units, flat.view(torch.float16), flat.view(torch.float32), grid_on(packed.device, weight_type))
 
     def units_as(self, weight_type: str) -> PackedBytes:
         """Return views for matrices of another weight type in the same bytes."""
-        return replace(self, units=self.biases.view(gpu_format(weight_type).unit_dtype))
+        return replace(self, units=self.biases.view(gpu_format(weight_type).unit_dtype), grid=grid_on(self.units.device, weight_type))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ def _linear_decode_kernel(
     x_ptr,  # (T, columns) floating
     units_ptr,  # the packed bytes, as units
     scales_ptr,  # the same bytes as float16
+    grid_ptr,  # of `PackedBytes`
     biases_ptr,  # (rows,) float32, or anything
     out_ptr,  # (T, outputs) floating
     M: tl.constexpr,
@@ -35,7 +37,7 @@ def _linear_decode_kernel(
     """Grid (rows / ROWS, T)."""
     first_row = tl.program_id(0) * ROWS
     token = tl.program_id(1).to(tl.int64)
-    sums = tl.sum(row_products(units_ptr, scales_ptr, x_ptr + token * M.columns, first_row, 1.0, M, ROWS, SPANS), 0)
+    sums = tl.sum(row_products(units_ptr, scales_ptr, grid_ptr, x_ptr + token * M.columns, first_row, 1.0, M, ROWS, SPANS), 0)
     lanes = first_row + tl.arange(0, ROWS)
     if M.bias_word >= 0:
         sums += tl.load(biases_ptr + lanes, mask=lanes < M.outputs, other=0.0)
@@ -60,7 +62,7 @@ class PackedLinearOnGpu:
             self.matrix = self.matrix._replace(bias_word=0)
         self.packed = packed
         views = PackedBytes.of(packed, weight_type)
-        self._bytes = views if bias is None else PackedBytes(views.units, views.scales, bias)
+        self._bytes = views if bias is None else replace(views, biases=bias)
 
     def forward(self, x: torch.Tensor, path: Literal["decode", "grouped"] | None = None) -> torch.Tensor:
         """`x (..., columns)` floating -> `(..., rows)` of its dtype, on the current stream; accumulates in float32.
@@ -85,6 +87,6 @@ class PackedLinearOnGpu:
     def _decode(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
         rows = 32 if self.matrix.rows >= 32 * MANY_BLOCKS else 16
         _linear_decode_kernel[self.matrix.rows // rows, len(tokens)](
-            tokens, self._bytes.units, self._bytes.scales, self._bytes.biases, out,
+            tokens, self._bytes.units, self._bytes.scales, self._bytes.grid, self._bytes.biases, out,
             M=self.matrix, ROWS=rows, SPANS=tile_spans(self.matrix, rows, UNITS), num_warps=WARPS, **LAUNCH,
         )  # fmt: skip

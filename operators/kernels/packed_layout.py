@@ -4,7 +4,8 @@ Both devices compute from the same bytes. In the *dense* layout a matrix is a ro
 of 32 input columns, and a group holds the 32 rows of one *unit* side by side: a unit is a 4-byte word with 1, 2, 4 or 8 consecutive
 columns of one row (float16: a half with one column). So consecutive threads read consecutive bytes. Of formats with scales, groups form
 column blocks of one (int8, int4) to eight groups, which begin with the scales of the 32 rows, field by field; the upper bits of codes whose
-bits are no power of two follow a group's units.
+bits are no power of two follow a group's units. Where codes are indexes into a grid, a group has the words of the file instead, from which
+kernels expand units of 8 columns.
 
 In the *sparse* layout the gates (of ungated experts the ups) are stored in such blocks, but up and down neuron by neuron, each neuron a row
 of H columns, so that those of inactive neurons need not be read. A row is its scales, for int8 and int4, and then chunks of 512 columns:
@@ -83,10 +84,12 @@ class PackedMatrix(NamedTuple):
     units_a_span: int  # that a thread of the decode kernels reads together, with one scale
     spans_a_scale: int
     scales_a_block: int  # of a row of a column block
+    groups: int  # of a column block
     group_stride: int
     header: int  # scales before a column block's units
     high_bits: int
     minima: bool
+    expanded: bool  # codes are no bits of their own: see `GpuFormat.group_words`
     column_stride: int  # of column blocks
     block_stride: int
     expert_stride: int
@@ -112,7 +115,8 @@ def packed_matrix(
     size = read.unit_dtype.itemsize
     units_a_group = GROUP_COLUMNS // read.unit_columns
     groups = max(1, found.block_weights // GROUP_COLUMNS)
-    group_stride = (units_a_group + read.high_bits) * BLOCK_ROWS
+    group_words = units_a_group + read.high_bits if read.group_words is None else read.group_words
+    group_stride = group_words * BLOCK_ROWS
     column_stride = groups * group_stride if not found.scaled else found.block_bytes * BLOCK_ROWS // size
     column_blocks = round_up(columns, GROUP_COLUMNS * groups) // (GROUP_COLUMNS * groups)
     assert read.step_columns % (GROUP_COLUMNS * groups) == 0, f"steps of {weight_type} are no whole blocks"
@@ -128,10 +132,12 @@ def packed_matrix(
         units_a_span=units_a_span,
         spans_a_scale=units_a_group // read.scales // units_a_span,
         scales_a_block=groups * read.scales,
+        groups=groups,
         group_stride=group_stride,
         header=column_stride - groups * group_stride,
         high_bits=read.high_bits,
         minima=read.minima,
+        expanded=read.group_words is not None,
         column_stride=column_stride,
         block_stride=round_up(column_stride * column_blocks, LINE_BYTES // size),
         expert_stride=expert_bytes // size,

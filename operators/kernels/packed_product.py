@@ -16,7 +16,7 @@ from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, gpu_format, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
 from moegraft.operators.kernels.tuned import constant
-from moegraft.operators.kernels.units import column_as, dot, high_at, high_bits_of, load, number, scales_of, signed, unit_at
+from moegraft.operators.kernels.units import column_as, dot, expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
 
 # Compute capabilities of GPUs with 164 KiB of shared memory and more in a multiprocessor; others, such as GeForce, have 100 or less.
 LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3))
@@ -29,11 +29,13 @@ def _tile(block_pairs: int, x: torch.Tensor, weights: str) -> tuple[int, int, in
     benchmarks/compiled_kernels.py records both.
     """
     large = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) in LARGE_SHARED
-    read = gpu_format(weights)  # upper bits and minima are loaded in tiles of their own, and take registers
-    stages = 3 if large and not read.high_bits and not read.minima else SMALL_STAGES
+    read = gpu_format(weights)
+    expanded = read.group_words is not None  # indexes are in shared memory for as many steps as what they are indexes into
+    # upper bits and minima are loaded in tiles of their own, and take registers
+    stages = 3 if large and not read.high_bits and not read.minima and not expanded else SMALL_STAGES
     if x.dtype == torch.float32:  # three passes over split operands
         return 64, 4, stages
-    defaults = {"rows": 128, "warps": 8 if block_pairs >= 64 else 4, "stages": stages}
+    defaults = {"rows": 64 if expanded else 128, "warps": 8 if block_pairs >= 64 else 4, "stages": stages}
     rows, warps, stages = (constant(f"grouped_{name}:{block_pairs}", value, weights, x.device) for name, value in defaults.items())
     return rows, warps, stages
 
@@ -69,6 +71,7 @@ def _grouped_column(index, M: tl.constexpr):
 def _tile_product(
     units_ptr,
     scales_ptr,
+    grid_ptr,
     x_ptr,
     first_row,
     x_rows,
@@ -83,7 +86,7 @@ def _tile_product(
     rows = first_row + tl.arange(0, ROWS)
     HELD: tl.constexpr = M.columns_a_unit
     UNITS: tl.constexpr = M.step_columns // HELD
-    BLOCKS: tl.constexpr = M.step_columns // 32 // ((M.column_stride - M.header) // M.group_stride)  # column blocks
+    BLOCKS: tl.constexpr = M.step_columns // (32 * M.groups)  # column blocks
     SCALES: tl.constexpr = BLOCKS * M.scales_a_block
     TAIL: tl.constexpr = M.columns % M.step_columns != 0
     MASKED: tl.constexpr = TAIL or M.rows % ROWS != 0
@@ -93,17 +96,21 @@ def _tile_product(
     block = tl.arange(0, SCALES)[None, :] // M.scales_a_block
     in_block = tl.arange(0, SCALES)[None, :] % M.scales_a_block
     inside = (rows < M.rows)[:, None]
-    w_ptrs = units_ptr + unit_at(rows[:, None], spans, in_span, M)
+    if not M.expanded:
+        w_ptrs = units_ptr + unit_at(rows[:, None], spans, in_span, M)
     x_ptrs = x_ptr + (x_rows[None, :] * WIDTH + units[:, None])  # below 2^31: the launcher asserts it
     total = tl.zeros((ROWS, BM), tl.float32)
     for step in range(0, (M.columns + M.step_columns - 1) // M.step_columns):
         at = step * UNITS + units
         offset = step * BLOCKS * M.column_stride
-        w = signed(load(w_ptrs + offset, inside & (at < COUNT)[None, :], MASKED), M)
-        high = w
-        if M.high_bits > 0:
-            high = load(units_ptr + offset + high_at(rows[:, None], spans, M), inside & (at < COUNT)[None, :], MASKED)
-            high = high_bits_of(high, spans, in_span, M)
+        filled = inside & (at < COUNT)[None, :]
+        if M.expanded:
+            w, high = expanded(units_ptr + offset, grid_ptr, rows[:, None], spans, in_span, filled, M, MASKED)
+        else:
+            w = signed(load(w_ptrs + offset, filled, MASKED), M)
+            high = w
+            if M.high_bits > 0:
+                high = high_bits_of(load(units_ptr + offset + high_at(rows[:, None], spans, M), filled, MASKED), spans, in_span, M)
         if M.header > 0:
             here = inside & ((step * BLOCKS + block) * (M.step_columns // BLOCKS) < M.columns)
             scales, minima = scales_of(units_ptr + offset, scales_ptr + 2 * offset, rows[:, None], block, in_block, here, M, MASKED)
@@ -136,6 +143,7 @@ def _packed_product_kernel(
     x_ptr,  # (tokens or pairs, X_WIDTH) floating, in the order of `grouped_columns`
     units_ptr,  # (S, expert_bytes), as units
     scales_ptr,  # the same bytes as float16
+    grid_ptr,  # of `PackedBytes`
     biases_ptr,  # float32; of experts: the same bytes
     pairs_ptr,  # of PairGroups, or None: rows of x are taken in order, with the one matrix there is
     block_ids_ptr,
@@ -166,7 +174,9 @@ def _packed_product_kernel(
     x_rows = tl.where(present, pair // PAIRS_A_ROW, 0)
     first_row = tl.program_id(1) * ROWS
     start = slot * M.expert_stride + M.first
-    total = _tile_product(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, x_rows, present, M, X_WIDTH, ROWS, BM, UPCAST)
+    total = _tile_product(
+        units_ptr + start, scales_ptr + 2 * start, grid_ptr, x_ptr, first_row, x_rows, present, M, X_WIDTH, ROWS, BM, UPCAST
+    )
     biases_ptr += slot * M.expert_words
     value, lanes = finish_tile(total, first_row, biases_ptr, M, GATE, EPILOGUE, ROWS, BM)
     columns = lanes if NEXT is None else _grouped_column(lanes, NEXT)
@@ -200,7 +210,7 @@ def packed_product(
     rows, warps, stages = _tile(block_pairs, x, matrix.weights)
     blocks = groups.max_blocks if groups else triton.cdiv(pair_count, block_pairs)
     _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
-        x, packed.units, packed.scales, packed.biases,
+        x, packed.units, packed.scales, packed.grid, packed.biases,
         groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
         M=matrix, GATE=gate, EPILOGUE=epilogue, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
         ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **_registers(matrix, rows, warps), **LAUNCH,

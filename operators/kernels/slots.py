@@ -23,7 +23,7 @@ from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, expert_
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.tuned import constant
-from moegraft.operators.kernels.units import high_at, high_bits_of, load, number, scales_of, signed, unit_at
+from moegraft.operators.kernels.units import expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
 
 WARPS = 4
 UNITS = 64  # a tile; below 32 * WARPS, see above
@@ -41,7 +41,7 @@ def tile_spans(matrix: PackedMatrix, rows: int, units: int) -> int:
 
 
 @triton.jit
-def row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr):
+def row_products(units_ptr, scales_ptr, grid_ptr, x_ptr, first_row, weight, M: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr):
     """`weight * W[first_row : first_row + ROWS] * x` before the sum over columns: (SPANS, ROWS) float32."""
     rows = first_row + tl.arange(0, ROWS)[None, :]
     HELD: tl.constexpr = M.columns_a_unit
@@ -60,8 +60,11 @@ def row_products(units_ptr, scales_ptr, x_ptr, first_row, weight, M: tl.constexp
         if M.high_bits > 0:
             high = load(units_ptr + high_at(rows, at, M), inside, MASKED)
         for unit in tl.static_range(SPAN):
-            units = signed(load(units_ptr + unit_at(rows, at, unit, M), inside, MASKED), M)
-            upper = high_bits_of(high, at, unit, M) if M.high_bits > 0 else high
+            if M.expanded:
+                units, upper = expanded(units_ptr, grid_ptr, rows, at, unit, inside, M, MASKED)
+            else:
+                units = signed(load(units_ptr + unit_at(rows, at, unit, M), inside, MASKED), M)
+                upper = high_bits_of(high, at, unit, M) if M.high_bits > 0 else high
             for j in tl.static_range(HELD):
                 columns = (at * SPAN + unit) * HELD + j
                 x = load(x_ptr + columns, columns < M.columns, MASKED).to(tl.float32)
@@ -84,6 +87,7 @@ def _gate_up_kernel(
     x_ptr,  # (T, H) floating
     units_ptr,  # (S, expert_bytes), as units
     scales_ptr,  # the same bytes as float16
+    grid_ptr,  # of `PackedBytes`
     biases_ptr,  # the same bytes as float32
     slots_ptr,  # (T, K) int32, -1: absent
     neurons_ptr,  # (T * K, NEURONS) float32
@@ -102,7 +106,7 @@ def _gate_up_kernel(
         return
     start = slot * M.expert_stride + M.first
     x_ptr += (pair // TOP_K).to(tl.int64) * M.columns
-    sums = tl.sum(row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, block * 32, 1.0, M, 32, SPANS), 0)
+    sums = tl.sum(row_products(units_ptr + start, scales_ptr + 2 * start, grid_ptr, x_ptr, block * 32, 1.0, M, 32, SPANS), 0)
     biases_ptr += slot * M.expert_words
     if EPILOGUE == "gate":
         lanes = block * 16 + tl.arange(0, 16)
@@ -126,6 +130,7 @@ def _down_kernel(
     neurons_ptr,  # (T * K, columns) float32
     units_ptr,
     scales_ptr,
+    grid_ptr,
     biases_ptr,
     slots_ptr,  # (T, K) int32
     weights_ptr,  # (T, K) floating
@@ -147,7 +152,7 @@ def _down_kernel(
             weight = tl.load(weights_ptr + pair).to(tl.float32)
             start = slot * M.expert_stride + M.first
             x_ptr = neurons_ptr + pair.to(tl.int64) * M.columns
-            total += row_products(units_ptr + start, scales_ptr + 2 * start, x_ptr, first_row, weight, M, ROWS, SPANS)
+            total += row_products(units_ptr + start, scales_ptr + 2 * start, grid_ptr, x_ptr, first_row, weight, M, ROWS, SPANS)
             if M.bias_word >= 0:
                 bias += weight * tl.load(biases_ptr + slot * M.expert_words + M.bias_word + first_row + tl.arange(0, ROWS))
     lanes = first_row + tl.arange(0, ROWS)
@@ -163,7 +168,7 @@ def rows_by_pair(
     units, warps = (constant(name, value, matrix.weights, x.device) for name, value in (("gate_units", UNITS), ("gate_warps", WARPS)))
     spans = tile_spans(matrix, 32, units)
     _gate_up_kernel[tokens * top_k, matrix.rows // 32](
-        x, packed.units, packed.scales, packed.biases, ids, out,
+        x, packed.units, packed.scales, packed.grid, packed.biases, ids, out,
         M=matrix, GATE=gate, EPILOGUE=epilogue, NEURONS=out.shape[1], TOP_K=top_k, SPANS=spans, num_warps=warps, **LAUNCH,
     )  # fmt: skip
 
@@ -245,7 +250,7 @@ class SlotExperts:
         rows, units, warps = (constant(f"down_{name}", value, down.weights, x.device) for name, value in defaults.items())
         packed = packed if down.weights == self.matrices.gate_up.weights else packed.units_as(down.weights)
         _down_kernel[tokens, down.rows // rows](
-            neurons, packed.units, packed.scales, packed.biases, slots, top_k_weights, out,
+            neurons, packed.units, packed.scales, packed.grid, packed.biases, slots, top_k_weights, out,
             M=down, TOP_K=top_k, ROWS=rows, SPANS=tile_spans(down, rows, units), num_warps=warps, **LAUNCH,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
-from support.kernel_cases import Layer, make_batch, make_layer
+from support.kernel_cases import Layer, make_batch, make_layer, make_stored_layer
 from support.transfer_harness import make_device
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 3
@@ -44,13 +44,19 @@ class Setting:
     prefetch: PrefetchOptions = field(default_factory=PrefetchOptions)
     kind: str = "virtual"
     device: dict[str, Any] = field(default_factory=dict)
+    stored: str = ""  # weights of a file, of as many bytes; the layers are larger, and equal
 
 
 class EngineRig:
     """Calls layers in a model's order, with predictions that are sometimes correct."""
 
     def __init__(self, setting: Setting, dtype: torch.dtype = torch.float32) -> None:
-        self.layers: list[Layer] = [make_layer(num_experts=EXPERTS, hidden=64, intermediate=32, seed=seed) for seed in range(LAYERS)]
+        self.layers: list[Layer] = [
+            make_stored_layer(setting.stored, EXPERTS, 256, 128)
+            if setting.stored
+            else make_layer(num_experts=EXPERTS, hidden=64, intermediate=32, seed=seed)
+            for seed in range(LAYERS)
+        ]
         self.runtime = Runtime(1)
         self.dtype = dtype
         device = make_device(setting.kind, MACHINE, **setting.device)

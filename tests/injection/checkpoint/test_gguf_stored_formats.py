@@ -122,18 +122,20 @@ def test_a_file_that_changes_type_per_tensor(names: tuple[str, ...], tmp_path: P
 
 def test_slots_hold_the_bytes_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Layers of two types have slots of their own, and share the memory by their bytes."""
+    grid = {"blk.1.ffn_gate_inp": BlockType.F32, "blk.1.ffn_down_exps": BlockType.Q3_K, "blk.1.ffn_": BlockType.IQ3_XXS}
     kinds = {"gate_inp": BlockType.F32, "blk.0.ffn_down_exps": BlockType.Q6_K, "ffn_": BlockType.Q4_K, "": BlockType.F32}
+    kinds = grid | kinds
     folder = saved(tmp_path, kinds)
     on_cpu = load(folder)
     with caplog.at_level(logging.WARNING):
         found = load(folder, "weights: stored, gpu: emulated, cache: {gpu_memory: 1400KiB}")
     assert not [record.message for record in caplog.records if "converted" in record.message]
-    for layer, expected in enumerate(("q4_k+q6_k", "q4_k")):
+    for layer, expected in enumerate(("q4_k+q6_k", "iq3_xxs+q3_k")):
         experts = found.get_submodule(f"model.layers.{layer}.mlp.experts")
         assert isinstance(experts, HybridExperts) and experts._packed is not None and experts.gpu_layer is not None
         assert experts.weight_type == expected
         assert experts.gpu_layer.engine.cache.slots.plan.total == 2  # and four for transfers; alone it would have all three
-    assert errors(found, on_cpu).max() < 1e-4
+    assert errors(found, on_cpu).max() < 1e-3  # sums in another order: an activation may round to the next of its 8 bits
 
 
 def test_what_is_kept_is_what_the_quantiser_wrote(tmp_path: Path) -> None:

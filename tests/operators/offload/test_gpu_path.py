@@ -38,8 +38,8 @@ class InterpretedGpu(VirtualDevice):
 @pytest.fixture
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineRig]:
     monkeypatch.setattr(rigs, "make_device", lambda kind, profile, **options: InterpretedGpu(profile, **options))
-    schedule, capacity = request.param
-    with engine_rig(Setting(schedule, capacity, staging=3)) as rig:
+    schedule, capacity, *stored = request.param
+    with engine_rig(Setting(schedule, capacity, staging=3, stored="".join(stored))) as rig:
         arena: Any = SimpleNamespace(array=None, tensor=rig.arena.tensor)
         rig.arena = arena
         yield rig
@@ -65,6 +65,14 @@ def test_the_sum_is_right(rig: EngineRig, first_gpu_ms: float) -> None:
             found, expected = rig.call(number, tokens, seed=100 * step + number)
             assert relative_error(found, expected) < 1e-5, f"step {step}, layer {number}"
     assert rig.engine.statistics.recoveries == 0
+
+
+@pytest.mark.parametrize("rig", [("on_demand", (2,) * LAYERS, "iq3_xxs+nvfp4")], indirect=True, ids=str)
+def test_slots_have_the_bytes_of_a_file(rig: EngineRig) -> None:
+    """Experts in fewer bits than a GPU computes with arrive, are kept and make room like all others."""
+    for number, tokens in enumerate((9, 5)):
+        found, expected = rig.call(number, tokens, seed=number + 1)
+        assert relative_error(found, expected) < 1e-5, f"{tokens} tokens"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
