@@ -161,6 +161,7 @@ FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
             _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
             _integers("int4_g128", 128, 67, (0, 1 / 4.7), zero_points=2, gpu=_codes(4, 256, minima=True)),
+            _integers("int4_g256", 256, 130, (0, 1 / 4.7), gpu=_codes(4, 256)),  # without zero points: scales of rows
             _integers("int8_g128", 128, 130, (0, 1 / 74), gpu=_codes(8, 128)),
             # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
             _float8("fp8", 128, 129, "quarters", gpu=_codes(8, 128)),

@@ -146,6 +146,12 @@ def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uin
     return np.concatenate([halves, of_block.numpy(), _nibbles((matrix.codes + 8).contiguous()).reshape(rows, blocks, -1)], axis=-1)
 
 
+def _symmetric_int4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
+    """Return blocks of 256 codes of 4 bits behind a float16 scale."""
+    blocks = _int4_blocks(matrix, 256, 1) if matrix.zeros is None else None
+    return None if blocks is None else np.delete(blocks, 2, axis=-1)  # a zero point
+
+
 def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
     """Return GGUF's blocks: the exponent with its bias, then the nibbles."""
     scales = matrix.of_columns(matrix.scales, MXFP4_BLOCK[1])
@@ -202,6 +208,7 @@ _BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
     "int4_g32": partial(_int4_blocks, group=32, groups=2),
     "int4_g64": partial(_int4_blocks, group=64, groups=2),
     "int4_g128": partial(_int4_blocks, group=128, groups=1),
+    "int4_g256": _symmetric_int4_blocks,
     "int8_g128": _int8_blocks,
     "fp8": partial(_float8_blocks, columns=128, rows=4),
     "fp8_rows": partial(_float8_blocks, columns=256, rows=1),

@@ -281,6 +281,8 @@ def _holders(bits: int, scales: LazyTensor, columns: int, group: int, *, symmetr
     stored = ((), ("int4_g32",))[not symmetric and columns % 64 == 0]
     if columns % 128 == 0 and group % 64 == 0:
         stored = ("int4_g128",) if group % 128 == 0 else ("int4_g64",)
+    if symmetric and group % 256 == 0 == columns % 256:
+        stored = ("int4_g256", *stored)
     return (*stored, *(("int4",) if symmetric else ()), "int8")
 
 

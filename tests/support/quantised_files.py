@@ -209,6 +209,10 @@ def decoded(blocks: NDArray[np.uint8], weight_type: str) -> NDArray[np.float32]:
         values = 2 * FP4.numpy()[codes] * own[..., None]
     elif weight_type == "int8_g128":
         values = each[..., 2:].view(np.int8).astype(np.float32) * np.ascontiguousarray(each[..., :2]).view(np.float16)
+    elif weight_type == "int4_g256":
+        nibbles = each[..., 2:].reshape(*each.shape[:-1], 8, 16)
+        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).astype(np.float32) - 8
+        values = codes * np.ascontiguousarray(each[..., :2]).view(np.float16).astype(np.float32)[..., None]
     else:
         groups = 1 if weight_type == "int4_g128" else 2
         scales = np.ascontiguousarray(each[..., : 2 * groups]).view(np.float16).astype(np.float32)[..., None]

@@ -455,6 +455,13 @@ struct Int4Of128 : GroupedNibbles<128, 1> {
   static constexpr Field kHeader[] = {{0, 2}, {2, 1}};
 };
 
+// Of safetensors checkpoints whose scales are those of rows: 256 columns of nibbles without zero points, with a float16 scale.
+struct Int4Of256 : OneScale {
+  static constexpr const char* kName = "int4_g256";
+  static constexpr int kColumns = 256, kFileBytes = 130, kLowBits = 4, kHighBits = 0, kOffset = 8;
+  static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) { nibbles_of(block + 2 + kGroup / 2 * group, codes); }
+};
+
 // Of safetensors checkpoints: 128 columns of int8 with a float16 scale.
 struct Int8Of128 : OneScale {
   static constexpr const char* kName = "int8_g128";
@@ -768,7 +775,7 @@ struct FormatList {};
 
 // The order is that of WeightType, from kInt8 on.
 using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K, Int4Of32, Int4Of64, Int4Of128,
-                                Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Tq20, Tq10>;
+                                Int4Of256, Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Tq20, Tq10>;
 
 // What derives from a format's description.
 template <class Coded>

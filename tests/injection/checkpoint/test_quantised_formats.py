@@ -126,7 +126,7 @@ def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path,
         ("gptq", "int4"),
         ("awq", "int4_g32"),
         ("compressed int4 zeros", "int4_g64"),
-        ("compressed int4 rows", "int4_g128"),
+        ("compressed int4 rows", "int4_g256"),
         ("compressed int8", "int8_g128"),
         ("compressed fp8 rows", "fp8_rows"),
         ("compressed fp8 tensor", "fp8"),
@@ -157,6 +157,10 @@ def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_pat
         (compressed(4, 128, symmetric=False), "int4_g128"),
         (awq(64), "int4_g64"),
         (awq(32), "int4_g32"),
+        (compressed(4, 0), "int4_g256"),
+        (compressed(4, 256), "int4_g256"),
+        (gptq(4, 0), "int4_g256"),
+        (gptq(4, 128, version="gptq_v2"), "int4_g128"),
         (compressed(4, 32), "int4"),
         (compressed(8, 0, form="int-quantized"), "int8_g128"),
         (float8("_scale_inv", (128, 128), {**FP8_BLOCKS, "weight_block_size": [128, 128]}), "fp8"),
@@ -171,7 +175,8 @@ def test_as_many_bytes_as_the_file(form: Format, expected: str, tmp_path: Path) 
     save(form, tmp_path)
     experts = "model.layers.1.mlp.experts"
     tensors = load_file(tmp_path / WEIGHTS).items()
-    stored = sum(tensor.nbytes for key, tensor in tensors if key.startswith(experts) and not key.endswith(("_shape", "input_scale")))
+    other = ("_shape", "g_idx", "input_scale")
+    stored = sum(tensor.nbytes for key, tensor in tensors if key.startswith(experts) and not key.endswith(other))
     planned = optimize_and_load(tmp_path, rules(tmp_path, EXPERTS + LINEARS), dry_run=True)
     types = {swap.weight_type for swap in planned.swaps if swap.module != experts}  # type: ignore[attr-defined]
     assert types == {expected}
