@@ -25,8 +25,10 @@ AGAIN = "run: python benchmarks/compiled_kernels.py"
 PARKED: dict[tuple[str, str, str, str], int] = {
     ("3.9.0", "80", "slots qwen3-30b int4_g64 bfloat16 T=2048", "packed_product_kernel"): 16,
     ("3.9.0", "80", "slots qwen3-30b int4_g128 bfloat16 T=2048", "packed_product_kernel"): 16,
+    ("3.9.0", "80", "slots qwen3-30b nvfp4 bfloat16 T=2048", "packed_product_kernel"): 8,
     ("3.9.0", "80", "slots gpt-oss mxfp4 bfloat16 T=2048", "packed_product_kernel"): 24,
     ("3.9.0", "86", "slots qwen3-30b bfloat16 bfloat16 T=2048", "packed_product_kernel"): 24,
+    ("3.9.0", "86", "slots qwen3-30b nvfp4 bfloat16 T=2048", "packed_product_kernel"): 8,
 }
 MAX_COMPILED = 12  # binaries without a record that one run compiles; of more, as many evenly spaced ones
 
