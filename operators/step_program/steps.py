@@ -71,8 +71,11 @@ _PLAIN_ARGUMENTS = {
 _LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor|budget")  # in names of a config
 _CHOICES = re.compile("topk|top_k|budget")  # in names of a config: how many tokens are looked at
 _GROUP = re.compile("compress|pool|block_size")  # in names of a config: how many tokens a model pools
-# Of a configuration, read in each forward pass.
-_SETTINGS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "_attn_implementation")
+# Of a configuration, read in each forward pass; some are properties, over these members.
+_SETTINGS = (
+    *("output_attentions", "_output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
+    *("_attn_implementation", "_attn_implementation_internal"),
+)
 _MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
 
 
@@ -94,6 +97,8 @@ class StepPrograms:
         self._caches: weakref.WeakKeyDictionary[Any, CacheBuffers] = weakref.WeakKeyDictionary()
         self._state: ModelState | None = None
         self._logged: set[str] = set()
+        self._config: PretrainedConfig | None = None
+        self._config_tables: list[dict[str, Any]] = []  # the members of the configuration and of its part about text
         self._borders: Borders | None = None
         self._after_prompt = True  # or after another pass that was no step
         self._changes = 0  # of the model since a prompt or a replayed step
@@ -198,12 +203,13 @@ class StepPrograms:
         full = tuple(layer.cumulative_length >= layer.sliding_window - 1 for layer in windows)
         if any(0 < layer.sliding_window - 1 - layer.cumulative_length < ids.shape[1] for layer in windows):
             return None  # the step fills a window and drops the tokens that are too many
-        configs = {id(each): each for each in (model.config, model.config.get_text_config())}.values()
         shapes = tuple((name, value.dtype, None if name == "attention_mask" else value.shape) for name, value in inputs.items())
         modes = torch.is_inference_mode_enabled(), model.training
-        read = tuple(getattr(each, name, None) for each in configs for name in _SETTINGS)
-        if self._borders is None:
+        if self._config is not model.config or self._borders is None:
+            configs = {id(each): each for each in (model.config, model.config.get_text_config())}
+            self._config, self._config_tables = model.config, [vars(each) for each in configs.values()]
             self._borders = borders(model.config)
+        read = tuple([table.get(name) for table in self._config_tables for name in _SETTINGS])  # a configuration's own lookups take 2 us
         passed = self._borders.passed(position, position + ids.shape[1])
         if passed is None:
             return None
@@ -603,9 +609,12 @@ class Borders:
 
     def passed(self, position: int, total: int) -> object | None:
         """Return what a step from `position` to `total` tokens depends on; None at a border itself, where models differ by a token."""
-        if {total, total + 1} & set(self.once) or any((position - 1) // group != (total + 1) // group for group in self.again):
+        place = bisect.bisect(self.once, total)
+        if (place and self.once[place - 1] == total) or (place < len(self.once) and self.once[place] == total + 1):
             return None
-        return bisect.bisect(self.once, total), *(total // group for group in self.again), position % self.period
+        if any((position - 1) // group != (total + 1) // group for group in self.again):
+            return None
+        return place, *(total // group for group in self.again), position % self.period
 
 
 def borders(config: PretrainedConfig) -> Borders:
