@@ -56,6 +56,7 @@ class ModelState:
         self.obstacle = "its modules have hooks" if self._hooked() else None
         self._settings: list[tuple[dict[str, Any], str, Any]] = []
         # Attributes of modules that steps read: a forward pass put in the place of the class's, tensors that are no buffers.
+        self._attributes: list[tuple[dict[str, Any], str, Any]]
         self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
         for module in modules:
             if not is_library(type(module)) or isinstance(module, Operator):
@@ -71,6 +72,7 @@ class ModelState:
             for name, value in vars(config).items()
             if isinstance(value, bool | int | float | str | list | dict | None)
         ]
+        self._columns = tuple(zip(*self._attributes, strict=True))  # compared in every step, without a loop in Python
 
     def _reach(self, value: Any, *, own: bool, depth: int = 0) -> None:
         """Note what an attribute holds; `own`: of a module that is none of the libraries', whose every list, dict and object matters."""
@@ -111,6 +113,7 @@ class ModelState:
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in addresses:
                     self._attributes.append((vars(module), name, value))
+        self._columns = tuple(zip(*self._attributes, strict=True))
 
     def _hooked(self) -> bool:
         hooks = (hook for table in self._hooks if table for hook in table.values())
@@ -122,9 +125,10 @@ class ModelState:
             same = self._tables == self._copies
         except RuntimeError:  # two tensors were compared, of which one replaced the other
             same = False
+        tables, names, values = self._columns
         return (
             not same
-            or any(table.get(name) is not value for table, name, value in self._attributes)
+            or not all(map(operator.is_, map(dict.get, tables, names), values))
             or (fully and any(table.get(name) != value for table, name, value in self._settings))
             or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
             or [tensor._version for tensor in self._edited] != self._versions

@@ -178,6 +178,7 @@ class AttentionRowsJob final : public Job {
 
   void prepare(AlignedMemory& parts, AlignedMemory* workers);  // throws std::bad_alloc
   void run(int worker) noexcept override;
+  void run(int worker, Upcoming& after) noexcept;  // prefetches what a worker reads after the job while it waits
 
  private:
   struct Sums;  // the partial results of a unit's rows

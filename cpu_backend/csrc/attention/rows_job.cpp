@@ -56,15 +56,20 @@ AttentionRowsJob::Unit AttentionRowsJob::unit_of(int unit) const {
 }
 
 void AttentionRowsJob::run(int worker) noexcept {
+  Upcoming none;
+  run(worker, none);
+}
+
+void AttentionRowsJob::run(int worker, Upcoming& after) noexcept {
   std::byte* scratch = scratch_[worker].data();
   int count = 0;
   for (int unit = phases_.first->take(worker); unit >= 0; unit = phases_.first->take(worker), ++count) attend(unit, scratch);
   phases_.first->finish(count);
-  phases_.first->wait();
+  phases_.first->wait(after);
   count = 0;
   for (int unit = phases_.second->take(worker); unit >= 0; unit = phases_.second->take(worker), ++count) combine(unit, scratch);
   phases_.second->finish(count);
-  phases_.second->wait();
+  phases_.second->wait(after);
 }
 
 AttentionRowsJob::Sums AttentionRowsJob::sums_of(int unit) const {

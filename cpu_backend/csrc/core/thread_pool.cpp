@@ -119,9 +119,8 @@ void Phase::reset(int units) {
   units_ = units;
   done_.store(0);
   for (int worker = 0; worker < workers; ++worker) {
-    const auto first_unit = [&](int of) { return static_cast<int>(static_cast<long long>(units) * of / workers); };
-    cursors_[worker].next.store(first_unit(worker));
-    cursors_[worker].end = first_unit(worker + 1);
+    cursors_[worker].next.store(first_unit(units, worker, workers));
+    cursors_[worker].end = first_unit(units, worker + 1, workers);
   }
 }
 
@@ -138,6 +137,10 @@ int Phase::take(int worker) {
 
 void Phase::wait() const {
   wait_until([this] { return done_.load(std::memory_order_acquire) >= units_; });
+}
+
+void Phase::wait(Upcoming& upcoming) const {
+  wait_until([this] { return done_.load(std::memory_order_acquire) >= units_; }, upcoming);
 }
 
 }  // namespace moegraft

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -46,6 +47,35 @@ template <class Ready>
 void wait_until(const Ready& ready) {
   if (ready() || spin_until(ready, kSpin)) return;
   while (!ready()) std::this_thread::yield();  // the awaited thread may have no core: give it this one
+}
+
+// Memory that a worker reads next, the beginning of which it prefetches while it waits.
+class Upcoming {
+ public:
+  // Half of the L2 of most server cores. On EPYC Zen 4, 2 cores, a decode step in int4 takes 0.996 of the time with 128 KiB, 0.991 with 512.
+  static constexpr std::size_t kMostBytes = std::size_t{512} << 10;
+
+  Upcoming() = default;
+  Upcoming(const std::byte* first, std::size_t bytes) : next_(first), end_(first + (bytes < kMostBytes ? bytes : kMostBytes)) {}
+
+  // False where nothing is left. A few lines at a time: the awaited event may have come meanwhile.
+  bool prefetch() {
+    if (next_ >= end_) return false;
+    for (int line = 0; line < kLines && next_ < end_; ++line, next_ += 64) __builtin_prefetch(next_, 0, 2);
+    return true;
+  }
+
+ private:
+  static constexpr int kLines = 8;
+  const std::byte* next_ = nullptr;
+  const std::byte* end_ = nullptr;
+};
+
+template <class Ready>
+void wait_until(const Ready& ready, Upcoming& upcoming) {
+  while (!ready() && upcoming.prefetch()) {
+  }
+  wait_until(ready);
 }
 
 class Job {
@@ -97,6 +127,10 @@ class Phase {
     if (units > 0) done_.fetch_add(units, std::memory_order_acq_rel);
   }
   void wait() const;     // until every unit is finished: spins, then yields
+  void wait(Upcoming& upcoming) const;
+  // Where a worker begins that takes units of its own range.
+  static int first_unit(int units, int worker, int workers) { return static_cast<int>(static_cast<long long>(units) * worker / workers); }
+  int first_unit(int worker) const { return first_unit(units_, worker, static_cast<int>(cursors_.size())); }
 
  private:
   struct alignas(64) Cursor {

@@ -45,7 +45,8 @@ ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, Act
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
-      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records_of(format_))) {}
+      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records_of(format_))),
+      starts_(static_cast<std::size_t>(workers)) {}
 
 int ExpertsJob::segment_pairs() const {
   const bool by_matrix = kernels_.matrix.serves(format_, kNeverMatrix - 1);
@@ -96,9 +97,33 @@ void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratc
   phases_.encode->reset(batch.tokens);
   phases_.neurons->reset(static_cast<int>(neuron_starts_.size()) * neuron_groups_);
   phases_.rows->reset((layout_.down_blocks + unit_blocks_ - 1) / unit_blocks_);
+  for (int worker = 0; worker < workers_; ++worker) starts_[static_cast<std::size_t>(worker)] = {first_neurons(worker), first_rows(worker)};
+}
+
+Upcoming ExpertsJob::first_neurons(int worker) const {
+  const int unit = phases_.neurons->first_unit(worker), blocks = experts_.shape().gated ? 2 : 1;
+  const std::vector<Segment>& segments = batch_.routing->segments();
+  if (unit >= static_cast<int>(segments.size()) * neuron_groups_) return {};
+  const int first = unit % neuron_groups_ * blocks;
+  const std::byte* expert = experts_.expert(segments[static_cast<std::size_t>(unit / neuron_groups_)].expert);
+  return {expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(first),
+          layout_.gate_up_block_bytes * static_cast<std::size_t>(layout_.gate_up_blocks - first)};
+}
+
+Upcoming ExpertsJob::first_rows(int worker) const {
+  const int first = phases_.rows->first_unit(worker) * unit_blocks_;
+  const std::vector<Segment>& segments = batch_.routing->segments();
+  if (segments.empty() || first >= layout_.down_blocks) return {};
+  return {experts_.expert(segments[0].expert) + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(first),
+          layout_.down_block_bytes * static_cast<std::size_t>(std::min(unit_blocks_, layout_.down_blocks - first))};
 }
 
 void ExpertsJob::run(int worker) noexcept {
+  Upcoming none;
+  run(worker, none);
+}
+
+void ExpertsJob::run(int worker, Upcoming& after) noexcept {
   Worker mine(scratch_.workers[worker].data(), gathered_words_, rows_);
   const MatrixUse use(kernels_, uses_matrix_);
   const auto work = [&](Phase& phase, void (ExpertsJob::*compute)(int, Worker&)) {
@@ -107,11 +132,12 @@ void ExpertsJob::run(int worker) noexcept {
     phase.finish(count);
   };
   work(*phases_.encode, &ExpertsJob::encode_token);
-  phases_.encode->wait();
+  Start& start = starts_[static_cast<std::size_t>(worker)];
+  phases_.encode->wait(start.neurons);
   work(*phases_.neurons, &ExpertsJob::compute_neurons);
-  phases_.neurons->wait();
+  phases_.neurons->wait(start.rows);
   work(*phases_.rows, &ExpertsJob::compute_rows);
-  phases_.rows->wait();
+  phases_.rows->wait(after);
 }
 
 void ExpertsJob::encode_token(int token, Worker& mine) {

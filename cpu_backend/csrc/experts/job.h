@@ -49,8 +49,15 @@ class ExpertsJob final : public Job {
   int segment_pairs() const;  // the longest segment whose activations stay in a core's cache
   void prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch);  // throws std::bad_alloc
   void run(int worker) noexcept override;
+  // As a step of a program: while it waits, a worker prefetches its next weights, and then what it reads after the job.
+  void run(int worker, Upcoming& after) noexcept;
 
  private:
+  Upcoming first_neurons(int worker) const;
+  Upcoming first_rows(int worker) const;
+  struct Start {  // what a worker reads first in each of the last two phases
+    Upcoming neurons, rows;
+  };
   struct Worker;  // one worker's view of its private scratch
   SegmentProduct gate_up_of(const Segment& segment) const;
   SegmentProduct down_of(const Segment& segment) const;
@@ -80,6 +87,7 @@ class ExpertsJob final : public Job {
   std::size_t gathered_words_ = 0;  // of the longest segment
   std::size_t rows_ = 0;  // of its result
   int unit_blocks_ = 1;  // blocks of output rows in one unit of the last phase
+  std::vector<Start> starts_;  // of each worker: one that comes late may find the routing of a later job
 };
 
 }  // namespace moegraft

@@ -25,7 +25,12 @@ LinearJob::LinearJob(const Kernels& kernels, std::vector<const PackedLinear*> li
       phases_(phases),
       groups_(round_up(linears_.front()->cols(), kGroup) / kGroup),
       part_groups_(std::min(groups_, kPartGroups)),
-      unit_ends_(linears_.size()) {}
+      unit_ends_(linears_.size()) {
+  int blocks = 0;
+  for (const PackedLinear* linear : linears_) blocks += linear->blocks();
+  unit_blocks_ = std::clamp(blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
+  for (std::size_t i = 0; i < linears_.size(); ++i) unit_ends_[i] = units_ += (linears_[i]->blocks() + unit_blocks_ - 1) / unit_blocks_;
+}
 
 SegmentProduct LinearJob::product_of(const Tile& segment) const {
   return {kernels_, linears_.front()->type(), format_, groups_, segment.tokens};
@@ -34,11 +39,6 @@ SegmentProduct LinearJob::product_of(const Tile& segment) const {
 void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   batch_ = batch;
   scratch_ = scratch;
-  int blocks = 0;
-  for (const PackedLinear* linear : linears_) blocks += linear->blocks();
-  unit_blocks_ = std::clamp(blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
-  int units = 0;
-  for (std::size_t i = 0; i < linears_.size(); ++i) unit_ends_[i] = units += (linears_[i]->blocks() + unit_blocks_ - 1) / unit_blocks_;
   int segment_tokens = batch.tokens;
   if (kernels_.matrix.serves(format_, batch.tokens)) {
     const int part_bytes = part_groups_ * words_per_group(kernels_.matrix.records_of(format_)) * 4, tile = kernels_.matrix.tile_tokens;
@@ -53,21 +53,41 @@ void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   for (int worker = 0; worker < workers_; ++worker)
     scratch.workers[worker].reserve(std::max(static_cast<std::size_t>(groups_) * kGroup, outs * block_floats_) * sizeof(float));
   phases_.encode->reset(batch.tokens);
-  phases_.rows->reset(units);
+  phases_.rows->reset(units_);
+}
+
+LinearJob::Rows LinearJob::rows_of(int unit) const {
+  std::size_t i = 0;
+  while (unit >= unit_ends_[i]) ++i;
+  const int first = (i == 0 ? unit : unit - unit_ends_[i - 1]) * unit_blocks_;
+  return {i, first, std::min(first + unit_blocks_, linears_[i]->blocks())};
+}
+
+Upcoming LinearJob::first_rows(int worker) const {
+  const int unit = Phase::first_unit(units_, worker, workers_);
+  if (unit >= units_) return {};
+  const Rows rows = rows_of(unit);
+  const PackedLinear& linear = *linears_[rows.linear];
+  return {linear.block(rows.first), block_bytes(linear.type(), linear.cols()) * static_cast<std::size_t>(linear.blocks() - rows.first)};
 }
 
 void LinearJob::run(int worker) noexcept {
+  Upcoming none;
+  run(worker, none, none);
+}
+
+void LinearJob::run(int worker, Upcoming& rows, Upcoming& after) noexcept {
   const MatrixUse use(kernels_, kernels_.matrix.serves(format_, batch_.tokens));
   auto* floats = reinterpret_cast<float*>(scratch_.workers[worker].data());
   ExpandedWeights expanded;
   int count = 0;
   for (int token = phases_.encode->take(worker); token >= 0; token = phases_.encode->take(worker), ++count) encode_token(token, floats);
   phases_.encode->finish(count);
-  phases_.encode->wait();
+  phases_.encode->wait(rows);
   count = 0;
   for (int unit = phases_.rows->take(worker); unit >= 0; unit = phases_.rows->take(worker), ++count) compute_rows(unit, floats, expanded);
   phases_.rows->finish(count);
-  phases_.rows->wait();
+  phases_.rows->wait(after);
 }
 
 void LinearJob::encode_token(int token, float* widened) {
@@ -83,10 +103,8 @@ void LinearJob::encode_token(int token, float* widened) {
 }
 
 void LinearJob::compute_rows(int unit, float* floats, ExpandedWeights& expanded) {
-  std::size_t i = 0;
-  while (unit >= unit_ends_[i]) ++i;
+  const auto [i, first, end] = rows_of(unit);
   const PackedLinear& linear = *linears_[i];
-  const int first = (i == 0 ? unit : unit - unit_ends_[i - 1]) * unit_blocks_, end = std::min(first + unit_blocks_, linear.blocks());
   for (int index = 0; index < segments_.count(); ++index) {
     const Tile segment = segments_[index];
     const SegmentProduct product = product_of(segment);

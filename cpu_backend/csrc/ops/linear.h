@@ -34,8 +34,16 @@ class LinearJob final : public Job {
             const Phases& phases);
   void prepare(const Batch& batch, const Scratch& scratch);  // throws std::bad_alloc
   void run(int worker) noexcept override;
+  // As a step of a program: while it waits, a worker prefetches its first rows, and then what it reads after the job.
+  void run(int worker, Upcoming& rows, Upcoming& after) noexcept;
+  Upcoming first_rows(int worker) const;
 
  private:
+  struct Rows {  // of a unit: blocks [first, end) of a layer
+    std::size_t linear;
+    int first, end;
+  };
+  Rows rows_of(int unit) const;
   SegmentProduct product_of(const Tile& segment) const;
   void encode_token(int token, float* widened);
   void compute_rows(int unit, float* floats, ExpandedWeights& expanded);
@@ -53,6 +61,7 @@ class LinearJob final : public Job {
   Batch batch_{};
   Scratch scratch_{};
   int unit_blocks_ = 1;
+  int units_ = 0;
   Tiling segments_{1, 1};  // of the pass
   std::size_t segment_words_ = 0;  // of the longest one's records
   std::size_t block_floats_ = 0;  // of its result

@@ -101,8 +101,17 @@ void RouterJob::prepare(std::int64_t first, int tokens, AlignedMemory& memory) {
   const std::byte* x = args_.x + element_bytes(args_.type) * static_cast<std::size_t>(first) * static_cast<std::size_t>(args_.hidden);
   kernels_.widen(args_.type, x, states_, static_cast<int>(states));
   halves_ = reinterpret_cast<const std::uint16_t*>(x);
-  unit_experts_ = std::max(1, experts / (workers_ * kUnitsPerWorker));
+  unit_experts_ = unit_experts();
   rows_.reset((experts + unit_experts_ - 1) / unit_experts_);
+}
+
+int RouterJob::unit_experts() const { return std::max(1, args_.selection.experts / (workers_ * kUnitsPerWorker)); }
+
+Upcoming RouterJob::first_rows(int worker) const {
+  const int experts = args_.selection.experts, unit = unit_experts();
+  const int first = std::min(experts, unit * Phase::first_unit((experts + unit - 1) / unit, worker, workers_));
+  const std::size_t row_bytes = element_bytes(args_.type) * static_cast<std::size_t>(args_.hidden);
+  return {args_.weight + row_bytes * static_cast<std::size_t>(first), row_bytes * static_cast<std::size_t>(experts - first)};
 }
 
 void RouterJob::run(int worker) noexcept {

@@ -67,10 +67,12 @@ class RouterJob final : public Job {
   // Starts with token `first`; `memory` receives the widened hidden states and the logits. Throws std::bad_alloc.
   void prepare(std::int64_t first, int tokens, AlignedMemory& memory);
   void run(int worker) noexcept override;
+  Upcoming first_rows(int worker) const;
   // Rounds and writes the logits, then chooses; called after the job.
   void choose(SelectionScratch& scratch) const;
 
  private:
+  int unit_experts() const;
   const Kernels& kernels_;
   const RouterArgs& args_;
   const int workers_;

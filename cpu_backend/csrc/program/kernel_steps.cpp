@@ -68,7 +68,8 @@ class LinearsOperation final : public KernelOperation {
   void prepare() override {
     job_.prepare({views_[0].data, outs_.data(), tokens_}, {&machine_.scratch.records, machine_.scratch.workers.data()});
   }
-  void run(int worker) noexcept override { job_.run(worker); }
+  void run(int worker, Upcoming& mine, Upcoming& after) noexcept override { job_.run(worker, mine, after); }
+  Upcoming first_reads(int worker) const override { return job_.first_rows(worker); }
 
  private:
   const ProgramMachine& machine_;
@@ -123,8 +124,8 @@ class ExpertsOperation final : public KernelOperation {
     if (dense_) dense_->prepare(batch, memory);
     else sparse_->prepare(batch, memory);
   }
-  void run(int worker) noexcept override {
-    if (dense_) dense_->run(worker);
+  void run(int worker, Upcoming&, Upcoming& after) noexcept override {
+    if (dense_) dense_->run(worker, after);
     else sparse_->run(worker);
   }
 
@@ -174,7 +175,8 @@ class RouterOperation final : public KernelOperation {
     args_.weight = views_[4].data;
   }
   void prepare() override { job_.prepare(0, static_cast<int>(args_.tokens), machine_.scratch.records); }
-  void run(int worker) noexcept override { job_.run(worker); }
+  void run(int worker, Upcoming&, Upcoming&) noexcept override { job_.run(worker); }
+  Upcoming first_reads(int worker) const override { return job_.first_rows(worker); }
   void finish() override { job_.choose(machine_.scratch.selection); }
 
  private:
@@ -248,8 +250,8 @@ class AttentionOperation : public KernelOperation {
     }
   }
   void prepare() override { prepare_job(); }
-  void run(int worker) noexcept override {
-    if (rows_) rows_->run(worker);
+  void run(int worker, Upcoming&, Upcoming& after) noexcept override {
+    if (rows_) rows_->run(worker, after);
     else tiles_->run(worker);
   }
 
@@ -379,7 +381,7 @@ class MatmulOperation final : public KernelOperation {
     args_.check();
   }
   void prepare() override { job_.prepare(machine_.scratch.records, machine_.scratch.workers.data()); }
-  void run(int worker) noexcept override { job_.run(worker); }
+  void run(int worker, Upcoming&, Upcoming&) noexcept override { job_.run(worker); }
 
  private:
   static MatrixView matrix_of(const View& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }

@@ -232,18 +232,24 @@ void Program::run(std::int64_t position, int first, int end) {
 }
 
 void Program::run(int worker) noexcept {
+  const auto first_reads = [&](int i) {
+    const KernelOperation* kernel = i < end_ ? stages_[static_cast<std::size_t>(i)]->kernel.get() : nullptr;
+    return kernel != nullptr ? kernel->first_reads(worker) : Upcoming();
+  };
+  Upcoming after = first_reads(first_);
   for (int i = first_; i < end_; ++i) {
     Stage& stage = *stages_[static_cast<std::size_t>(i)];
+    Upcoming mine = std::exchange(after, first_reads(i + 1));
     if (stage.done.load(std::memory_order_acquire)) continue;
     if (!stage.claimed.exchange(true, std::memory_order_acq_rel)) {
       run_small(stage, i > first_ ? stages_[static_cast<std::size_t>(i) - 1].get() : nullptr);
       if (stage.kernel) stage.span.began = now_ns();
       stage.ready.store(true, std::memory_order_release);
     } else {
-      wait_until([&] { return stage.ready.load(std::memory_order_acquire); });
+      wait_until([&] { return stage.ready.load(std::memory_order_acquire); }, mine);
     }
     if (failed_.load(std::memory_order_acquire)) return;
-    if (stage.kernel) stage.kernel->run(worker);
+    if (stage.kernel) stage.kernel->run(worker, mine, after);
     if (!stage.done.exchange(true, std::memory_order_acq_rel) && stage.kernel) stage.span.ended = now_ns();
   }
 }

@@ -4,7 +4,8 @@
 //
 // A program is a list of stages: small operations, then at most one kernel. Program::run() runs some of them as one job of the pool: the
 // small operations of a stage, which take microseconds, on the first worker that arrives, its kernel on all workers. Workers wait for each
-// other by spinning, and yield when that takes long. A worker that comes late finds the finished stages done and joins the current one.
+// other by spinning, in which they prefetch weights that they read next, and yield when that takes long. A worker that comes late finds the
+// finished stages done and joins the current one.
 //
 // The program owns its scratch memory and no tensor: buffers are bound to the caller's memory, which must stay as long as it is bound.
 // All sizes, strides and offsets are linear in the position of the step and in the room of the cache. Every operand is
@@ -120,7 +121,10 @@ class KernelOperation : public Operation {
  public:
   using Operation::Operation;
   virtual void prepare() = 0;  // on one thread, before run(); throws std::invalid_argument, std::bad_alloc
-  virtual void run(int worker) noexcept = 0;  // on every worker; returns when all units are finished
+  // On every worker; returns when all units are finished. Of `mine` and, when nothing is left to do, of `after`, as much is prefetched as
+  // there is time while the worker waits.
+  virtual void run(int worker, Upcoming& mine, Upcoming& after) noexcept = 0;
+  virtual Upcoming first_reads(int) const { return {}; }  // weights that a worker will read first, where they are known before prepare()
   virtual void finish() {}  // on one thread, after run()
 };
 

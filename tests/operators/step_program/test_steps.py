@@ -9,6 +9,7 @@ import gc
 import io
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import traceback
@@ -548,6 +549,23 @@ def test_drafts_with_fewer_experts(tmp_path: Path, family: str) -> None:
     assert rounds.statistics()["rounds"] > 20
     assert drafted >= 40
     assert not reasons(model)
+
+
+def test_the_outputs_of_a_replayed_step(qwen: PreTrainedModel) -> None:
+    cache, ids = new_cache(qwen), prompt(12)
+    with torch.inference_mode():
+        qwen(input_ids=ids[:, :6], past_key_values=cache)
+        with layer_by_layer():
+            expected = qwen(input_ids=ids[:, 6:7], past_key_values=cache)
+        before = replayed(qwen)
+        for place in range(7, 12):
+            found = qwen(input_ids=ids[:, place : place + 1], past_key_values=cache)
+    assert replayed(qwen) > before
+    assert type(found) is type(expected)
+    assert [(name, type(value)) for name, value in vars(found).items()] == [(name, type(value)) for name, value in vars(expected).items()]
+    assert list(found) == list(expected) == ["logits", "past_key_values"]
+    assert found.logits is found["logits"] is found[0] and found.past_key_values is cache
+    assert isinstance(pickle.loads(pickle.dumps(found)).logits, torch.Tensor)
 
 
 def test_steps_of_a_text_without_drafts(tmp_path: Path) -> None:
