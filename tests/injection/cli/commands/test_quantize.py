@@ -57,6 +57,17 @@ def test_people_read_sizes_and_what_fell_back(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_layers_of_other_types_have_rows_of_their_own(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "model.gguf"
+    assert run("quantize", "--out", out, "--weights", "gate=Q4_K,up=Q4_K,down=Q8_0,down@1-2=Q4_0", "--imatrix", "none").exit_code == 0
+    shown = run("explain", "cpu-exact", "--gguf", out).stdout
+    found = {line.split()[0]: line.split()[4] for line in shown.splitlines() if ".mlp.experts" in line}
+    assert found == {
+        "model.layers.{0,3-4}.mlp.experts": "weights=q4_k+int8",
+        "model.layers.{1-2}.mlp.experts": "weights=q4_k+int4",
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
