@@ -196,24 +196,26 @@ def _table(swaps: Sequence[Swap]) -> list[str]:
 
 
 def swap_rows(swaps: Sequence[Swap], *, each: bool = False) -> list[tuple[str, Rule, str, str, str]]:
-    """Return paths, rule, operator, given options and bytes: one row for the swaps of a rule whose paths differ only in the layer.
+    """Return paths, rule, operator, given options and bytes: one row for the swaps of a rule whose paths differ only in the layer, and
+    whose options are the same.
 
     Args:
         each: one row for every swap instead.
     """
-    groups: dict[tuple[str, int], list[Swap]] = {}
+    groups: dict[tuple[str, int, str], list[Swap]] = {}
     for swap in swaps:
         form = swap.module if each else LAYER.sub(".{}.", swap.module, count=1)
-        groups.setdefault((form, id(swap.rule)), []).append(swap)
+        options = " ".join(given_options(swap.rule.kwargs, swap.options))
+        groups.setdefault((form, id(swap.rule), options), []).append(swap)
     return [
         (
             " ".join(grouped(swap.module or "(the model)" for swap in group)),
             group[0].rule,
             group[0].operator,
-            " ".join(given_options(group[0].rule.kwargs, group[0].options)),
+            options,
             bytes_text(total_bytes(swap.footprint.by_device for swap in group)),
         )
-        for group in groups.values()
+        for (_, _, options), group in groups.items()
     ]
 
 

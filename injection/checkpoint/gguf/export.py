@@ -44,6 +44,8 @@ ROLES = ("gate", "up", "down", "attention", "dense", "embedding", "output")
 OTHER_TYPE = "Q8_0"  # of the roles that only experts' types are given for
 # As rule files spell them.
 _OWN_NAMES = {name: found.gguf for name, found in FORMATS.items() if found.gguf is not None}
+# Types of these names are those of whole files, in which llama.cpp mixes types of matrices.
+_MIXTURE = re.compile(r"(?P<type>I?Q[2-8]_K|IQ[1-4])_(?:XS|S|M|L|XL)", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:(?P<role>[a-z]+)(?:@(?P<layers>[0-9,\-]+))?=)?(?P<type>\w+)")
 
 
@@ -55,18 +57,57 @@ class TypeChoice:
     layers: Layers | None
     type: str
 
+    def fits(self, role: str, layer: int | None) -> bool:
+        return self.role in (None, role) and (self.layers is None or layer in self.layers)
+
+    def __str__(self) -> str:
+        where = "" if self.layers is None else f"@{self.layers}"
+        return self.type if self.role is None else f"{self.role}{where}={self.type}"
+
+
+class Choices:
+    """The choices for a model's matrices, and which of them counted for one."""
+
+    def __init__(self, choices: Sequence[TypeChoice]) -> None:
+        self._choices = choices
+        self._fitted = [False] * len(choices)
+        self._counted = [False] * len(choices)
+
+    def type_of(self, role: str, layer: int | None) -> str:
+        fitting = [place for place, choice in enumerate(self._choices) if choice.fits(role, layer)]
+        for place in fitting:
+            self._fitted[place] = True
+        if not fitting:
+            return OTHER_TYPE
+        self._counted[fitting[-1]] = True
+        return self._choices[fitting[-1]].type
+
+    def check_all_counted(self) -> None:
+        """
+        Raises:
+            UnsupportedModelError: a choice is the type of no matrix that `type_of` was called for.
+        """
+        for choice, fitted, counted in zip(self._choices, self._fitted, self._counted, strict=True):
+            if not fitted:
+                raise UnsupportedModelError(f"types: '{choice}' fits no matrix of this model; leave it out, or correct its role or layers")
+            if not counted:
+                reason = "counts for no matrix, as later types replace it"
+                raise UnsupportedModelError(f"types: '{choice}' {reason}; leave it out, or give it after them")
+
 
 def read_types(text: str) -> tuple[TypeChoice, ...]:
-    """Read the types of a file's matrices: `Q4_K`, `gate=Q4_K,up=Q4_K,down=Q6_K,down@0-3=Q8_0`, or a YAML file with such a mapping.
+    """Read the types of a file's matrices: `Q4_K`, `gate=Q4_K,up=Q4_K,down=Q6_K,down@0-3=Q8_0`, a mapping such as
+    `{gate: Q4_K, down@0-3: Q8_0}`, or a YAML file with one.
 
     Raises:
         ValueError: a type or a role is unknown, or layers are written in another form.
         OSError: the YAML file cannot be read.
     """
-    if not text.endswith((".yaml", ".yml")):
+    inline = text.lstrip().startswith("{")
+    if not inline and not text.endswith((".yaml", ".yml")):
         return tuple(_choice(part.strip()) for part in text.split(","))
     try:
-        found = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+        found = yaml.safe_load(text if inline else Path(text).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{text}: not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or not found:
@@ -85,13 +126,10 @@ def _choice(text: str) -> TypeChoice:
     if role is not None and role not in ROLES:
         raise ValueError(f"unknown role '{role}' in '{text}'; the roles are {', '.join(ROLES)}")
     if name not in ENCODED:
-        raise ValueError(f"type '{found['type']}' cannot be written; the types are {', '.join(ENCODED)}")
+        mixture = _MIXTURE.fullmatch(name)
+        hint = "" if mixture is None else "; types of matrices can be mixed, as in Q4_K,down=Q6_K"
+        raise ValueError(f"type '{found['type']}' cannot be written; the types are {', '.join(ENCODED)}{hint}")
     return TypeChoice(role, None if found["layers"] is None else parse_layers(found["layers"]), name)
-
-
-def _wanted(choices: Sequence[TypeChoice], role: str, layer: int | None) -> str:
-    fitting = [each for each in choices if each.role in (None, role) and (each.layers is None or layer in each.layers)]
-    return fitting[-1].type if fitting else OTHER_TYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +184,15 @@ class ExportPlan:
         return [tensor for tensor in self.tensors if tensor.type != tensor.wanted]
 
 
-def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequence[TypeChoice]) -> ExportPlan:
+def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequence[TypeChoice]) -> ExportPlan:
     """Return the tensors of a model's GGUF file.
 
     Raises:
-        UnsupportedModelError: llama.cpp computes this model otherwise, or this package cannot describe it.
+        UnsupportedModelError: llama.cpp computes this model otherwise; this package cannot describe it; or a choice is the type of no
+            matrix.
         CheckpointError: a parameter is missing.
     """
+    choices = Choices(types)
     config = skeleton.config.get_text_config()
     reason = why_not_exportable(config)
     if reason is not None:
@@ -174,6 +214,7 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequ
             tensors += _split_key_value(name, parameter, target, weights, skeleton, choices)
             continue
         tensors.append(_tensor(name, parameter, tuple(value.shape), target, weights, skeleton, choices))
+    choices.check_all_counted()
     return ExportPlan(config, tuple(tensors))
 
 
@@ -186,12 +227,12 @@ def _target(parameter: str, keymap: KeyMap, skeleton: PreTrainedModel) -> Target
     return found
 
 
-def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choices: Sequence[TypeChoice]) -> Iterator[ExportTensor]:
+def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choices: Choices) -> Iterator[ExportTensor]:
     layout, source, layer = read_layout(module), weights.source(path, "experts"), layer_of(path)
     for part in layout.parts():
         shape = (layout.num_experts, *layout.part_shape(part))
         bias = part.endswith("_bias")
-        wanted = "F32" if bias else _wanted(choices, part, layer)
+        wanted = "F32" if bias else choices.type_of(part, layer)
 
         def read(expert: int, part: Part = part) -> torch.Tensor:
             return source.read(part, expert)
@@ -207,14 +248,14 @@ def _tensor(
     target: Target,
     weights: StoredWeights,
     skeleton: PreTrainedModel,
-    choices: Sequence[TypeChoice],
+    choices: Choices,
 ) -> ExportTensor:
     config = skeleton.config.get_text_config()
     tied = parameter in skeleton.all_tied_weights_keys.values()
     role = _role(name, tied=tied)
     if name.endswith("ffn_gate_inp_shexp.weight"):
         shape = shape[-1:]
-    wanted = "F32" if role is None or len(shape) == 1 else _wanted(choices, role, layer_of(parameter) if ".layers." in parameter else None)
+    wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
     heads = {".q_proj.weight": "num_attention_heads", ".k_proj.weight": "num_key_value_heads"}
     turned = next((getattr(config, count) for suffix, count in heads.items() if parameter.endswith(suffix)), None)
     rows = np.argsort(rope_rows(shape[0], turned)) if turned is not None and config.model_type == "mixtral" else None
@@ -229,7 +270,7 @@ def _tensor(
 
 
 def _split_key_value(
-    name: str, parameter: str, target: Target, weights: StoredWeights, skeleton: PreTrainedModel, choices: Sequence[TypeChoice]
+    name: str, parameter: str, target: Target, weights: StoredWeights, skeleton: PreTrainedModel, choices: Choices
 ) -> Iterator[ExportTensor]:
     """Return `kv_b_proj` of latent attention as two tensors: the keys', each head's matrix transposed, and the values'."""
     config = skeleton.config.get_text_config()
@@ -238,7 +279,7 @@ def _split_key_value(
     def read(part: slice) -> torch.Tensor:
         return read_parameter(target, weights.tensors, skeleton).reshape(heads, -1, rank)[:, part]
 
-    wanted = _wanted(choices, "attention", layer_of(parameter))
+    wanted = choices.type_of("attention", layer_of(parameter))
     for letter, shape, read_part, key in (
         ("k", (heads, rank, nope), lambda _: read(slice(nope)).transpose(1, 2), None),  # what text feeds into a row is not measured
         ("v", (heads, config.v_head_dim, rank), lambda _: read(slice(nope, None)), parameter.rpartition(".")[0]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,7 +30,8 @@ def quantize(
         typer.Option(
             "--weights",
             metavar="TYPES",
-            help="Types: Q4_K for all matrices, or gate=Q4_K,up=Q4_K,down=Q6_K,down@0-3=Q8_0, or a YAML file with such a mapping.",
+            help="Types: Q4_K for all matrices, some by role and layers, as in Q4_K,down=Q6_K,down@0-3=Q8_0, or a YAML file with "
+            "such a mapping.",
         ),
     ] = DEFAULT_TYPE,
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
@@ -64,6 +66,8 @@ def quantize(
     takes its place, which is reported. Weights are read one matrix at a time; memory is needed to run the model over the text of
     --imatrix. Exit code 0: the file is written; 2: a file or the model cannot be read or written, or the command is wrong.
     """
+    if out.is_dir():
+        raise OptionsError(f"--out {out} is a folder; give the name of a file in it, such as {out / 'model.gguf'}")
     if out.exists() and not force:
         raise OptionsError(f"{out} exists; give --force to overwrite it, or --out with another FILE")
     if out.suffix != ".gguf":
@@ -74,6 +78,7 @@ def quantize(
     from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
     from moegraft.injection.cli.models import model_of, quiet_libraries, short_name
     from moegraft.injection.meta_model import build_meta_model
+    from moegraft.operators.atomic_file import NotNeededError, new_file
     from moegraft.operators.block_encoding import FLOATS
 
     try:
@@ -88,6 +93,10 @@ def quantize(
     plan = plan_export(meta.weights, meta.skeleton, choices)
     importance: Mapping[str, torch.Tensor] = {}
     if imatrix != NO_IMATRIX and not set(plan.by_type()) <= set(FLOATS):
+        # A folder that cannot be written and a full disk show before the text is run.
+        with new_file(out, replace=force) as file:
+            os.posix_fallocate(file.fileno(), 0, plan.nbytes)
+            raise NotNeededError
         importance = _importance(options, meta, text, str(imatrix), tokens, window, terminal)
     name = short_name(model)
     with token_bar(plan.nbytes, "Quantising", terminal, unit="B") as advance:

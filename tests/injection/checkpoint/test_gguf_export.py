@@ -122,14 +122,29 @@ def test_rows_that_blocks_do_not_divide_have_another_type() -> None:
 
 
 def test_types_by_role_and_layer() -> None:
-    choices = read_types("q4_k,down=int8,down@1-2=Q6_K")
-    assert [export._wanted(choices, *place) for place in (("up", 1), ("down", 0), ("down", 2), ("output", None))] == [
+    choices = export.Choices(read_types("q4_k,down=int8,down@1-2=Q6_K"))
+    assert [choices.type_of(*place) for place in (("up", 1), ("down", 0), ("down", 2), ("output", None))] == [
         "Q4_K",
         "Q8_0",
         "Q6_K",
         "Q4_K",
     ]
-    assert export._wanted(read_types("gate=Q4_K"), "attention", 0) == "Q8_0"
+    assert export.Choices(read_types("gate=Q4_K")).type_of("attention", 0) == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        ("Q4_K,down@2-3=Q6_K", "'down@2-3=Q6_K' fits no matrix of this model"),  # which has two layers
+        ("gate@0=Q4_K,dense=Q6_K", "'dense=Q6_K' fits no matrix of this model"),
+        ("down=Q4_K,Q8_0", "'down=Q4_K' counts for no matrix, as later types replace it"),
+    ],
+)
+def test_types_that_no_matrix_has_are_refused(types: str, message: str, tmp_path: Path) -> None:
+    meta = saved(qwen3(), tmp_path)
+    assert meta.weights is not None
+    with pytest.raises(UnsupportedModelError, match=message):
+        plan_export(meta.weights, meta.skeleton, read_types(types))
 
 
 def test_types_from_yaml(tmp_path: Path) -> None:
@@ -137,6 +152,8 @@ def test_types_from_yaml(tmp_path: Path) -> None:
     file.write_text("all: Q4_K\ndown@0,3-4: Q6_K\n")
     of_layers = export.TypeChoice("down", export.parse_layers("0,3-4"), "Q6_K")
     assert read_types(str(file)) == (export.TypeChoice(None, None, "Q4_K"), of_layers)
+    assert read_types("{all: Q4_K, 'down@0,3-4': Q6_K}") == read_types(str(file))
+    assert read_types("{gate: int4, up: int4, down: int8}") == read_types("gate=Q4_0,up=Q4_0,down=Q8_0")
     file.write_text("[Q4_K]")
     with pytest.raises(ValueError, match=r"types\.yaml: expected a mapping"):
         read_types(str(file))
@@ -147,6 +164,8 @@ def test_types_from_yaml(tmp_path: Path) -> None:
     [
         ("Q4_L", "type 'Q4_L' cannot be written; the types are F32, F16"),
         ("IQ1_M", "type 'IQ1_M' cannot be written"),
+        ("Q4_K_M", "types of matrices can be mixed, as in Q4_K,down=Q6_K"),
+        ("{gate: Q4_K", "not YAML"),
         ("middle=Q4_K", "unknown role 'middle' in 'middle=Q4_K'; the roles are gate, up, down"),
         ("down@x=Q4_K", "give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE"),
         ("down@3-1=Q4_K", "range 3-1 runs backwards"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,18 @@ def test_the_file_loads_and_verifies(run: Run, run_json: RunJson, tmp_path: Path
     )
 
 
+def test_a_full_disk_shows_before_the_text_is_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.delattr("moegraft.injection.importance.measure_importance")
+    out = tmp_path / "model.gguf"
+    done = run("quantize", "--out", out)
+    assert done.exit_code == 2 and done.stderr == f"moegraft: error: {out}: No space left on device\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_people_read_sizes_and_what_fell_back(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "model.gguf"
     done = run("quantize", "--out", out, "--weights", "Q6_K", "--imatrix", "none")
@@ -43,11 +57,24 @@ def test_people_read_sizes_and_what_fell_back(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_layers_of_other_types_have_rows_of_their_own(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "model.gguf"
+    assert run("quantize", "--out", out, "--weights", "gate=Q4_K,up=Q4_K,down=Q8_0,down@1-2=Q4_0", "--imatrix", "none").exit_code == 0
+    shown = run("explain", "cpu-exact", "--gguf", out).stdout
+    found = {line.split()[0]: line.split()[4] for line in shown.splitlines() if ".mlp.experts" in line}
+    assert found == {
+        "model.layers.{0,3-4}.mlp.experts": "weights=q4_k+int8",
+        "model.layers.{1-2}.mlp.experts": "weights=q4_k+int4",
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--out", "model.gguf", "--weights", "Q9"), "--weights: type 'Q9' cannot be written; the types are F32, F16, BF16, Q8_0"),
         (("--out", "model.gguf", "--weights", "middle=Q4_K"), "--weights: unknown role 'middle'"),
+        (("--out", "model.gguf", "--weights", "down@9=Q4_K"), "types: 'down@9=Q4_K' fits no matrix of this model"),
+        (("--out", "."), "--out . is a folder; give the name of a file in it, such as model.gguf"),
         (("--out", "model.bin"), "the name of a GGUF file ends with .gguf"),
         (("--out", "absent/model.gguf"), "the folder absent does not exist; create it first"),
         (("--out", "model.gguf", "--imatrix", "absent.txt"), "absent.txt: No such file or directory"),
