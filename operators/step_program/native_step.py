@@ -95,7 +95,7 @@ class NativeStep:
             target, leaves, form = node.payload
             for place in (*node.writes, *(leaf for leaf in leaves if isinstance(leaf, Place))):
                 self.where(place)
-            stays = all(self._stays(leaf) for leaf in (*node.writes, *leaves))
+            stays = all(self.stays(leaf) for leaf in (*node.writes, *leaves))
             self.parts.append(PythonCall(without_dispatch(target), leaves, form, node.writes, stays))
             return
         operands = [self.operand(value) for value in (*node.writes, *node.reads)]
@@ -120,7 +120,8 @@ class NativeStep:
         if node.kind not in ("small", "norm"):
             self.kernels.append(node.kind)
 
-    def _stays(self, leaf: Any) -> bool:
+    def stays(self, leaf: Any) -> bool:
+        """Whether an argument is the same in each step: a number, or a temporary in the arena."""
         if not isinstance(leaf, Place):
             return not isinstance(leaf, Affine) or leaf.slope == leaf.capacity == 0
         numbers = (leaf.offset, *leaf.sizes, *leaf.strides)

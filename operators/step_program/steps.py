@@ -462,6 +462,7 @@ class _StepProgram:
         self._bound: tuple[int, int] | None = None  # serial and version of the cache's buffers
         self._bound_states: list[torch.Tensor] = []
         self._tensors: dict[int, torch.Tensor] = {}
+        self._bound_logits: torch.Tensor | None = None  # where they are at the same place in each step
         self._checked = (0, -1)
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
@@ -511,7 +512,8 @@ class _StepProgram:
         if not bound or not self._checked[0] <= position <= self._checked[1]:
             self._bind(cache, buffers, position, tokens)
         for name, value in step.inputs.items():
-            self._inputs[name][: value.numel()].copy_(value.reshape(-1))
+            into = self._inputs[name]
+            (into if into.numel() == value.numel() else into[: value.numel()]).copy_(value.reshape(-1))
         native = self._native
         before_ns = native.native.kernel_ns
         for part in native.parts:
@@ -522,7 +524,8 @@ class _StepProgram:
         self.kernels_ns = native.native.kernel_ns - before_ns
         if advance:
             buffers.advance(cache, self._grown, self._fitted.counts, self.replaced)
-        logits = native.view(self._logits, self._tensors, position, buffers.room).clone()
+        found = self._bound_logits
+        logits = (native.view(self._logits, self._tensors, position, buffers.room) if found is None else found).clone()
         # As the type's own constructor does it, which takes 15 us to look its fields up again for each of them.
         outputs = self._output_type.__new__(self._output_type)
         vars(outputs).update(self._no_outputs)
@@ -557,6 +560,7 @@ class _StepProgram:
             self._bound = None
             self._bound_states = []
             self._tensors = {}
+            self._bound_logits = None
 
     def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> None:
         native, fitted = self._native, self._fitted
@@ -590,6 +594,7 @@ class _StepProgram:
         last = min(position + buffers.steps_left(tokens) // self._period, self._last_position)
         native.native.check(position, max(last, position), buffers.room)
         self._tensors = tensors
+        self._bound_logits = native.view(self._logits, tensors, position, buffers.room) if native.stays(self._logits) else None
         self._checked = position, last
         self._bound_states = self.states(cache)
         self._bound = buffers.serial, buffers.version
