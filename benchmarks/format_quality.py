@@ -233,28 +233,33 @@ def _quantize_chunk() -> Any:
     return found
 
 
+def _bytes_per_weight(row: Mapping[str, Any]) -> float:
+    return float(row["bytes_per_weight"])
+
+
 def plot(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
-    """Plot the divergence from the full model by bytes per weight."""
+    """Plot the divergence from the full model by bytes per weight; a file without divergence has no place on the axis."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panel = plt.subplots(figsize=(9, 5))
+    figure, panel = plt.subplots(figsize=(10, 8))
     for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp", "+"), ("llama.cpp, no imatrix", "x")):
-        own = [row for row in rows if row["provider"] == provider]
+        own = sorted((row for row in rows if row["provider"] == provider and float(row["kl_nats"]) > 0), key=_bytes_per_weight)
         if not own:
             continue
-        panel.scatter(
-            [float(row["bytes_per_weight"]) for row in own], [float(row["kl_nats"]) for row in own], marker=marker, label=provider
-        )
-        for row in own if provider == "moegraft" else ():
-            place = float(row["bytes_per_weight"]), float(row["kl_nats"])
+        panel.scatter([_bytes_per_weight(row) for row in own], [float(row["kl_nats"]) for row in own], marker=marker, label=provider)
+        for number, row in enumerate(own if provider == "moegraft" else ()):
+            place = _bytes_per_weight(row), float(row["kl_nats"])
+            mixed = "=" in str(row["types"])
+            right = mixed or number % 2 == 0  # neighbours are close
             panel.annotate(
                 str(row["types"]).split(",")[0] + ("+" if "," in str(row["types"]) else ""),
                 place,
-                xytext=(4, 4),
+                xytext=(4 if right else -4, 4 if right and not mixed else -10),
                 textcoords="offset points",
+                horizontalalignment="left" if right else "right",
                 fontsize=7,
             )
     panel.set(yscale="log", xlabel="bytes per weight, whole file", ylabel="KL to the full model, nats per token")

@@ -387,6 +387,30 @@ def format_quality() -> str:
     )
 
 
+def format_encoding() -> str:
+    """Return the error and the speed of quantising a matrix to each type, beside llama.cpp's quantiser."""
+    rows = read("format_encoding")
+    found = {(row["types"], row["weights"], row["provider"]): row for row in rows}
+
+    def both(types: str, column: str, weights: str) -> str:
+        return " / ".join(found[types, weights, provider][column] for provider in ("moegraft", "llama.cpp"))
+
+    body = [
+        [
+            types,
+            both(types, "relative_error", "normal"),
+            both(types, "relative_error", "student t, 4"),
+            both(types, "million_weights_per_second", "normal"),
+        ]
+        for types in dict.fromkeys(row["types"] for row in rows)
+    ]
+    head = ["types", "relative error, normal weights", "weights of Student's t, 4 degrees", "million weights/s"]
+    return (
+        "Quantising a matrix by one thread, moegraft / llama.cpp's `ggml_quantize_chunk`, with the same importance matrix, by which the "
+        f"error is weighted (`benchmarks/format_quality.py --encoding`):\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "speeds": speeds,
     "cpu_model_pairs": cpu_model_pairs,
@@ -404,6 +428,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "families": families,
     "kv_cache": kv_cache,
     "format_quality": format_quality,
+    "format_encoding": format_encoding,
 }
 
 
