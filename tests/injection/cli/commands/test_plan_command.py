@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.families import build_model, served_cases
@@ -32,6 +34,12 @@ RunJson = Callable[..., dict[str, Any]]
 # Plain heads, sliding windows in every other layer, compressed (MLA), and linear attention beside full.
 CACHES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 CASES = [case for case in served_cases() if case.model_type in CACHES]
+
+
+@pytest.fixture(autouse=True)
+def constant_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a process of tests grows from one plan to the next, to more than a gigabyte."""
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=400 << 20))
 
 
 def size_of(value: Any) -> int:
