@@ -565,6 +565,15 @@ class Program:
         """Check that every operand is within its buffer at the positions from `first` to `last`; to be called after `bind`."""
     def run(self, position: int, first: int, end: int) -> None:
         """Run the stages from `first` to `end` for a checked position."""
+    def set_loop(self, operands: Sequence[Any]) -> None:
+        """Set what `follow` and `greedy` read and write: logits (..., V), the token (1) int64, and what counts positions, int64."""
+    def follow(self, position: int, token: int, logits: NDArray[np.float32]) -> None:
+        """Run all stages for the token after the last run's, with positions greater by one; `logits` (V,) float32 receives its logits."""
+    def greedy(self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int) -> list[int]:
+        """Run all stages for `token`, for the token with the highest logit after it, and so on; return the likeliest after each.
+
+        At most `count` steps are run, none after a token of `ends`, and none begins `longest_ns` after the first.
+        """
     def spans(self) -> list[tuple[int, int]]:
         """Return when the kernel of each stage last began and ended, in ns of `time.perf_counter_ns`; 0 for a stage without one."""
     @property

@@ -174,8 +174,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         operator = self.moegraft.model_operator
         if operator is not None:
             return operator.generate(self, stock, *args, **kwargs)
-        steps = self.moegraft.context.captured_steps
-        return stock(*args, **(kwargs if steps is None else steps.generation(self, args, kwargs)))
+        return self.moegraft.context.generate(self, stock, args, kwargs)
 
     first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,8 @@ from moegraft.operators.draft import DraftSwitch
 # Members that only some models need are imported on first use: a model on the CPU does not wait for the GPU engine, and runs where
 # Triton is not installed.
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
@@ -88,13 +90,27 @@ class InjectionContext:
     @property
     def decode_steps(self) -> DecodeSteps | StepPrograms | None:
         """What replays the model's decode steps; None where nothing does. To be read when all operators are built."""
+        return self.step_programs or self.captured_steps
+
+    @property
+    def step_programs(self) -> StepPrograms | None:
+        """What replays the model's decode steps on the CPU; None where nothing does."""
         if self._gpu_engines_in_use is not None or "runtime" not in vars(self) or not self.replays_steps:
-            return self.captured_steps
+            return None
         if self._step_programs is None:
             from moegraft.operators.step_program.steps import StepPrograms
 
             self._step_programs = StepPrograms(self.runtime, self.draft_switch, vars(self).get("sparse_layers"))
         return self._step_programs
+
+    def generate(self, model: PreTrainedModel, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `stock(*args, **kwargs)`, the model's own `generate`, returns, by the quickest way to its decode steps."""
+        if self.step_programs is not None:
+            from moegraft.operators.generation import plain_generation
+
+            return plain_generation(model, stock, self.step_programs, args, kwargs)
+        captured = self.captured_steps
+        return stock(*args, **(kwargs if captured is None else captured.generation(model, args, kwargs)))
 
     @property
     def captured_steps(self) -> DecodeSteps | None:

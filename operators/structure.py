@@ -13,6 +13,7 @@ from torch import nn
 from moegraft.operators.base import Kind
 
 ROUTER_NAMES = ("gate", "router")
+LIBRARIES = ("torch", "transformers", "moegraft", "builtins", "functools")
 SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # names of the experts that every token passes
 
 
@@ -30,6 +31,11 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
     experts = getattr(model.get_submodule(parent), "experts", None)
     num_experts = getattr(experts, "num_experts", None)
     return num_experts is not None and any(p.dim() == 2 and p.shape[0] == num_experts for p in module.parameters())
+
+
+def is_library(thing: Any) -> bool:
+    """Return whether a class or function is PyTorch's, transformers', Python's or moegraft's, and not the user's."""
+    return (getattr(thing, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
 @lru_cache(maxsize=512)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.generation import GeneratedText
 from moegraft.operators.speculative.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy, Sampling
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason
 from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
+
+if TYPE_CHECKING:
+    from moegraft.operators.step_program.steps import StepPrograms
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -53,6 +55,8 @@ class SpeculativeDecoding:
     switch: DraftSwitch
     warn_once: Callable[[str], None]
     streamer: BaseStreamer | None = None
+    steps: StepPrograms | None = None
+    given_cache: bool = False  # by the caller
     clock: Callable[[], float] = time.perf_counter  # seconds
     trace: Trace = no_trace
 
@@ -67,6 +71,7 @@ class SpeculativeDecoding:
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         text = GeneratedText(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer)
+        text.continue_by(self.steps, given_cache=self.given_cache)
         lossless: Greedy | Sampling = Sampling() if generation_config.do_sample else Greedy()
         rule: AcceptanceRule = lossless
         if self.options.mode == "adaptive":
@@ -77,11 +82,12 @@ class SpeculativeDecoding:
         text.advance(1)
         longest = self._longest_draft(text, logits_processor)
         self.schedule.begin()
-        while not text.finished:
-            done = self._round(text, rule, min(longest, text.remaining - 1))
-            self.schedule.record(done)
-            self.statistics.add(done)
-        return text.result()
+        with text:
+            while not text.finished:
+                done = self._round(text, rule, min(longest, text.remaining - 1))
+                self.schedule.record(done)
+                self.statistics.add(done)
+            return text.result()
 
     def _longest_draft(self, text: GeneratedText, processors: LogitsProcessorList) -> int:
         """Return the longest draft that can be removed from the cache; 0, with a warning, where no draft can."""
@@ -96,7 +102,7 @@ class SpeculativeDecoding:
     def _round(self, text: GeneratedText, rule: AcceptanceRule, limit: int) -> Round:
         start, before, preparations = self.clock(), text.length, self.switch.preparations
         planned = self.schedule.plan(limit)
-        mark = CacheMark(text.cache) if planned > 0 and text.cache is not None else None
+        mark = CacheMark(cache) if planned > 0 and (cache := text.cache) is not None else None
         drafts: list[DraftToken] = []
         try:
             if mark is not None:
@@ -108,7 +114,7 @@ class SpeculativeDecoding:
                 with self.trace("rollback"):
                     mark.rewind()
             with self.trace("verify" if drafts else "plain step") as details:
-                logits = text.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
+                logits = text.forward([draft.token for draft in drafts], feed=len(drafts) + 1) if drafts else text.step()[None]
                 compared, accepted = self._accept(text, rule, drafts, logits)
                 if drafts:
                     details |= {"drafted": len(drafts), "accepted": accepted}
@@ -209,112 +215,3 @@ def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
             start = int(places[-1]) + size
             return [int(token) for token in text[start : start + length]]
     return []
-
-
-class GeneratedText:
-    """The sequence that a call of `generate` writes. Between forward passes, the cache holds all its tokens but the last."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,  # (1, prompt) int64
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        streamer: BaseStreamer | None,
-    ) -> None:
-        self._model: Any = model  # torch types every attribute of a module as a tensor
-        self.input_ids = input_ids
-        # Typed for CPU tensors of one class. A list inspects the signature of each of its processors in every call, which takes as long as
-        # the processors themselves, so those that need nothing else are called directly.
-        self._processors: Any = logits_processor
-        direct = type(logits_processor) is LogitsProcessorList and all(
-            len(inspect.signature(processor.__call__).parameters) == 2 for processor in logits_processor
-        )
-        self._direct: tuple[Any, ...] | None = tuple(logits_processor) if direct else None
-        self._criteria = stopping_criteria
-        self._config: Any = generation_config
-        self._kwargs = model_kwargs
-        self._streamer = streamer
-        self._scores: list[torch.Tensor] = []
-        self._logits: list[torch.Tensor] = []
-        self.finished = False
-        ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-        self.end_tokens: frozenset[int] = frozenset(token for tokens in ends for token in tokens.tolist())
-
-    @property
-    def length(self) -> int:
-        return int(self.input_ids.shape[1])
-
-    @property
-    def remaining(self) -> int:
-        """Tokens left until the text reaches its maximum length."""
-        return int(self._config.max_length) - self.length
-
-    @property
-    def cache(self) -> Cache | None:
-        return self._kwargs.get("past_key_values")
-
-    def prefill(self) -> torch.Tensor:
-        """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""
-        outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
-        # Adopts the cache that the model created; `advance` counts the tokens.
-        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
-        logits: torch.Tensor = outputs.logits[0, -1]
-        return logits.to(torch.float32)
-
-    def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
-        """Feed the last `feed` tokens of the text followed by `tokens`; return their logits, (feed, V) float32."""
-        kwargs, ids = self._kwargs, self.followed_by(tokens)
-        if tokens:
-            kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, dict(kwargs), num_new_tokens=len(tokens))
-        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=feed, **kwargs)
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = feed
-        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -feed:]
-        return logits.to(torch.float32)
-
-    def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the text with `tokens` after it, (1, length + tokens) int64."""
-        if not tokens:
-            return self.input_ids
-        return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
-
-    def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Apply every logits processor to a copy of the logits (V,) after `input_ids`: processors may write in place."""
-        scores: torch.Tensor = logits[None].clone()
-        if self._direct is None:
-            scores = self._processors(input_ids, scores)
-        else:
-            for processor in self._direct:
-                scores = processor(input_ids, scores)
-        return scores[0]
-
-    def append(self, token: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Append one token, and check whether it ends the text."""
-        self.input_ids = self.followed_by([token])
-        if self._config.return_dict_in_generate and self._config.output_scores:
-            self._scores.append(scores[None])
-        if self._config.return_dict_in_generate and self._config.output_logits:
-            self._logits.append(logits[None].clone())
-        self.finished = bool(self._criteria(self.input_ids, tuple(self._scores) if self._config.output_scores else None).all())
-        if self._streamer is not None:
-            self._streamer.put(self.input_ids[0, -1:].cpu())
-
-    def advance(self, tokens: int) -> None:
-        """Extend masks and positions by the last `tokens` tokens."""
-        self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=tokens)
-
-    def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Return what `generate` returns."""
-        if self._streamer is not None:
-            self._streamer.end()
-        if not self._config.return_dict_in_generate:
-            return self.input_ids
-        return GenerateDecoderOnlyOutput(
-            sequences=self.input_ids,  # type: ignore[arg-type]
-            scores=tuple(self._scores) if self._config.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(self._logits) if self._config.output_logits else None,  # type: ignore[arg-type]
-            past_key_values=self.cache,
-        )

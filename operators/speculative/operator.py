@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +12,14 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator, call_arguments
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.generation import effective_config, own_loop_obstacle, with_stop_strings
 from moegraft.operators.speculative.decoding import (
     Drafter,
     ExpertsDrafter,
@@ -113,9 +113,10 @@ class SpeculativeDraft(ModelOperator):
     summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
     uncaptured = "tokens are drafted with fewer experts and verified several at once"
 
-    def __init__(self, options: SpeculativeOptions, switch: DraftSwitch) -> None:
+    def __init__(self, options: SpeculativeOptions, context: InjectionContext) -> None:
         super().__init__(options)
-        self._switch = switch
+        self._context = context
+        self._switch = switch = context.draft_switch
         self._statistics = Statistics()
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
@@ -147,7 +148,7 @@ class SpeculativeDraft(ModelOperator):
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
-        return cls(options, context.draft_switch)
+        return cls(options, context)
 
     def check(self) -> None:
         if self.options.draft == "experts" and not self._switch.layers:
@@ -168,7 +169,7 @@ class SpeculativeDraft(ModelOperator):
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = call_arguments(plain, args, kwargs)
         config = effective_config(model, arguments)
-        reason = plain_decoding_reason(model, arguments, config)
+        reason = own_loop_obstacle(model, arguments, config)
         if reason is not None:
             self.warn_once(f"decoding without drafts: {reason}")
             return plain(**arguments)
@@ -183,6 +184,8 @@ class SpeculativeDraft(ModelOperator):
             switch=self._switch,
             warn_once=lambda why: self.warn_once(f"decoding without drafts: {why}"),
             streamer=arguments.get("streamer"),
+            steps=self._context.step_programs,
+            given_cache=arguments.get("past_key_values") is not None,
             clock=self.clock,
             trace=self.trace,
         )
@@ -200,64 +203,3 @@ class SpeculativeDraft(ModelOperator):
         experts = f"{options.draft_top_k} expert{'' if options.draft_top_k == 1 else 's'} per token"
         drafter = experts if options.draft == "experts" else f"n-grams of up to {options.ngram} tokens"
         return f"draft: {self.name}, {options.mode}, {drafter}, {self.statistics()['schedule']}; {self._statistics.line()}"
-
-
-def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
-    """Return the generation config of a call: its arguments override its `generation_config`, which overrides the model's."""
-    own = model.generation_config
-    config = copy.deepcopy(own) if isinstance(own, GenerationConfig) else GenerationConfig()
-    given = arguments.get("generation_config")
-    if isinstance(given, GenerationConfig):
-        config.update(**{name: value for name, value in given.to_dict().items() if value is not None})
-    config.update(**arguments)
-    return config
-
-
-def plain_decoding_reason(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
-    """Return why a call must be decoded without drafts, or None where drafts can serve it."""
-    if arguments.get("custom_generate") is not None:
-        return "the call has a decoding loop of its own (custom_generate)"
-    mode = config.get_generation_mode(arguments.get("assistant_model"))
-    inputs = arguments.get("inputs")
-    ids = inputs if inputs is not None else arguments.get("input_ids")
-    if mode not in SERVED_MODES:
-        return f"{mode.value.replace('_', ' ')} cannot use these drafts"
-    if arguments.get("inputs_embeds") is not None:
-        return "the prompt is given as embeddings"
-    if isinstance(ids, torch.Tensor) and ids.shape[0] > 1:
-        return f"a batch of {ids.shape[0]} sequences accepts different numbers of tokens"
-    if (config.num_return_sequences or 1) > 1:
-        return f"num_return_sequences={config.num_return_sequences} makes a batch"
-    if config.use_cache is False:
-        return "use_cache=False leaves nothing to verify against"
-    if config.cache_implementation in FIXED_CACHES:
-        return f"a cache of kind {config.cache_implementation} cannot be rolled back"
-    if arguments.get("negative_prompt_ids") is not None or (config.guidance_scale or 1) != 1:
-        return "classifier-free guidance runs the model inside a logits processor"
-    if config.output_attentions or config.output_hidden_states:
-        return "the call returns attentions or hidden states of each step"
-    if config.prefill_chunk_size is not None or config.token_healing or arguments.get("synced_gpus"):
-        return "prefill_chunk_size, token_healing and synced_gpus need transformers' own loop"
-    if getattr(model.generation_config, "stop_strings", None):
-        return "the model's own generation config has stop strings, which a custom decoding loop does not receive"
-    return None
-
-
-def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
-    """Return the call's arguments with its stop strings as a stopping criterion: `generate` gives decoding loops no tokenizer.
-
-    Raises:
-        ValueError: the call has stop strings but no tokenizer.
-    """
-    if not config.stop_strings:
-        return arguments
-    tokenizer = arguments.get("tokenizer")
-    if tokenizer is None:
-        raise ValueError("stop_strings are text: pass the model's tokenizer to generate as well")
-    given = arguments.get("generation_config")
-    if isinstance(given, GenerationConfig):
-        given = copy.deepcopy(given)
-        given.stop_strings = None
-    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, config.stop_strings)])
-    rest = {name: value for name, value in arguments.items() if name != "stop_strings"}
-    return {**rest, "generation_config": given, "stopping_criteria": criteria}

@@ -331,8 +331,10 @@ class CacheBuffers:
         """Return the positions by which a step may still move on before a buffer is full."""
         return min((self.room - rows.start - rows.length - tokens for rows in self.tensors.values()), default=_LONG)
 
-    def advance(self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], replaced: Sequence[StateName]) -> None:
-        """Let the cache show the tokens that a step has written."""
+    def advance(
+        self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], replaced: Sequence[StateName], steps: int = 1
+    ) -> None:
+        """Let the cache show the tokens that `steps` steps have written."""
         for name in replaced:
             self.owned[name].renew()
             holder(cache, name)[name[-1]] = self.owned[name].view
@@ -343,12 +345,12 @@ class CacheBuffers:
             if each.drained:
                 rows.start = rows.length = 0
             elif rows.moves:
-                rows.start += each.added
+                rows.start += steps * each.added
             else:
-                rows.length += each.added
+                rows.length += steps * each.added
             rows.view = rows.buffer.narrow(rows.dim, rows.start, rows.length)
             for name in each.names:
                 holder(cache, name)[name[-1]] = rows.view
-        for name, step in counts.items():
-            if step:
-                holder(cache, name)[name[-1]] += step
+        for name, count in counts.items():
+            if count:
+                holder(cache, name)[name[-1]] += steps * count

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.operators.base import Operator
+from moegraft.operators.structure import is_library
 
-_LIBRARIES = ("torch", "transformers", "moegraft", "builtins", "functools")
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _DEPTH = 4  # of lists in lists, and the like
 # Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are.
@@ -136,10 +136,6 @@ class ModelState:
             or any(_contents(cell) is not kept for cell, kept in self._cells)
             or self._hooked() != (self.obstacle is not None)
         )
-
-
-def is_library(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
 def _contents(cell: CellType) -> Any:

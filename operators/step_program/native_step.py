@@ -19,6 +19,7 @@ from moegraft.operators.step_program.lowering import ELEMENT_NAMES, Lowering, No
 
 ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64
+_ONE = Affine(1)
 
 
 class OtherSizeError(Exception):
@@ -88,6 +89,14 @@ class NativeStep:
         if offset is not None:
             return ARENA, offset
         return self.buffers.setdefault(place.storage, len(self.buffers) + 1), 0
+
+    def set_loop(self, logits: Place, token: Place, positions: Sequence[Place]) -> bool:
+        """Let the native program feed tokens by itself, one by one; return False where a step is more than that."""
+        single = all(size == _ONE for size in (*token.sizes, *logits.sizes[:-1])) and logits.strides[-1] == _ONE
+        if not single or len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (token, *positions)):
+            return False
+        self.native.set_loop([self.operand(place) for place in (logits, token, *positions)])
+        return True
 
     def _emit(self, node: Node) -> None:
         if node.kind == "call":

@@ -12,6 +12,7 @@ memory of its own, which its programs read and write in place.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import math
 import operator
@@ -25,12 +26,14 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
-from moegraft.cpu_backend import Runtime
+from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.paged_cache import PagedCache
@@ -47,9 +50,10 @@ from moegraft.operators.step_program.fitting import (
     storage_bytes,
 )
 from moegraft.operators.step_program.lowering import Lowering
-from moegraft.operators.step_program.model_state import ModelState, is_library
+from moegraft.operators.step_program.model_state import ModelState
 from moegraft.operators.step_program.native_step import ARENA, NativeStep, OtherSizeError, PythonCall
 from moegraft.operators.step_program.recording import NotRecordableError, Recorder
+from moegraft.operators.structure import is_library
 from moegraft.operators.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -59,6 +63,8 @@ MAX_TOKENS = 8  # of each sequence in a step; more is a prompt
 VERIFIED_STEPS = 2  # of each program, computed both ways
 RECORDINGS = 4  # of one kind before it is given up
 MAX_KINDS = 32  # of which programs are kept, for each position in a group: a server's batch has two for each number of rows
+MAX_CONTINUED = 64  # steps, after which a model is looked at again
+LONGEST_NS = 50_000_000  # of steps without a look at signals
 MAX_GROUP = 16  # tokens, with a program for each position in the group
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
@@ -103,6 +109,7 @@ class StepPrograms:
         self._borders: Borders | None = None
         self._after_prompt = True  # or after another pass that was no step
         self._changes = 0  # of the model since a prompt or a replayed step
+        self._latest: _Latest | None = None
         self.replayed = 0  # steps
         self._replayed_ns = 0
         self._kernels_ns = 0
@@ -111,6 +118,7 @@ class StepPrograms:
     def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
         """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay."""
         started_ns = time.perf_counter_ns()
+        self._latest = None
         step = None if args else self._described(model, arguments)
         if isinstance(step, str):
             self._log(step)
@@ -118,20 +126,67 @@ class StepPrograms:
             self._after_prompt = True
             return plain(*args, **arguments)
         with self._lock:  # an interrupt right after `acquire` would leave it locked
-            replayed = self.replayed
-            outputs = self._step(model, step, partial(plain, **arguments), plain)
-            if self.timeline is not None:
-                how = "program" if self.replayed > replayed else "layer by layer"
-                now_ms = self.timeline.now_ms()
-                self.timeline.add("step", how, now_ms - (time.perf_counter_ns() - started_ns) / 1e6, now_ms, position=step.position)
-            if self.replayed > replayed:
-                self._replayed_ns += time.perf_counter_ns() - started_ns
+            outputs, program = self._step(model, step, partial(plain, **arguments), plain)
+            self._count(program, started_ns, step.position)
             return outputs
+
+    def _count(self, program: _StepProgram | None, started_ns: int, position: int, steps: int = 1) -> None:
+        """Count steps; `program`: the one that computed them, or None where they were computed layer by layer."""
+        took_ns = time.perf_counter_ns() - started_ns
+        if program is not None:
+            self.replayed += steps
+            self._replayed_ns += took_ns
+            self._kernels_ns += program.kernels_ns
+        if self.timeline is not None:
+            now_ms = self.timeline.now_ms()
+            how = "layer by layer" if program is None else "program"
+            self.timeline.add("step", how, now_ms - took_ns / 1e6, now_ms, position=position)
+            if program is not None:
+                program.add_spans(self.timeline)
+
+    def continuation(self, cache: Cache | None, *, watched: bool) -> Continuation | None:
+        """Return the steps that may follow the latest one if that was replayed over `cache` for one token; None where there are none.
+
+        `watched`: code that is no library's runs between the steps, and may change the model.
+        """
+        with self._lock:
+            (latest, self._latest), borders, state = (self._latest, None), self._borders, self._state
+            if latest is None or cache is None or latest.cache() is not cache or borders is None or state is None:
+                return None
+            program, buffers, position = latest.kind.program, self._caches[cache], latest.position + 1
+            assert program is not None, "it was replayed"
+            passed = borders.passed(latest.position, position)
+            following = range(position, min(latest.kind.verified_until + 1, position + MAX_CONTINUED))
+            alike = len(list(itertools.takewhile(lambda each: borders.passed(each, each + 1) == passed, following)))
+            windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+            left = [layer.sliding_window - layer.cumulative_length for layer in windows]  # until a window is full, and the next token
+            count = min(alike, program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
+            return Continuation(self, cache, buffers, program, state, position, count, watched=watched) if count > 0 else None
+
+    def continue_by(self, continuation: Continuation, compute: Callable[[Program], int]) -> None:
+        """Compute the next steps of a continuation, whose number `compute` returns; none where it is over."""
+        started_ns = time.perf_counter_ns()
+        if continuation.left < 1 or self._lock.locked() or torch._C._len_torch_dispatch_stack():
+            return
+        with self._lock:
+            program, state = continuation.program, continuation.state
+            changed = self._state is not state or (continuation.watched and state.changed(fully=False))
+            if changed or not program.is_bound(continuation.buffers):
+                return
+            done = program.compute(compute)
+            continuation.done += done
+            self._count(program, started_ns, continuation.position - 1, done)
+
+    def continued(self, steps: int) -> None:
+        """Note the steps of a continuation that is over."""
+        if self._sparse is not None:
+            self._sparse.begin(steps)
 
     def release(self) -> None:
         """Free the programs; the model computes no more."""
         self._kinds.clear()
         self._caches.clear()
+        self._state = self._latest = None
 
     def statistics(self) -> dict[str, object]:
         """Return the number of replayed steps and programs, and why other steps are computed as usual.
@@ -219,7 +274,8 @@ class StepPrograms:
         choices_grow = any(position + ids.shape[1] < limit for limit in self._borders.choices)
         return _Step(kind, cache, position, self._borders.period, choices_grow, inputs, settings)
 
-    def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> Any:
+    def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> tuple[Any, _StepProgram | None]:
+        """Return the outputs of a step, and the program that computed them if one did."""
         state = self._state
         fully, self._after_prompt = self._after_prompt, False
         if state is None or state.changed(fully=fully):
@@ -228,10 +284,10 @@ class StepPrograms:
             state = self._state = ModelState(model)
         if self._changes > MAX_CHANGES:
             self._log("the model's attributes change from step to step")
-            return usual()
+            return usual(), None
         if state.obstacle is not None:
             self._log(state.obstacle)
-            return usual()
+            return usual(), None
         kind = self._kinds.pop(step.kind, None)
         if kind is None:
             kind = _Kind()
@@ -241,15 +297,15 @@ class StepPrograms:
         if len(self._kinds) > MAX_KINDS * step.period:
             del self._kinds[next(iter(self._kinds))]
         if kind.given_up:
-            return usual()
+            return usual(), None
         try:
             if kind.program is None:
                 self._draft.preparations += 1
-                return self._record(kind, step, plain)
+                return self._record(kind, step, plain), None
             buffers = self._buffers(step.cache)
             if step.position > kind.verified_until or kind.verified < VERIFIED_STEPS:
                 self._draft.preparations += 1
-                return self._verify(kind, kind.program, buffers, step, usual)
+                return self._verify(kind, kind.program, buffers, step, usual), None
             put_back = kind.program.saved(step.cache) if kind.program.sized_by_values else None
             try:
                 outputs = kind.program.run(buffers, step, advance=True)
@@ -259,23 +315,21 @@ class StepPrograms:
                 raise
             if self._sparse is not None:
                 self._sparse.begin(step.inputs["input_ids"].numel())
-            self._kernels_ns += kind.program.kernels_ns
-            if self.timeline is not None:
-                kind.program.add_spans(self.timeline)
         except (ForeignCacheError, OtherSizeError) as error:
             self._log(str(error))
             if isinstance(error, OtherSizeError) and kind.verified < VERIFIED_STEPS:
                 kind.program = None  # its two recordings may have been of sizes that do not belong together
                 if kind.recordings >= RECORDINGS:
                     kind.give_up()
-            return usual()
+            return usual(), None
         except NotRecordableError as error:
             kind.give_up()
             self._log(str(error))
-            return usual()
-        self.replayed += 1
+            return usual(), None
         self._changes = 0
-        return outputs
+        if step.goes_on and kind.program.goes_on:
+            self._latest = _Latest(weakref.ref(step.cache), kind, step.position)
+        return outputs, kind.program
 
     def _record(self, kind: _Kind, step: _Step, plain: Forward) -> Any:
         """Compute a step as usual and record it; two recordings make the program."""
@@ -408,6 +462,91 @@ class _Step:
     def turn(self) -> int:
         return self.position // self.period
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the step of the next token differs by that token and its position alone."""
+        plain = self.inputs.keys() <= {"input_ids", "position_ids"} and self.inputs["input_ids"].numel() == self.period == 1
+        return plain and isinstance(self.cache, DynamicCache)
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    """A step that was replayed, and that others may follow."""
+
+    cache: weakref.ref[Cache]
+    kind: _Kind
+    position: int
+
+
+class Continuation:
+    """Steps of one token, each after the other, in the program of the step before them.
+
+    As a decoding loop does nothing else between two of them, neither the arguments nor, unless `watched`, the model are looked at again,
+    and the cache is told of the tokens by `close` alone. A forward pass of another thread may end a continuation at any time.
+    """
+
+    def __init__(
+        self,
+        steps: StepPrograms,
+        cache: Cache,
+        buffers: CacheBuffers,
+        program: _StepProgram,
+        state: ModelState,
+        position: int,
+        count: int,
+        *,
+        watched: bool,
+    ) -> None:
+        self._steps = steps
+        self._cache = cache
+        self._first, self._count = position, count
+        self.buffers, self.program, self.state, self.watched = buffers, program, state, watched
+        self.done = 0  # steps
+        self._logits: NDArray[np.float32] = np.empty(program.vocabulary, np.float32)
+        self._logits_tensor = torch.from_numpy(self._logits)
+
+    @property
+    def left(self) -> int:
+        return self._count - self.done
+
+    @property
+    def position(self) -> int:
+        """Tokens before the next one."""
+        return self._first + self.done
+
+    def step(self, token: int) -> torch.Tensor | None:
+        """Feed a token; return its logits, (V,) float32 until the next step, or None where the token needs a whole forward pass."""
+        before = self.done
+
+        def follow(program: Program) -> int:
+            program.follow(self.position, token, self._logits)
+            return 1
+
+        self._steps.continue_by(self, follow)
+        return None if self.done == before else self._logits_tensor
+
+    def greedy(self, token: int, count: int, ends: Sequence[int]) -> list[int]:
+        """Feed a token, the likeliest one after it, and so on; return the likeliest after each, none where a whole forward pass is needed.
+
+        At most `count`, none after one of `ends`, and as many as a user who wants to interrupt them does not wait for.
+        """
+        found: list[int] = []
+
+        def extend(program: Program) -> int:
+            most = 1 if self._steps.timeline is not None else min(count, self.left)  # a timeline has each step
+            found.extend(program.greedy(self.position, token, most, ends, LONGEST_NS))
+            return len(found)
+
+        self._steps.continue_by(self, extend)
+        return found
+
+    def close(self) -> None:
+        """Let the cache have the tokens."""
+        done, self.done, self._count = self.done, 0, 0
+        if done:
+            self.program.advance(self._cache, self.buffers, done)
+            self._steps.continued(done)
+
 
 @dataclass(slots=True)
 class _Kind:
@@ -508,24 +647,16 @@ class _StepProgram:
         tokens = step.inputs["input_ids"].shape[1]
         buffers.hold(cache, self._grown, tokens, position, step.position)
         buffers.own(cache, self.replaced)
-        bound = self._bound == (buffers.serial, buffers.version) and self._has_bound(self.states(cache))
+        bound = self.is_bound(buffers) and self._has_bound(self.states(cache))
         if not bound or not self._checked[0] <= position <= self._checked[1]:
             self._bind(cache, buffers, position, tokens)
         for name, value in step.inputs.items():
             into = self._inputs[name]
             (into if into.numel() == value.numel() else into[: value.numel()]).copy_(value.reshape(-1))
-        native = self._native
-        before_ns = native.native.kernel_ns
-        for part in native.parts:
-            if isinstance(part, PythonCall):
-                native.call(part, self._tensors, position, buffers.room)
-            else:
-                native.native.run(position, *part)
-        self.kernels_ns = native.native.kernel_ns - before_ns
+        self._execute(position, buffers.room)
         if advance:
-            buffers.advance(cache, self._grown, self._fitted.counts, self.replaced)
-        found = self._bound_logits
-        logits = (native.view(self._logits, self._tensors, position, buffers.room) if found is None else found).clone()
+            self.advance(cache, buffers, 1)
+        logits = self._found(position, buffers.room).clone()
         # As the type's own constructor does it, which takes 15 us to look its fields up again for each of them.
         outputs = self._output_type.__new__(self._output_type)
         vars(outputs).update(self._no_outputs)
@@ -533,6 +664,43 @@ class _StepProgram:
             vars(outputs)[name] = logits if name == "logits" else cache
             OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
         return outputs
+
+    def compute(self, steps: Callable[[Program], int]) -> int:
+        """Run steps as `steps` does it, and return their number."""
+        before_ns = self._native.native.kernel_ns
+        done = steps(self._native.native)
+        self.kernels_ns = self._native.native.kernel_ns - before_ns
+        return done
+
+    def advance(self, cache: Any, buffers: CacheBuffers, steps: int) -> None:
+        """Let a cache have the tokens of `steps` steps."""
+        buffers.advance(cache, self._grown, self._fitted.counts, self.replaced, steps)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._logits.sizes[-1].base)
+
+    def is_bound(self, buffers: CacheBuffers) -> bool:
+        return self._bound == (buffers.serial, buffers.version)
+
+    def steps_left(self, buffers: CacheBuffers, position: int) -> int:
+        """Return how many steps of one token from `position` on fit the buffers, and were checked."""
+        return min(self._checked[1] - position, buffers.steps_left(1)) + 1
+
+    def _execute(self, position: int, room: int) -> None:
+        native = self._native
+        before_ns = native.native.kernel_ns
+        for part in native.parts:
+            if isinstance(part, PythonCall):
+                native.call(part, self._tensors, position, room)
+            else:
+                native.native.run(position, *part)
+        self.kernels_ns = native.native.kernel_ns - before_ns
+
+    def _found(self, position: int, room: int) -> torch.Tensor:
+        """Return the logits of the last run, over the program's memory."""
+        found = self._bound_logits
+        return self._native.view(self._logits, self._tensors, position, room) if found is None else found
 
     def add_spans(self, timeline: Timeline) -> None:
         """Add the kernels of the last step to the lane `CPU`."""
@@ -552,6 +720,9 @@ class _StepProgram:
             name: torch.empty(math.prod(size.at(last_position) for size in place.sizes), dtype=place.dtype)
             for name, place in self._fitted.inputs.items()
         }
+        inputs = dict(self._fitted.inputs)
+        token = inputs.pop("input_ids")
+        self.goes_on = self._native.set_loop(self._logits, token, list(inputs.values())) and not self.sized_by_values
         self._bound = None
 
     def forget(self, serial: int) -> None:

@@ -98,6 +98,18 @@ class PyProgram {
     py::gil_scoped_release release;
     program_.run(position, first, end);
   }
+  void set_loop(const py::sequence& operands) { program_.set_loop(parse_operands(operands)); }
+  void follow(std::int64_t position, std::int64_t token, py::array_t<float, py::array::c_style> logits) {
+    if (logits.ndim() != 1 || logits.shape(0) != program_.vocabulary()) raise_value_error("logits are (V,) float32");
+    float* const out = logits.mutable_data();
+    py::gil_scoped_release release;
+    program_.follow(position, token, out);
+  }
+  std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, std::int64_t count, std::vector<std::int64_t> ends,
+                                   std::int64_t longest_ns) {
+    py::gil_scoped_release release;
+    return program_.greedy(position, token, {count, std::move(ends), longest_ns});
+  }
   std::vector<std::pair<std::int64_t, std::int64_t>> spans() const {
     std::vector<std::pair<std::int64_t, std::int64_t>> found;
     for (const Program::Span& span : program_.spans()) found.emplace_back(span.began, span.ended);
@@ -134,6 +146,9 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)
       .def("check", &PyProgram::check, "first"_a, "last"_a, "room"_a)
       .def("run", &PyProgram::run, "position"_a, "first"_a, "end"_a)
+      .def("set_loop", &PyProgram::set_loop, "operands"_a)
+      .def("follow", &PyProgram::follow, "position"_a, "token"_a, "logits"_a.noconvert())
+      .def("greedy", &PyProgram::greedy, "position"_a, "token"_a, "count"_a, "ends"_a, "longest_ns"_a)
       .def("spans", &PyProgram::spans)
       .def_property_readonly("kernel_ns", &PyProgram::kernel_ns);
 }

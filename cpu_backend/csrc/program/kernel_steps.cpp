@@ -19,15 +19,6 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
-ActivationType activation_of(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat32: return ActivationType::kFloat32;
-    case ElementType::kFloat16: return ActivationType::kFloat16;
-    case ElementType::kBFloat16: return ActivationType::kBFloat16;
-    default: refuse("a kernel's operand is not of a floating-point type");
-  }
-}
-
 void require_contiguous(const View& view, const char* name) {
   if (view.data == nullptr || !view.contiguous()) refuse(std::string(name) + " is not contiguous");
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <stdexcept>
 
 namespace moegraft {
@@ -18,6 +19,59 @@ constexpr std::int64_t kWindowRuns = 2;
 constexpr int kBlockRuns = 64;
 constexpr std::int64_t kIntervalNs = 160'000'000, kLongestIntervalNs = 640'000'000;
 
+// What a loop reads and writes: contiguous, with at least one element.
+class Loop final : public Operation {
+ public:
+  explicit Loop(std::vector<Operand> operands) : Operation(std::move(operands)) {
+    if (operands_.size() < 2) throw std::invalid_argument("a loop has logits, a token and what counts positions");
+    for (std::size_t i = 0; i < operands_.size(); ++i) {
+      if (operands_[i].buffer < 0 || (i > 0 && operands_[i].type != ElementType::kInt64))
+        throw std::invalid_argument("a loop's token and positions are not int64");
+    }
+    activation_of(operands_[0].type);
+  }
+  void resolved() override {
+    for (const View& view : views_)
+      if (!view.contiguous() || view.elements() < 1) throw std::invalid_argument("the operands of a loop are contiguous");
+    if (views_[1].elements() != 1) throw std::invalid_argument("a loop feeds one token");
+  }
+};
+
+constexpr int kLanes = 16;
+constexpr std::int64_t kStrip = 1024;  // logits that are widened at a time
+
+// The first of the largest values, or the first NaN, as PyTorch's argmax.
+struct Largest {
+  float value = -INFINITY;
+  std::int64_t index = 0;
+  bool nan = false;
+
+  void see(const float* values, std::int64_t count, std::int64_t first) {
+    if (nan) return;
+    float largest[kLanes];
+    std::int32_t ordered[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) largest[lane] = -INFINITY, ordered[lane] = 1;
+    std::int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const float each = values[i + lane];
+        largest[lane] = each > largest[lane] ? each : largest[lane];
+        ordered[lane] &= each == each;
+      }
+    for (int lane = 0; i < count; ++i, ++lane) {
+      largest[lane] = values[i] > largest[lane] ? values[i] : largest[lane];
+      ordered[lane] &= values[i] == values[i];
+    }
+    const float most = *std::max_element(largest, largest + kLanes);
+    nan = *std::min_element(ordered, ordered + kLanes) == 0;
+    if (!nan && most <= value) return;
+    const float* const at =
+        nan ? std::find_if(values, values + count, [](float each) { return each != each; }) : std::find(values, values + count, most);
+    value = most;
+    index = first + (at - values);
+  }
+};
+
 }  // namespace
 
 std::size_t bytes_of(ElementType type) {
@@ -27,6 +81,15 @@ std::size_t bytes_of(ElementType type) {
     case ElementType::kInt64: return 8;
     case ElementType::kBool: return 1;
     default: return 2;
+  }
+}
+
+ActivationType activation_of(ElementType type) {
+  switch (type) {
+    case ElementType::kFloat32: return ActivationType::kFloat32;
+    case ElementType::kFloat16: return ActivationType::kFloat16;
+    case ElementType::kBFloat16: return ActivationType::kBFloat16;
+    default: throw std::invalid_argument("a kernel's operand is not of a floating-point type");
   }
 }
 
@@ -137,6 +200,7 @@ void Program::for_operations(const Function& function) {
     for (const auto& operation : stage->small) function(*operation);
     if (stage->kernel) function(*stage->kernel);
   }
+  if (loop_) function(*loop_);
 }
 
 void Program::bind(int buffer, std::byte* origin, std::int64_t first, std::int64_t end) {
@@ -229,6 +293,56 @@ void Program::run(std::int64_t position, int first, int end) {
     kernel_ns_ += span.ended > span.began ? span.ended - span.began : 0;
   }
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void Program::set_loop(std::vector<Operand> operands) {
+  loop_ = std::make_unique<Loop>(std::move(operands));
+  checked_last_ = checked_first_ - 1;
+}
+
+std::int64_t Program::vocabulary() const { return loop_ ? loop_->views()[0].elements() : 0; }
+
+void Program::feed(std::int64_t position, std::int64_t token) {
+  if (!loop_) throw std::invalid_argument("the program has no loop");
+  if (position < checked_first_ || position > checked_last_)
+    throw std::invalid_argument("position " + std::to_string(position) + " was not checked");
+  if (!loop_->is_fixed()) resolve(*loop_, position);
+  for (std::size_t i = 1; i < loop_->views().size(); ++i) {
+    auto* const numbers = reinterpret_cast<std::int64_t*>(loop_->views()[i].data);
+    for (std::int64_t k = 0; k < loop_->views()[i].elements(); ++k) numbers[k] = i == 1 ? token : numbers[k] + 1;
+  }
+  run(position, 0, stages());
+}
+
+void Program::follow(std::int64_t position, std::int64_t token, float* logits) {
+  feed(position, token);
+  const View& found = loop_->views()[0];
+  machine_.kernels.widen(activation_of(found.type), found.data, logits, static_cast<int>(found.elements()));
+}
+
+std::int64_t Program::likeliest() const {
+  const View& found = loop_->views()[0];
+  const std::int64_t count = found.elements();
+  Largest largest;
+  alignas(64) float strip[kStrip];
+  for (std::int64_t first = 0; first < count; first += kStrip) {
+    const std::int64_t values = std::min(kStrip, count - first);
+    machine_.kernels.widen(activation_of(found.type), found.data + first * static_cast<std::int64_t>(bytes_of(found.type)), strip,
+                           static_cast<int>(values));
+    largest.see(strip, values, first);
+  }
+  return largest.index;
+}
+
+std::vector<std::int64_t> Program::greedy(std::int64_t position, std::int64_t token, const Limits& limits) {
+  const std::int64_t last_ns = now_ns() + limits.longest_ns;
+  std::vector<std::int64_t> tokens;
+  while (static_cast<std::int64_t>(tokens.size()) < limits.count && (tokens.empty() || now_ns() < last_ns)) {
+    feed(position++, token);
+    tokens.push_back(token = likeliest());
+    if (std::find(limits.ends.begin(), limits.ends.end(), token) != limits.ends.end()) break;
+  }
+  return tokens;
 }
 
 void Program::run(int worker) noexcept {

@@ -30,6 +30,7 @@ namespace moegraft {
 
 enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kBool };
 std::size_t bytes_of(ElementType type);
+ActivationType activation_of(ElementType type);  // throws std::invalid_argument for other types than floating-point ones
 ElementType parse_element(const std::string& name);  // throws std::invalid_argument
 
 struct Linear {
@@ -209,6 +210,20 @@ class Program final : public Job {
   // Stages [first, end) of the step at `position`, within the checked range. Throws what an operation throws.
   void run(std::int64_t position, int first, int end);
 
+  // The loop of decoding, over all stages: logits (V), the token that is fed (1), and what counts positions, the latter two int64.
+  // Throws std::invalid_argument.
+  void set_loop(std::vector<Operand> operands);
+  std::int64_t vocabulary() const;
+  // Feeds a token at `position`, and adds one to what counts positions; `logits` is (V), widened.
+  void follow(std::int64_t position, std::int64_t token, float* logits);
+  // Feeds a token, the likeliest one after it, and so on, for at most `limits.count` positions; returns the likeliest after each.
+  struct Limits {
+    std::int64_t count;
+    std::vector<std::int64_t> ends;  // tokens after which no other follows
+    std::int64_t longest_ns;  // after which no step begins
+  };
+  std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, const Limits& limits);
+
   void run(int worker) noexcept override;
 
   // When the kernel of a stage began and ended in the last run of that stage, on whatever worker came first, in ns of the steady clock;
@@ -241,11 +256,14 @@ class Program final : public Job {
   void resolve(Operation& operation, std::int64_t position) const;
   void check_operand(const Operand& operand, std::int64_t position) const;
   void run_small(Stage& stage, Stage* before);
+  void feed(std::int64_t position, std::int64_t token);
+  std::int64_t likeliest() const;
 
   Runtime& runtime_;
   ProgramScratch scratch_;
   const ProgramMachine machine_;
   std::vector<std::unique_ptr<Stage>> stages_;
+  std::unique_ptr<Operation> loop_;
   bool open_ = false;  // the last stage takes more operations
   std::vector<Buffer> buffers_;
   std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0;

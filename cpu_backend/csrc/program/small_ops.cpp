@@ -21,12 +21,6 @@ constexpr std::size_t kMostOperands = 4;
 
 bool is_integer(ElementType type) { return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool; }
 
-ActivationType float_type(ElementType type) {
-  return type == ElementType::kFloat32   ? ActivationType::kFloat32
-         : type == ElementType::kFloat16 ? ActivationType::kFloat16
-                                         : ActivationType::kBFloat16;
-}
-
 template <class Value>
 Value read(const std::byte* p) {
   Value value;
@@ -49,14 +43,14 @@ void load_floats(const Kernels& kernels, ElementType type, const std::byte* p, s
       [[fallthrough]];
     default: break;
   }
-  if (stride == 1) return kernels.widen(float_type(type), p, out, count);
+  if (stride == 1) return kernels.widen(activation_of(type), p, out, count);
   const auto bytes = static_cast<std::int64_t>(bytes_of(type));
   if (stride == 0) {
-    kernels.widen(float_type(type), p, out, 1);
+    kernels.widen(activation_of(type), p, out, 1);
     std::fill_n(out + 1, count - 1, out[0]);
     return;
   }
-  for (int i = 0; i < count; ++i) kernels.widen(float_type(type), p + i * stride * bytes, out + i, 1);
+  for (int i = 0; i < count; ++i) kernels.widen(activation_of(type), p + i * stride * bytes, out + i, 1);
 }
 
 void load_integers(ElementType type, const std::byte* p, std::int64_t stride, int count, std::int64_t* out) {
@@ -85,9 +79,9 @@ void store_floats(const Kernels& kernels, const float* values, ElementType type,
     case ElementType::kBool: return store_bools(values, p, stride, count);
     default: break;
   }
-  if (stride == 1) return kernels.narrow(float_type(type), values, p, count);
+  if (stride == 1) return kernels.narrow(activation_of(type), values, p, count);
   const auto bytes = static_cast<std::int64_t>(bytes_of(type));
-  for (int i = 0; i < count; ++i) kernels.narrow(float_type(type), values + i, p + i * stride * bytes, 1);
+  for (int i = 0; i < count; ++i) kernels.narrow(activation_of(type), values + i, p + i * stride * bytes, 1);
 }
 
 void store_integers(const std::int64_t* values, ElementType type, std::byte* p, std::int64_t stride, int count) {
@@ -604,7 +598,7 @@ class NormOperation final : public SmallOperation {
     const std::int64_t row_bytes = cols_ * static_cast<std::int64_t>(bytes_of(views_[1].type));
     for (std::int64_t row = 0; row < views_[1].elements() / cols_; ++row)
       kernels.norm({views_[1].data + row * row_bytes, views_.size() == 3 ? views_[2].data : nullptr, views_[0].data + row * row_bytes,
-                    float_type(views_[1].type), static_cast<int>(cols_), form_});
+                    activation_of(views_[1].type), static_cast<int>(cols_), form_});
   }
 
  private:

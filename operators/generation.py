@@ -1,0 +1,369 @@
+"""Decoding of one sequence in a loop of moegraft's own: which calls of `generate` it serves, and the text that it writes.
+
+The loop gives what transformers' own loop gives, token for token, in less time: on the CPU, tokens that follow each other in one native
+program are computed without the rest of a forward pass (`Continuation`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import (
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils.generic import ModelOutput
+
+from moegraft.operators.base import call_arguments
+from moegraft.operators.structure import is_library
+
+if TYPE_CHECKING:
+    from moegraft.operators.step_program.steps import Continuation, StepPrograms
+
+FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
+SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_ROOM = 256  # tokens
+_NO_OUTPUT = ModelOutput()  # for updates that only count tokens
+# What a model may override to change how a text goes on; a continued step does what these do.
+_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDecoding:
+    """Greedy and sampled decoding of one sequence, as a callable for `generate(custom_generate=...)`."""
+
+    steps: StepPrograms
+    streamer: BaseStreamer | None = None
+    given_cache: bool = False  # by the caller
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        text = GeneratedText(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer)
+        text.continue_by(self.steps, given_cache=self.given_cache)
+        greedy = not generation_config.do_sample
+        pick = likeliest_token if greedy else sampled_token
+        with text:
+            logits = text.prefill()
+            while True:
+                scores = text.process(text.input_ids, logits)
+                text.append(pick(scores), scores, logits)
+                text.advance(1)
+                while greedy and not text.finished and text.extend():
+                    pass
+                if text.finished:
+                    return text.result()
+                logits = text.step()
+
+
+def plain_generation(
+    model: PreTrainedModel, stock: Callable[..., Any], steps: StepPrograms, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what `stock(*args, **kwargs)`, the model's `generate`, returns, in a loop of our own where it serves the call."""
+    if torch.compiler.is_compiling() or "custom_generate" in kwargs:
+        return stock(*args, **kwargs)
+    arguments = call_arguments(stock, args, dict(kwargs))
+    config = effective_config(model, arguments)
+    if own_loop_obstacle(model, arguments, config) is not None or (config.stop_strings and arguments.get("tokenizer") is None):
+        return stock(*args, **kwargs)
+    decoding = PlainDecoding(steps, arguments.get("streamer"), given_cache=arguments.get("past_key_values") is not None)
+    return stock(**with_stop_strings(arguments, config), custom_generate=decoding)
+
+
+def likeliest_token(scores: torch.Tensor) -> int:
+    """Return the token with the highest of the scores (V,), the first of equal ones."""
+    return int(scores.numpy().argmax() if scores.is_cpu else scores.argmax())  # NumPy's needs 10 of 50 us
+
+
+def sampled_token(scores: torch.Tensor) -> int:
+    """Draw a token by the scores (V,), logits."""
+    return int(torch.multinomial(scores.softmax(-1), 1))
+
+
+def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
+    """Return the generation config of a call: its arguments override its `generation_config`, which overrides the model's."""
+    own = model.generation_config
+    config = copy.deepcopy(own) if isinstance(own, GenerationConfig) else GenerationConfig()
+    given = arguments.get("generation_config")
+    if isinstance(given, GenerationConfig):
+        config.update(**{name: value for name, value in given.to_dict().items() if value is not None})
+    config.update(**arguments)
+    return config
+
+
+def own_loop_obstacle(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
+    """Return why a call must be decoded by transformers' own loop; None where one of moegraft's, with or without drafts, can serve it."""
+    if arguments.get("custom_generate") is not None:
+        return "the call has a decoding loop of its own (custom_generate)"
+    if getattr(config, "is_assistant", False):
+        return "the model drafts for another one"
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
+    inputs = arguments.get("inputs")
+    ids = inputs if inputs is not None else arguments.get("input_ids")
+    if mode not in SERVED_MODES:
+        return f"{mode.value.replace('_', ' ')} cannot use these drafts"
+    if arguments.get("inputs_embeds") is not None:
+        return "the prompt is given as embeddings"
+    if isinstance(ids, torch.Tensor) and ids.shape[0] > 1:
+        return f"a batch of {ids.shape[0]} sequences accepts different numbers of tokens"
+    if (config.num_return_sequences or 1) > 1:
+        return f"num_return_sequences={config.num_return_sequences} makes a batch"
+    if config.use_cache is False:
+        return "use_cache=False leaves nothing to verify against"
+    if config.cache_implementation in FIXED_CACHES:
+        return f"a cache of kind {config.cache_implementation} cannot be rolled back"
+    if arguments.get("negative_prompt_ids") is not None or (config.guidance_scale or 1) != 1:
+        return "classifier-free guidance runs the model inside a logits processor"
+    if config.output_attentions or config.output_hidden_states:
+        return "the call returns attentions or hidden states of each step"
+    if config.prefill_chunk_size is not None or config.token_healing or arguments.get("synced_gpus"):
+        return "prefill_chunk_size, token_healing and synced_gpus need transformers' own loop"
+    if getattr(model.generation_config, "stop_strings", None):
+        return "the model's own generation config has stop strings, which a custom decoding loop does not receive"
+    if getattr(type(model), "_sample", None) is not GenerationMixin._sample or model.config.is_encoder_decoder:
+        return "the model decodes in a way of its own"
+    return None
+
+
+def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
+    """Return the call's arguments with its stop strings as a stopping criterion: `generate` gives decoding loops no tokenizer.
+
+    Raises:
+        ValueError: the call has stop strings but no tokenizer.
+    """
+    if not config.stop_strings:
+        return arguments
+    tokenizer = arguments.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError("stop_strings are text: pass the model's tokenizer to generate as well")
+    given = arguments.get("generation_config")
+    if isinstance(given, GenerationConfig):
+        given = copy.deepcopy(given)
+        given.stop_strings = None
+    criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, config.stop_strings)])
+    rest = {name: value for name, value in arguments.items() if name != "stop_strings"}
+    return {**rest, "generation_config": given, "stopping_criteria": criteria}
+
+
+class GeneratedText:
+    """The sequence that a call of `generate` writes. Between forward passes, the cache holds all its tokens but the last.
+
+    A context manager: while steps of one token follow each other in a native program, the cache is told of them at the end (`settle`).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,  # (1, prompt) int64
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self._model: Any = model  # torch types every attribute of a module as a tensor
+        self.length = int(input_ids.shape[1])
+        self._ids = input_ids  # (1, at least `length`)
+        self._numbers: NDArray[np.int64] | None = None  # the same memory, where it has room and is the CPU's
+        # Typed for CPU tensors of one class. A list inspects the signature of each of its processors in every call, which takes as long as
+        # the processors themselves, so those that need nothing else are called directly.
+        self._processors: Any = logits_processor
+        direct = type(logits_processor) is LogitsProcessorList and all(
+            len(inspect.signature(processor.__call__).parameters) == 2 for processor in logits_processor
+        )
+        self._direct: tuple[Any, ...] | None = tuple(logits_processor) if direct else None
+        self._criteria = stopping_criteria
+        self._config: Any = generation_config
+        self._kwargs = model_kwargs
+        self._streamer = streamer
+        self._with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
+        self._with_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
+        self._scores: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []
+        self.finished = False
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
+        self.end_tokens: frozenset[int] = frozenset(token for tokens in ends for token in tokens.tolist())
+        self._ends = sorted(self.end_tokens)
+        # Criteria take 30 us as tensors: they are called where they may end the text, which the two of nearly every call say beforehand.
+        self._always = any(type(each) not in (MaxLengthCriteria, EosTokenCriteria) for each in stopping_criteria)
+        limits = [
+            min(each.max_length, 1 + (each.max_position_embeddings or sys.maxsize))
+            for each in stopping_criteria
+            if type(each) is MaxLengthCriteria
+        ]
+        self._open_length = min(limits, default=sys.maxsize)  # below which no length ends the text
+        self._steps: StepPrograms | None = None
+        self._continuation: Continuation | None = None
+        self._untold = 0  # tokens that masks and positions do not have yet
+
+    def continue_by(self, steps: StepPrograms | None, *, given_cache: bool) -> None:
+        """Compute steps of one token that follow each other as continuations in `steps`, where nothing else can come between them.
+
+        Args:
+            given_cache: whether the caller has given the cache, which may be looked at between two steps.
+        """
+        model, processors = self._model, self._processors
+        own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
+        called = (*processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
+        self._watched = not all(is_library(type(each)) for each in called)
+        if not (own or "forward" in vars(model) or _has_any_global_hook() or (self._watched and given_cache)):
+            self._steps = steps
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """The tokens, (1, length) int64."""
+        return self._ids[:, : self.length]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens left until the text reaches its maximum length."""
+        return int(self._config.max_length) - self.length
+
+    @property
+    def cache(self) -> Cache | None:
+        self.settle()
+        return self._kwargs.get("past_key_values")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the cache, masks and positions have all tokens but the last."""
+        continuation, self._continuation = self._continuation, None
+        if continuation is not None:
+            continuation.close()
+        untold, self._untold = self._untold, 0
+        if untold:
+            self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=untold)
+
+    def prefill(self) -> torch.Tensor:
+        """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""
+        outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
+        # Adopts the cache that the model created; `advance` counts the tokens.
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
+        logits: torch.Tensor = outputs.logits[0, -1]
+        return logits.to(torch.float32)
+
+    def step(self) -> torch.Tensor:
+        """Feed the last token; return its logits, (V,) float32 until the next call. Not to be called while a draft is drawn."""
+        if self._continuation is not None:
+            continued = self._continuation.step(self._last)
+            if continued is not None:
+                return continued
+        logits = self.forward([], feed=1)[0]
+        if self._steps is not None:
+            self._continuation = self._steps.continuation(self._kwargs.get("past_key_values"), watched=self._watched)
+        return logits
+
+    def extend(self) -> bool:
+        """Append tokens of greedy decoding that a continuation computes without anything else in between; return False where none can."""
+        if self._continuation is None or self._direct != () or self._with_scores or self._with_logits:
+            return False
+        looked_at = self._always or self._streamer is not None
+        tokens = self._continuation.greedy(self._last, 1 if looked_at else self.remaining, self._ends)
+        for token in tokens:
+            self.append(token)
+        self.advance(len(tokens))
+        return bool(tokens)
+
+    def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
+        """Feed the last `feed` tokens of the text followed by `tokens`; return their logits, (feed, V) float32."""
+        self.settle()
+        kwargs, ids = self._kwargs, self.followed_by(tokens)
+        if tokens:
+            kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, dict(kwargs), num_new_tokens=len(tokens))
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=feed, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = feed
+        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -feed:]
+        return logits.to(torch.float32)
+
+    def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the text with `tokens` after it, (1, length + tokens) int64."""
+        if not tokens:
+            return self.input_ids
+        return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
+
+    def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Apply every logits processor to a copy of the logits (V,) after `input_ids`: processors may write in place.
+
+        Without processors, the scores are the logits themselves.
+        """
+        if self._direct == ():
+            return logits
+        scores: torch.Tensor = logits[None].clone()
+        if self._direct is None:
+            scores = self._processors(input_ids, scores)
+        else:
+            for processor in self._direct:
+                scores = processor(input_ids, scores)
+        return scores[0]
+
+    def append(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
+        """Append one token, and check whether it ends the text.
+
+        Args:
+            scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
+        """
+        if self.length == self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, self._ids.new_empty((1, max(self.length, _ROOM)))], dim=-1)
+            self._numbers = self._ids[0].numpy() if self._ids.is_cpu else None
+        if self._numbers is None:
+            self._ids[0, self.length] = token
+        else:
+            self._numbers[self.length] = token
+        self.length += 1
+        self._last = token
+        if self._with_scores and scores is not None:
+            self._scores.append(scores[None].clone())
+        if self._with_logits and logits is not None:
+            self._logits.append(logits[None].clone())
+        if self._always or token in self.end_tokens or self.length >= self._open_length:
+            self.finished = bool(self._criteria(self.input_ids, tuple(self._scores) if self._with_scores else None).all())
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+
+    def advance(self, tokens: int) -> None:
+        """Extend masks and positions by the last `tokens` tokens."""
+        self._untold += tokens
+
+    def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Return what `generate` returns."""
+        if self._streamer is not None:
+            self._streamer.end()
+        if not self._config.return_dict_in_generate:
+            return self.input_ids.clone()
+        return GenerateDecoderOnlyOutput(
+            sequences=self.input_ids.clone(),  # type: ignore[arg-type]
+            scores=tuple(self._scores) if self._with_scores else None,  # type: ignore[arg-type]
+            logits=tuple(self._logits) if self._with_logits else None,  # type: ignore[arg-type]
+            past_key_values=self.cache,
+        )
