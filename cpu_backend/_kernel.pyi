@@ -566,11 +566,11 @@ class Program:
     def run(self, position: int, first: int, end: int) -> None:
         """Run the stages from `first` to `end` for a checked position."""
     def set_loop(self, operands: Sequence[Any]) -> None:
-        """Set what `follow` and `greedy` read and write: logits (..., V), the token (1) int64, and what counts positions, int64."""
-    def follow(self, position: int, token: int, logits: NDArray[np.float32]) -> None:
-        """Run all stages for the token after the last run's, with positions greater by one; `logits` (V,) float32 receives its logits."""
+        """Set what `follow` and `greedy` read and write: logits (B, V), tokens (B) int64, and what counts positions, int64."""
+    def follow(self, position: int, tokens: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """Run all stages for the tokens after the last run's, with positions greater by one; `logits` (B, V) float32 receives theirs."""
     def greedy(self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int) -> list[int]:
-        """Run all stages for `token`, for the token with the highest logit after it, and so on; return the likeliest after each.
+        """Run all stages for `token`, for the likeliest token after it, and so on, of one sequence; return the likeliest after each.
 
         At most `count` steps are run, none after a token of `ends`, and none begins `longest_ns` after the first.
         """

@@ -275,9 +275,9 @@ class GeneratedText:
     def step(self) -> torch.Tensor:
         """Feed the last token; return its logits, (V,) float32 until the next call. Not to be called while a draft is drawn."""
         if self._continuation is not None:
-            continued = self._continuation.step(self._last)
+            continued = self._continuation.step([self._last])
             if continued is not None:
-                return continued
+                return continued[0]
         logits = self.forward([], feed=1)[0]
         if self._steps is not None:
             self._continuation = self._steps.continuation(self._kwargs.get("past_key_values"), watched=self._watched)

@@ -89,6 +89,8 @@ class PagePool:
         self.data = [torch.empty(pages, sum(sizes), dtype=dtype) for sizes, dtype in forms]
         self.table = torch.zeros(most_sequences, -(-most_tokens // PAGE_TOKENS), dtype=torch.int64)
         self.held = torch.zeros(most_sequences, dtype=torch.int64)
+        # The memory of both, which NumPy writes in a tenth of the time where caches are cold.
+        self.table_numbers, self.held_numbers = self.table.numpy(), self.held.numpy()
         self._uses = [0] * pages
         self._free = list(range(pages))  # a heap
 
@@ -249,10 +251,10 @@ class PagedCache(Cache):
         shown = [(sequence, len(sequence.pages), sequence.losses) for sequence in self._sequences]
         for row, (sequence, pages, losses) in enumerate(shown):
             if row >= len(self._shown) or self._shown[row] != (sequence, pages, losses):
-                pool.table[row, :pages] = torch.tensor(sequence.pages)
+                pool.table_numbers[row, :pages] = sequence.pages
         self._shown = shown
         lengths = [sequence.tokens for sequence in self._sequences]
-        pool.held[: len(lengths)] = torch.tensor(lengths)
+        pool.held_numbers[: len(lengths)] = lengths
         self.longest = max(lengths)
         self.unread.clear()
 

@@ -90,12 +90,14 @@ class NativeStep:
             return ARENA, offset
         return self.buffers.setdefault(place.storage, len(self.buffers) + 1), 0
 
-    def set_loop(self, logits: Place, token: Place, positions: Sequence[Place]) -> bool:
-        """Let the native program feed tokens by itself, one by one; return False where a step is more than that."""
-        single = all(size == _ONE for size in (*token.sizes, *logits.sizes[:-1])) and logits.strides[-1] == _ONE
-        if not single or len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (token, *positions)):
+    def set_loop(self, logits: Place, tokens: Place, positions: Sequence[Place]) -> bool:
+        """Let the native program feed a token of each sequence by itself; return False where a step is more than that."""
+        batch, length = tokens.sizes
+        fixed = [size.slope == size.capacity == 0 for size in logits.sizes]
+        form = logits.sizes[:-1] == (batch, length) and length == _ONE and all(fixed) and logits.strides[::2] == (logits.sizes[-1], _ONE)
+        if not form or len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (tokens, *positions)):
             return False
-        self.native.set_loop([self.operand(place) for place in (logits, token, *positions)])
+        self.native.set_loop([self.operand(place) for place in (logits, tokens, *positions)])
         return True
 
     def _emit(self, node: Node) -> None:

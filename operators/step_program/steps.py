@@ -35,7 +35,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.paged_cache import PagedCache
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.step_program.cache_buffers import CacheBuffers, ForeignCacheError, grown_tensors
@@ -145,7 +145,7 @@ class StepPrograms:
                 program.add_spans(self.timeline)
 
     def continuation(self, cache: Cache | None, *, watched: bool) -> Continuation | None:
-        """Return the steps that may follow the latest one if that was replayed over `cache` for one token; None where there are none.
+        """Return the steps that may follow the latest one, if that was replayed over `cache` for a token of each sequence, else None.
 
         `watched`: code that is no library's runs between the steps, and may change the model.
         """
@@ -161,7 +161,11 @@ class StepPrograms:
             windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
             left = [layer.sliding_window - layer.cumulative_length for layer in windows]  # until a window is full, and the next token
             count = min(alike, program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
-            return Continuation(self, cache, buffers, program, state, position, count, watched=watched) if count > 0 else None
+            return (
+                Continuation(self, cache, buffers, program, state, self._draft.settings, position, count, watched=watched)
+                if count > 0
+                else None
+            )
 
     def continue_by(self, continuation: Continuation, compute: Callable[[Program], int]) -> None:
         """Compute the next steps of a continuation, whose number `compute` returns; none where it is over."""
@@ -171,7 +175,7 @@ class StepPrograms:
         with self._lock:
             program, state = continuation.program, continuation.state
             changed = self._state is not state or (continuation.watched and state.changed(fully=False))
-            if changed or not program.is_bound(continuation.buffers):
+            if changed or not program.is_bound(continuation.buffers) or self._draft.settings != continuation.drafts:
                 return
             done = program.compute(compute)
             continuation.done += done
@@ -464,9 +468,8 @@ class _Step:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the step of the next token differs by that token and its position alone."""
-        plain = self.inputs.keys() <= {"input_ids", "position_ids"} and self.inputs["input_ids"].numel() == self.period == 1
-        return plain and isinstance(self.cache, DynamicCache)
+        """Whether the step of the next tokens differs by these and their positions alone."""
+        return self.inputs.keys() <= {"input_ids", "position_ids"} and self.inputs["input_ids"].shape[1] == self.period == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,7 +482,7 @@ class _Latest:
 
 
 class Continuation:
-    """Steps of one token, each after the other, in the program of the step before them.
+    """Steps of one token of each sequence, each after the other, in the program of the step before them.
 
     As a decoding loop does nothing else between two of them, neither the arguments nor, unless `watched`, the model are looked at again,
     and the cache is told of the tokens by `close` alone. A forward pass of another thread may end a continuation at any time.
@@ -492,6 +495,7 @@ class Continuation:
         buffers: CacheBuffers,
         program: _StepProgram,
         state: ModelState,
+        drafts: DraftSettings | None,
         position: int,
         count: int,
         *,
@@ -502,7 +506,8 @@ class Continuation:
         self._first, self._count = position, count
         self.buffers, self.program, self.state, self.watched = buffers, program, state, watched
         self.done = 0  # steps
-        self._logits: NDArray[np.float32] = np.empty(program.vocabulary, np.float32)
+        self.drafts = drafts
+        self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
         self._logits_tensor = torch.from_numpy(self._logits)
 
     @property
@@ -514,21 +519,22 @@ class Continuation:
         """Tokens before the next one."""
         return self._first + self.done
 
-    def step(self, token: int) -> torch.Tensor | None:
-        """Feed a token; return its logits, (V,) float32 until the next step, or None where the token needs a whole forward pass."""
+    def step(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Feed a token of each sequence; return the logits, (B, V) float32 until the next step, or None where a forward pass is needed."""
         before = self.done
 
         def follow(program: Program) -> int:
-            program.follow(self.position, token, self._logits)
+            program.follow(self.position, tokens, self._logits)
             return 1
 
         self._steps.continue_by(self, follow)
         return None if self.done == before else self._logits_tensor
 
     def greedy(self, token: int, count: int, ends: Sequence[int]) -> list[int]:
-        """Feed a token, the likeliest one after it, and so on; return the likeliest after each, none where a whole forward pass is needed.
+        """Of one sequence: feed a token, the likeliest one after it, and so on; return the likeliest after each.
 
-        At most `count`, none after one of `ends`, and as many as a user who wants to interrupt them does not wait for.
+        At most `count`, none after one of `ends`, and as many as a user who interrupts them does not wait for; none at all where a whole
+        forward pass is needed.
         """
         found: list[int] = []
 
@@ -677,8 +683,10 @@ class _StepProgram:
         buffers.advance(cache, self._grown, self._fitted.counts, self.replaced, steps)
 
     @property
-    def vocabulary(self) -> int:
-        return int(self._logits.sizes[-1].base)
+    def logits_sizes(self) -> tuple[int, int]:
+        """B, V."""
+        batch, _, vocabulary = self._logits.sizes
+        return batch.base, vocabulary.base
 
     def is_bound(self, buffers: CacheBuffers) -> bool:
         return self._bound == (buffers.serial, buffers.version)

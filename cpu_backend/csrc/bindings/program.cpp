@@ -99,11 +99,13 @@ class PyProgram {
     program_.run(position, first, end);
   }
   void set_loop(const py::sequence& operands) { program_.set_loop(parse_operands(operands)); }
-  void follow(std::int64_t position, std::int64_t token, py::array_t<float, py::array::c_style> logits) {
-    if (logits.ndim() != 1 || logits.shape(0) != program_.vocabulary()) raise_value_error("logits are (V,) float32");
+  void follow(std::int64_t position, const std::vector<std::int64_t>& tokens, py::array_t<float, py::array::c_style> logits) {
+    if (static_cast<std::int64_t>(tokens.size()) != program_.loop_sequences()) raise_value_error("tokens are one for each sequence");
+    if (logits.ndim() != 2 || logits.shape(0) != program_.loop_sequences() || logits.size() != program_.loop_logits())
+      raise_value_error("logits are (B, V) float32");
     float* const out = logits.mutable_data();
     py::gil_scoped_release release;
-    program_.follow(position, token, out);
+    program_.follow(position, tokens.data(), out);
   }
   std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, std::int64_t count, std::vector<std::int64_t> ends,
                                    std::int64_t longest_ns) {
@@ -147,7 +149,7 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("check", &PyProgram::check, "first"_a, "last"_a, "room"_a)
       .def("run", &PyProgram::run, "position"_a, "first"_a, "end"_a)
       .def("set_loop", &PyProgram::set_loop, "operands"_a)
-      .def("follow", &PyProgram::follow, "position"_a, "token"_a, "logits"_a.noconvert())
+      .def("follow", &PyProgram::follow, "position"_a, "tokens"_a, "logits"_a.noconvert())
       .def("greedy", &PyProgram::greedy, "position"_a, "token"_a, "count"_a, "ends"_a, "longest_ns"_a)
       .def("spans", &PyProgram::spans)
       .def_property_readonly("kernel_ns", &PyProgram::kernel_ns);

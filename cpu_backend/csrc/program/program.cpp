@@ -33,7 +33,7 @@ class Loop final : public Operation {
   void resolved() override {
     for (const View& view : views_)
       if (!view.contiguous() || view.elements() < 1) throw std::invalid_argument("the operands of a loop are contiguous");
-    if (views_[1].elements() != 1) throw std::invalid_argument("a loop feeds one token");
+    if (views_[0].elements() % views_[1].elements() != 0) throw std::invalid_argument("a loop has logits for each token");
   }
 };
 
@@ -300,22 +300,24 @@ void Program::set_loop(std::vector<Operand> operands) {
   checked_last_ = checked_first_ - 1;
 }
 
-std::int64_t Program::vocabulary() const { return loop_ ? loop_->views()[0].elements() : 0; }
+std::int64_t Program::loop_sequences() const { return loop_ ? loop_->views()[1].elements() : 0; }
 
-void Program::feed(std::int64_t position, std::int64_t token) {
+std::int64_t Program::loop_logits() const { return loop_ ? loop_->views()[0].elements() : 0; }
+
+void Program::feed(std::int64_t position, const std::int64_t* tokens) {
   if (!loop_) throw std::invalid_argument("the program has no loop");
   if (position < checked_first_ || position > checked_last_)
     throw std::invalid_argument("position " + std::to_string(position) + " was not checked");
   if (!loop_->is_fixed()) resolve(*loop_, position);
   for (std::size_t i = 1; i < loop_->views().size(); ++i) {
     auto* const numbers = reinterpret_cast<std::int64_t*>(loop_->views()[i].data);
-    for (std::int64_t k = 0; k < loop_->views()[i].elements(); ++k) numbers[k] = i == 1 ? token : numbers[k] + 1;
+    for (std::int64_t k = 0; k < loop_->views()[i].elements(); ++k) numbers[k] = i == 1 ? tokens[k] : numbers[k] + 1;
   }
   run(position, 0, stages());
 }
 
-void Program::follow(std::int64_t position, std::int64_t token, float* logits) {
-  feed(position, token);
+void Program::follow(std::int64_t position, const std::int64_t* tokens, float* logits) {
+  feed(position, tokens);
   const View& found = loop_->views()[0];
   machine_.kernels.widen(activation_of(found.type), found.data, logits, static_cast<int>(found.elements()));
 }
@@ -335,10 +337,11 @@ std::int64_t Program::likeliest() const {
 }
 
 std::vector<std::int64_t> Program::greedy(std::int64_t position, std::int64_t token, const Limits& limits) {
+  if (loop_sequences() > 1) throw std::invalid_argument("greedy decoding is of one sequence");
   const std::int64_t last_ns = now_ns() + limits.longest_ns;
   std::vector<std::int64_t> tokens;
   while (static_cast<std::int64_t>(tokens.size()) < limits.count && (tokens.empty() || now_ns() < last_ns)) {
-    feed(position++, token);
+    feed(position++, &token);
     tokens.push_back(token = likeliest());
     if (std::find(limits.ends.begin(), limits.ends.end(), token) != limits.ends.end()) break;
   }

@@ -210,13 +210,15 @@ class Program final : public Job {
   // Stages [first, end) of the step at `position`, within the checked range. Throws what an operation throws.
   void run(std::int64_t position, int first, int end);
 
-  // The loop of decoding, over all stages: logits (V), the token that is fed (1), and what counts positions, the latter two int64.
+  // The loop of decoding, over all stages: logits (B, V), the tokens that are fed (B), and what counts positions, the latter two int64.
   // Throws std::invalid_argument.
   void set_loop(std::vector<Operand> operands);
-  std::int64_t vocabulary() const;
-  // Feeds a token at `position`, and adds one to what counts positions; `logits` is (V), widened.
-  void follow(std::int64_t position, std::int64_t token, float* logits);
-  // Feeds a token, the likeliest one after it, and so on, for at most `limits.count` positions; returns the likeliest after each.
+  std::int64_t loop_sequences() const;
+  std::int64_t loop_logits() const;  // their number, B V
+  // Feeds a token of each sequence at `position`, and adds one to what counts positions; `logits` is (B, V), widened.
+  void follow(std::int64_t position, const std::int64_t* tokens, float* logits);
+  // Of one sequence: feeds a token, the likeliest one after it, and so on, for at most `limits.count` positions; returns the likeliest after
+  // each.
   struct Limits {
     std::int64_t count;
     std::vector<std::int64_t> ends;  // tokens after which no other follows
@@ -256,7 +258,7 @@ class Program final : public Job {
   void resolve(Operation& operation, std::int64_t position) const;
   void check_operand(const Operand& operand, std::int64_t position) const;
   void run_small(Stage& stage, Stage* before);
-  void feed(std::int64_t position, std::int64_t token);
+  void feed(std::int64_t position, const std::int64_t* tokens);
   std::int64_t likeliest() const;
 
   Runtime& runtime_;

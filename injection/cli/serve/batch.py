@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +15,13 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection.cli.chat.conversation import PromptCache
+from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.paged_cache import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, windows_of
+
+if TYPE_CHECKING:
+    from moegraft.operators.step_program.steps import Continuation
 
 logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
@@ -170,6 +174,10 @@ class PagedTexts:
         self._promised = 0  # pages
         self._kept: list[_Kept] = []  # the most recently used one last
         self._most_kept = kept_bytes // self._pool.page_bytes
+        injection = injection_of(model)
+        self._steps = None if injection is None else injection.context.step_programs
+        self._stepped: list[PagedSequence] = []  # the rows of the last step, which may go on
+        self._continuation: Continuation | None = None
 
     @property
     def memory(self) -> CacheMemory:
@@ -215,9 +223,9 @@ class PagedTexts:
 
         A text is unchanged if that fails.
         """
-        sequences, tokens = [text.sequence for text in texts], len(token_ids[0])
-        self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
-        self._cache.begin(sequences, tokens)
+        self._stepped, self._continuation = [], None  # another pass may come between two steps
+        tokens = len(token_ids[0])
+        sequences = self._begin(texts, tokens)
         first = torch.tensor([each.tokens for each in sequences])
         output = self._model(
             input_ids=torch.tensor(token_ids),
@@ -230,16 +238,35 @@ class PagedTexts:
         logits: torch.Tensor = output.logits
         return logits
 
+    def _begin(self, texts: Sequence[Text], tokens: int) -> list[PagedSequence]:
+        sequences = [text.sequence for text in texts]
+        self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
+        self._cache.begin(sequences, tokens)
+        return sequences
+
     def join(self, text: Text) -> None:
         """Note that a prompt is read."""
 
     def crop(self, text: Text, tokens: int) -> None:
         """Drop all but the first `tokens` tokens of a text."""
+        self._stepped, self._continuation = [], None
         self._pool.crop(text.sequence, tokens)
 
     def step(self, texts: Sequence[Text], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each text; return the logits of the next ones, (B, V) float32."""
-        return self.read(texts, [[token] for token in tokens])[:, -1].float()
+        continuation, self._continuation = self._continuation, None
+        if continuation is not None and self._stepped == [text.sequence for text in texts]:
+            self._begin(texts, 1)
+            continued = continuation.step(tokens) if continuation.position == self._cache.longest else None
+            if continued is not None:
+                self._cache.finish(1)
+                self._continuation = continuation
+                return continued.clone()
+        logits = self.read(texts, [[token] for token in tokens])[:, -1].float()
+        if self._steps is not None:
+            self._stepped = [text.sequence for text in texts]
+            self._continuation = self._steps.continuation(self._cache, watched=False)
+        return logits
 
     def end(self, text: Text, token_ids: list[int] | None = None) -> None:
         """End a text, and keep those of its tokens that are given as a conversation."""
