@@ -287,8 +287,8 @@ class GeneratedText:
         """Append tokens of greedy decoding that a continuation computes without anything else in between; return False where none can."""
         if self._continuation is None or self._direct != () or self._with_scores or self._with_logits:
             return False
-        looked_at = self._always or self._streamer is not None
-        tokens = self._continuation.greedy(self._last, 1 if looked_at else self.remaining, self._ends)
+        single = self._always or self._streamer is not None or self.length >= self._open_length
+        tokens = self._continuation.greedy(self._last, 1 if single else self._open_length - self.length, self._ends)
         for token in tokens:
             self.append(token)
         self.advance(len(tokens))

@@ -15,6 +15,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,9 @@ import pytest
 import torch
 from support.families import build_model, prompt, served_cases
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.serve.batch import Batch
@@ -506,6 +508,20 @@ def test_generate_again_with_one_cache(models: Callable[[str], PreTrainedModel])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_ways_to_generate(models: Callable[[str], PreTrainedModel], family: str, options: dict[str, Any]) -> None:
     assert_equal_text(models(family), prompt(7), **options)
+
+
+def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """`generate` with the decoding loop of transformers."""
+    return partial(GenerationMixin.generate, model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [20, 60])
+def test_the_callers_own_length(qwen: PreTrainedModel, length: int) -> None:
+    """It takes the place of the one that `generate` makes of its arguments."""
+    options: dict[str, Any] = {"max_new_tokens": 33, "do_sample": False, "stopping_criteria": [MaxLengthCriteria(length)]}
+    expected = stock_generate(qwen)(prompt(7), **options)
+    assert expected.shape == (1, length)
+    assert torch.equal(qwen.generate(prompt(7), **options), expected)  # type: ignore[operator]
 
 
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
