@@ -27,6 +27,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ROOM = 256  # tokens
+_TYPES_OF_FUNCTIONS = ("builtins", "functools")  # the modules that define them
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 # What a model may override to change how a text goes on; a continued step does what these do.
 _INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -170,6 +172,12 @@ def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> di
     return {**rest, "generation_config": given, "stopping_criteria": criteria}
 
 
+def _is_foreign(called: Any) -> bool:
+    """Return whether code that is no library's runs when a criterion, a processor or a streamer is called."""
+    kind = type(called)
+    return not is_library(kind) or kind.__module__ in _TYPES_OF_FUNCTIONS or kind is PrefixConstrainedLogitsProcessor
+
+
 class GeneratedText:
     """The sequence that a call of `generate` writes. Between forward passes, the cache holds all its tokens but the last.
 
@@ -230,7 +238,7 @@ class GeneratedText:
         model, processors = self._model, self._processors
         own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
         called = (*processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
-        self._watched = not all(is_library(type(each)) for each in called)
+        self._watched = any(map(_is_foreign, called))
         if not (own or "forward" in vars(model) or _has_any_global_hook() or (self._watched and given_cache)):
             self._steps = steps
 

@@ -524,6 +524,28 @@ def test_the_callers_own_length(qwen: PreTrainedModel, length: int) -> None:
     assert torch.equal(qwen.generate(prompt(7), **options), expected)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("place", ["stopping_criteria", "partial", "logits_processor", "prefix_allowed_tokens_fn"])
+def test_functions_of_the_caller_see_its_cache(qwen: PreTrainedModel, place: str) -> None:
+    def lengths(generate: Callable[..., Any]) -> list[int]:
+        cache, found = new_cache(qwen), []
+
+        def noted(result: Any, *given: Any) -> Any:
+            found.append(cache.get_seq_length())
+            return result
+
+        options: dict[str, Any] = {
+            "stopping_criteria": {"stopping_criteria": [lambda ids, scores: noted(torch.zeros(1, dtype=torch.bool))]},
+            "partial": {"stopping_criteria": [partial(noted, torch.zeros(1, dtype=torch.bool))]},
+            "logits_processor": {"logits_processor": [lambda ids, scores: noted(scores)]},
+            "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: noted([1, 2, 3])},
+        }[place]
+        generate(prompt(7), max_new_tokens=20, do_sample=False, past_key_values=cache, **options)
+        return found
+
+    generated(qwen, prompt(7))
+    assert lengths(qwen.generate) == lengths(stock_generate(qwen))  # type: ignore[arg-type]
+
+
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
     def text() -> torch.Tensor:
         torch.manual_seed(5)
