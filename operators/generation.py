@@ -365,6 +365,7 @@ class GeneratedText:
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Return what `generate` returns."""
+        self.settle()  # first: where a stream ends, another thread may go on with the cache
         if self._streamer is not None:
             self._streamer.end()
         if not self._config.return_dict_in_generate:
@@ -373,5 +374,5 @@ class GeneratedText:
             sequences=self.input_ids.clone(),  # type: ignore[arg-type]
             scores=tuple(self._scores) if self._with_scores else None,  # type: ignore[arg-type]
             logits=tuple(self._logits) if self._with_logits else None,  # type: ignore[arg-type]
-            past_key_values=self.cache,
+            past_key_values=self._kwargs.get("past_key_values"),
         )

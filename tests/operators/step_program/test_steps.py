@@ -27,6 +27,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import TextIteratorStreamer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.serve.batch import Batch
@@ -544,6 +545,17 @@ def test_functions_of_the_caller_see_its_cache(qwen: PreTrainedModel, place: str
 
     generated(qwen, prompt(7))
     assert lengths(qwen.generate) == lengths(stock_generate(qwen))  # type: ignore[arg-type]
+
+
+def test_a_cache_is_complete_when_its_stream_ends(qwen: PreTrainedModel) -> None:
+    """Another thread may then read from the streamer, and go on with the cache."""
+    generated(qwen, prompt(7))
+    cache, found = new_cache(qwen), []
+    streamer = TextIteratorStreamer(SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens))))  # type: ignore[arg-type]
+    end = streamer.end
+    streamer.end = lambda: (found.append(cache.get_seq_length()), end())[1]  # type: ignore[method-assign, func-returns-value]
+    qwen.generate(prompt(7), max_new_tokens=20, do_sample=False, past_key_values=cache, streamer=streamer)  # type: ignore[operator]
+    assert found == [7 + 20 - 1]
 
 
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
