@@ -91,7 +91,11 @@ def plain_generation(
         return stock(*args, **kwargs)
     arguments = call_arguments(stock, args, dict(kwargs))
     config = effective_config(model, arguments)
-    if own_loop_obstacle(model, arguments, config) is not None or (config.stop_strings and arguments.get("tokenizer") is None):
+    if (
+        has_own_steps(model)
+        or own_loop_obstacle(model, arguments, config) is not None
+        or (config.stop_strings and arguments.get("tokenizer") is None)
+    ):
         return stock(*args, **kwargs)
     decoding = PlainDecoding(steps, arguments.get("streamer"), given_cache=arguments.get("past_key_values") is not None)
     return stock(**with_stop_strings(arguments, config), custom_generate=decoding)
@@ -150,6 +154,12 @@ def own_loop_obstacle(model: PreTrainedModel, arguments: Mapping[str, Any], conf
     if getattr(type(model), "_sample", None) is not GenerationMixin._sample or model.config.is_encoder_decoder:
         return "the model decodes in a way of its own"
     return None
+
+
+def has_own_steps(model: PreTrainedModel) -> bool:
+    """Return whether a model, or its user, overrides how the pass for the next token is prepared or computed, such as with a new cache."""
+    own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
+    return own or "forward" in vars(model)
 
 
 def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
@@ -235,11 +245,9 @@ class GeneratedText:
         Args:
             given_cache: whether the caller has given the cache, which may be looked at between two steps.
         """
-        model, processors = self._model, self._processors
-        own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
-        called = (*processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
+        called = (*self._processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
         self._watched = any(map(_is_foreign, called))
-        if not (own or "forward" in vars(model) or _has_any_global_hook() or (self._watched and given_cache)):
+        if not (has_own_steps(self._model) or _has_any_global_hook() or (self._watched and given_cache)):
             self._steps = steps
 
     @property

@@ -558,6 +558,18 @@ def test_a_cache_is_complete_when_its_stream_ends(qwen: PreTrainedModel) -> None
     assert found == [7 + 20 - 1]
 
 
+def test_a_model_that_replaces_its_cache() -> None:
+    """Phi-MoE computes its text once again, with another cache, at the length where its rotary embedding changes."""
+    model = new_model("phimoe")
+    model.config.original_max_position_embeddings = 16
+    fed_tokens: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: fed_tokens.append(given[0].shape[1]))
+    for generate in (stock_generate(model), model.generate):
+        made = generate(prompt(7), max_new_tokens=20, do_sample=False, return_dict_in_generate=True)  # type: ignore[operator]
+        assert made.past_key_values.get_seq_length() == 7 + 20 - 1
+    assert fed_tokens[20:] == fed_tokens[:20]
+
+
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
     def text() -> torch.Tensor:
         torch.manual_seed(5)
