@@ -149,6 +149,8 @@ class StepPrograms:
 
         `watched`: code that is no library's runs between the steps, and may change the model.
         """
+        if self._lock.locked():  # by another thread, or by a step in which this text is generated
+            return None
         with self._lock:
             (latest, self._latest), borders, state = (self._latest, None), self._borders, self._state
             if latest is None or cache is None or latest.cache() is not cache or borders is None or state is None:

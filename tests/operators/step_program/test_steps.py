@@ -570,6 +570,30 @@ def test_a_model_that_replaces_its_cache() -> None:
     assert fed_tokens[20:] == fed_tokens[:20]
 
 
+def test_a_forward_pass_that_generates_text_itself() -> None:
+    class Asking(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.asks = False
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            if self.asks and hidden_states.shape[1] == 1:
+                self.asks = False
+                answers.append(model.generate(prompt(5), max_new_tokens=8, do_sample=False))  # type: ignore[operator]
+            found: torch.Tensor = self.inner(hidden_states)
+            return found
+
+    model = new_model("qwen3_moe")
+    asking: Any = Asking(model.model.norm)
+    model.model.norm = asking
+    expected, wanted = generated(model, prompt(7)), generated(model, prompt(5), 8)
+    answers: list[torch.Tensor] = []
+    asking.asks = True
+    assert torch.equal(generated(model, prompt(7)), expected)
+    assert [answer.tolist() for answer in answers] == [wanted.tolist()]
+
+
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
     def text() -> torch.Tensor:
         torch.manual_seed(5)
