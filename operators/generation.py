@@ -87,7 +87,7 @@ def plain_generation(
     model: PreTrainedModel, stock: Callable[..., Any], steps: StepPrograms, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what `stock(*args, **kwargs)`, the model's `generate`, returns, in a loop of our own where it serves the call."""
-    if torch.compiler.is_compiling() or "custom_generate" in kwargs:
+    if torch.compiler.is_compiling():
         return stock(*args, **kwargs)
     arguments = call_arguments(stock, args, dict(kwargs))
     config = effective_config(model, arguments)
@@ -98,7 +98,7 @@ def plain_generation(
     ):
         return stock(*args, **kwargs)
     decoding = PlainDecoding(steps, arguments.get("streamer"), given_cache=arguments.get("past_key_values") is not None)
-    return stock(**with_stop_strings(arguments, config), custom_generate=decoding)
+    return stock(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
 
 
 def likeliest_token(scores: torch.Tensor) -> int:
@@ -350,7 +350,8 @@ class GeneratedText:
             scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
         """
         if self.length == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, self._ids.new_empty((1, max(self.length, _ROOM)))], dim=-1)
+            room = self._ids.new_empty((1, max(self.length, _ROOM)), dtype=torch.int64)  # whatever the type of the prompt
+            self._ids = torch.cat([self._ids, room], dim=-1)
             self._numbers = self._ids[0].numpy() if self._ids.is_cpu else None
         if self._numbers is None:
             self._ids[0, self.length] = token

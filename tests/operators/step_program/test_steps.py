@@ -594,6 +594,14 @@ def test_a_forward_pass_that_generates_text_itself() -> None:
     assert [answer.tolist() for answer in answers] == [wanted.tolist()]
 
 
+def test_prompts_of_int32_and_positional_arguments(qwen: PreTrainedModel) -> None:
+    generated(qwen, prompt(7))
+    for arguments in ((prompt(7).int(),), (prompt(7), *[None] * 10)):
+        expected, found = (each(*arguments, max_new_tokens=20, do_sample=False) for each in (stock_generate(qwen), qwen.generate))  # type: ignore[operator]
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+
+
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
     def text() -> torch.Tensor:
         torch.manual_seed(5)
