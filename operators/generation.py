@@ -296,7 +296,7 @@ class GeneratedText:
                 return continued
         logits = self.forward([], feed=1)[0]
         if self._steps is not None:
-            self._continuation = self._steps.continuation(self._kwargs.get("past_key_values"), watched=self._watched)
+            self._continuation = self._steps.continuation(self._model, self._kwargs.get("past_key_values"), watched=self._watched)
         return logits
 
     def extend(self) -> bool:

@@ -602,6 +602,29 @@ def test_prompts_of_int32_and_positional_arguments(qwen: PreTrainedModel) -> Non
         assert found.dtype == expected.dtype
 
 
+def test_settings_that_change_while_a_text_is_generated(qwen: PreTrainedModel) -> None:
+    """A step after `train` may have dropout; one that returns router logits is none that a program computes."""
+    for change, undo in (
+        (qwen.train, qwen.eval),
+        (partial(setattr, qwen.config, "output_router_logits", True), partial(setattr, qwen.config, "output_router_logits", False)),
+    ):
+        generated(qwen, prompt(7), 40)
+        found: list[int] = []
+
+        def changed(ids: torch.Tensor, scores: Any, change: Callable[[], Any] = change, found: list[int] = found) -> torch.Tensor:
+            if ids.shape[1] == 20:
+                change()
+            if ids.shape[1] in (21, 22):
+                found.append(replayed(qwen))
+            return torch.zeros(1, dtype=torch.bool)
+
+        try:
+            qwen.generate(prompt(7), max_new_tokens=20, do_sample=False, stopping_criteria=[changed])  # type: ignore[operator]
+        finally:
+            undo()
+        assert found[0] == found[1], "it was computed by the program of the settings before"
+
+
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
     def text() -> torch.Tensor:
         torch.manual_seed(5)
