@@ -27,6 +27,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ROOM = 256  # tokens
+_TYPES_OF_FUNCTIONS = ("builtins", "functools")  # the modules that define them
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 # What a model may override to change how a text goes on; a continued step does what these do.
 _INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -85,14 +87,18 @@ def plain_generation(
     model: PreTrainedModel, stock: Callable[..., Any], steps: StepPrograms, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what `stock(*args, **kwargs)`, the model's `generate`, returns, in a loop of our own where it serves the call."""
-    if torch.compiler.is_compiling() or "custom_generate" in kwargs:
+    if torch.compiler.is_compiling():
         return stock(*args, **kwargs)
     arguments = call_arguments(stock, args, dict(kwargs))
     config = effective_config(model, arguments)
-    if own_loop_obstacle(model, arguments, config) is not None or (config.stop_strings and arguments.get("tokenizer") is None):
+    if (
+        has_own_steps(model)
+        or own_loop_obstacle(model, arguments, config) is not None
+        or (config.stop_strings and arguments.get("tokenizer") is None)
+    ):
         return stock(*args, **kwargs)
     decoding = PlainDecoding(steps, arguments.get("streamer"), given_cache=arguments.get("past_key_values") is not None)
-    return stock(**with_stop_strings(arguments, config), custom_generate=decoding)
+    return stock(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
 
 
 def likeliest_token(scores: torch.Tensor) -> int:
@@ -150,6 +156,12 @@ def own_loop_obstacle(model: PreTrainedModel, arguments: Mapping[str, Any], conf
     return None
 
 
+def has_own_steps(model: PreTrainedModel) -> bool:
+    """Return whether a model, or its user, overrides how the pass for the next token is prepared or computed, such as with a new cache."""
+    own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
+    return own or "forward" in vars(model)
+
+
 def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
     """Return the call's arguments with its stop strings as a stopping criterion: `generate` gives decoding loops no tokenizer.
 
@@ -168,6 +180,12 @@ def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> di
     criteria = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, config.stop_strings)])
     rest = {name: value for name, value in arguments.items() if name != "stop_strings"}
     return {**rest, "generation_config": given, "stopping_criteria": criteria}
+
+
+def _is_foreign(called: Any) -> bool:
+    """Return whether code that is no library's runs when a criterion, a processor or a streamer is called."""
+    kind = type(called)
+    return not is_library(kind) or kind.__module__ in _TYPES_OF_FUNCTIONS or kind is PrefixConstrainedLogitsProcessor
 
 
 class GeneratedText:
@@ -227,11 +245,9 @@ class GeneratedText:
         Args:
             given_cache: whether the caller has given the cache, which may be looked at between two steps.
         """
-        model, processors = self._model, self._processors
-        own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
-        called = (*processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
-        self._watched = not all(is_library(type(each)) for each in called)
-        if not (own or "forward" in vars(model) or _has_any_global_hook() or (self._watched and given_cache)):
+        called = (*self._processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
+        self._watched = any(map(_is_foreign, called))
+        if not (has_own_steps(self._model) or _has_any_global_hook() or (self._watched and given_cache)):
             self._steps = steps
 
     @property
@@ -280,15 +296,15 @@ class GeneratedText:
                 return continued[0]
         logits = self.forward([], feed=1)[0]
         if self._steps is not None:
-            self._continuation = self._steps.continuation(self._kwargs.get("past_key_values"), watched=self._watched)
+            self._continuation = self._steps.continuation(self._model, self._kwargs.get("past_key_values"), watched=self._watched)
         return logits
 
     def extend(self) -> bool:
         """Append tokens of greedy decoding that a continuation computes without anything else in between; return False where none can."""
         if self._continuation is None or self._direct != () or self._with_scores or self._with_logits:
             return False
-        looked_at = self._always or self._streamer is not None
-        tokens = self._continuation.greedy(self._last, 1 if looked_at else self.remaining, self._ends)
+        single = self._always or self._streamer is not None or self.length >= self._open_length
+        tokens = self._continuation.greedy(self._last, 1 if single else self._open_length - self.length, self._ends)
         for token in tokens:
             self.append(token)
         self.advance(len(tokens))
@@ -334,7 +350,8 @@ class GeneratedText:
             scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
         """
         if self.length == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, self._ids.new_empty((1, max(self.length, _ROOM)))], dim=-1)
+            room = self._ids.new_empty((1, max(self.length, _ROOM)), dtype=torch.int64)  # whatever the type of the prompt
+            self._ids = torch.cat([self._ids, room], dim=-1)
             self._numbers = self._ids[0].numpy() if self._ids.is_cpu else None
         if self._numbers is None:
             self._ids[0, self.length] = token
@@ -357,6 +374,7 @@ class GeneratedText:
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Return what `generate` returns."""
+        self.settle()  # first: where a stream ends, another thread may go on with the cache
         if self._streamer is not None:
             self._streamer.end()
         if not self._config.return_dict_in_generate:
@@ -365,5 +383,5 @@ class GeneratedText:
             sequences=self.input_ids.clone(),  # type: ignore[arg-type]
             scores=tuple(self._scores) if self._with_scores else None,  # type: ignore[arg-type]
             logits=tuple(self._logits) if self._with_logits else None,  # type: ignore[arg-type]
-            past_key_values=self.cache,
+            past_key_values=self._kwargs.get("past_key_values"),
         )

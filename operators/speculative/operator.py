@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
 
 from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator, call_arguments
 from moegraft.operators.context import InjectionContext
@@ -35,9 +34,6 @@ from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule
 from moegraft.operators.timeline import Timeline, round_spans
 
 logger = logging.getLogger(__name__)
-
-FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
-SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class ScheduledBatchDrafts(BatchDrafts):
@@ -189,7 +185,7 @@ class SpeculativeDraft(ModelOperator):
             clock=self.clock,
             trace=self.trace,
         )
-        result = plain(**with_stop_strings(arguments, config), custom_generate=decoding)
+        result = plain(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
         if self.options.mode == "adaptive":
             logger.info("speculative_draft: %s", self._statistics.line())
         return result

@@ -144,28 +144,25 @@ class StepPrograms:
             if program is not None:
                 program.add_spans(self.timeline)
 
-    def continuation(self, cache: Cache | None, *, watched: bool) -> Continuation | None:
+    def continuation(self, model: PreTrainedModel, cache: Cache | None, *, watched: bool) -> Continuation | None:
         """Return the steps that may follow the latest one, if that was replayed over `cache` for a token of each sequence, else None.
 
         `watched`: code that is no library's runs between the steps, and may change the model.
         """
+        if self._lock.locked():  # by another thread, or by a step in which this text is generated
+            return None
         with self._lock:
-            (latest, self._latest), borders, state = (self._latest, None), self._borders, self._state
-            if latest is None or cache is None or latest.cache() is not cache or borders is None or state is None:
+            (latest, self._latest), borders = (self._latest, None), self._borders
+            if latest is None or cache is None or latest.cache() is not cache or borders is None:
                 return None
-            program, buffers, position = latest.kind.program, self._caches[cache], latest.position + 1
-            assert program is not None, "it was replayed"
+            buffers, position = self._caches[cache], latest.position + 1
             passed = borders.passed(latest.position, position)
             following = range(position, min(latest.kind.verified_until + 1, position + MAX_CONTINUED))
             alike = len(list(itertools.takewhile(lambda each: borders.passed(each, each + 1) == passed, following)))
             windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
             left = [layer.sliding_window - layer.cumulative_length for layer in windows]  # until a window is full, and the next token
-            count = min(alike, program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
-            return (
-                Continuation(self, cache, buffers, program, state, self._draft.settings, position, count, watched=watched)
-                if count > 0
-                else None
-            )
+            count = min(alike, latest.program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
+            return Continuation(self, cache, buffers, latest, count, watched=model if watched else None) if count > 0 else None
 
     def continue_by(self, continuation: Continuation, compute: Callable[[Program], int]) -> None:
         """Compute the next steps of a continuation, whose number `compute` returns; none where it is over."""
@@ -173,9 +170,10 @@ class StepPrograms:
         if continuation.left < 1 or self._lock.locked() or torch._C._len_torch_dispatch_stack():
             return
         with self._lock:
-            program, state = continuation.program, continuation.state
-            changed = self._state is not state or (continuation.watched and state.changed(fully=False))
-            if changed or not program.is_bound(continuation.buffers) or self._draft.settings != continuation.drafts:
+            latest, program, watched = continuation.latest, continuation.latest.program, continuation.watched
+            if self._state is not latest.state or not program.is_bound(continuation.buffers) or self._draft.settings != latest.drafts:
+                return
+            if watched is not None and (latest.state.changed(fully=False) or self._conditions(watched) != latest.conditions):
                 return
             done = program.compute(compute)
             continuation.done += done
@@ -229,9 +227,6 @@ class StepPrograms:
             return "gradients are enabled"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is enabled"
-        form = () if self._sparse is None else self._sparse.form()
-        if form is None:
-            return None
         layers: list[Any] = cache.layers
         position = cache.get_seq_length() if layers else 0
         if position == 0 or any(getattr(layer, "record_past", False) for layer in layers):
@@ -264,19 +259,27 @@ class StepPrograms:
         if any(0 < layer.sliding_window - 1 - layer.cumulative_length < ids.shape[1] for layer in windows):
             return None  # the step fills a window and drops the tokens that are too many
         shapes = tuple((name, value.dtype, None if name == "attention_mask" else value.shape) for name, value in inputs.items())
-        modes = torch.is_inference_mode_enabled(), model.training
         if self._config is not model.config or self._borders is None:
             configs = {id(each): each for each in (model.config, model.config.get_text_config())}
             self._config, self._config_tables = model.config, [vars(each) for each in configs.values()]
             self._borders = borders(model.config)
-        read = tuple([table.get(name) for table in self._config_tables for name in _SETTINGS])  # a configuration's own lookups take 2 us
+        conditions = self._conditions(model)
         passed = self._borders.passed(position, position + ids.shape[1])
-        if passed is None:
+        if conditions is None or passed is None:
             return None
         pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
-        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), modes, read, self._draft.settings, form, pages
+        kind = shapes, tuple(settings.items()), full, passed, tuple(map(type, layers)), conditions, pages
         choices_grow = any(position + ids.shape[1] < limit for limit in self._borders.choices)
-        return _Step(kind, cache, position, self._borders.period, choices_grow, inputs, settings)
+        return _Step(kind, conditions, cache, position, self._borders.period, choices_grow, inputs, settings)
+
+    def _conditions(self, model: PreTrainedModel) -> object | None:
+        """Return what any step of this thread depends on beside its arguments; None while a layer is observed."""
+        form = () if self._sparse is None else self._sparse.form()
+        if form is None:
+            return None
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), model.training
+        read = tuple([table.get(name) for table in self._config_tables for name in _SETTINGS])  # a configuration's own lookups take 2 us
+        return modes, read, self._draft.settings, form
 
     def _step(self, model: PreTrainedModel, step: _Step, usual: Callable[[], Any], plain: Forward) -> tuple[Any, _StepProgram | None]:
         """Return the outputs of a step, and the program that computed them if one did."""
@@ -332,7 +335,7 @@ class StepPrograms:
             return usual(), None
         self._changes = 0
         if step.goes_on and kind.program.goes_on:
-            self._latest = _Latest(weakref.ref(step.cache), kind, step.position)
+            self._latest = _Latest(weakref.ref(step.cache), kind, kind.program, state, step.conditions, self._draft.settings, step.position)
         return outputs, kind.program
 
     def _record(self, kind: _Kind, step: _Step, plain: Forward) -> Any:
@@ -447,6 +450,7 @@ class _Step:
 
     Attributes:
         kind: what its program depends on.
+        conditions: the part of it that is none of the step's arguments.
         position: tokens in the cache.
         period: tokens of a group that the model pools, else 1; programs count groups.
         choices_grow: whether there are fewer tokens than a model with sparse attention looks at.
@@ -455,6 +459,7 @@ class _Step:
     """
 
     kind: object
+    conditions: object
     cache: DynamicCache | PagedCache
     position: int
     period: int
@@ -478,6 +483,10 @@ class _Latest:
 
     cache: weakref.ref[Cache]
     kind: _Kind
+    program: _StepProgram
+    state: ModelState
+    conditions: object
+    drafts: DraftSettings | None
     position: int
 
 
@@ -489,25 +498,14 @@ class Continuation:
     """
 
     def __init__(
-        self,
-        steps: StepPrograms,
-        cache: Cache,
-        buffers: CacheBuffers,
-        program: _StepProgram,
-        state: ModelState,
-        drafts: DraftSettings | None,
-        position: int,
-        count: int,
-        *,
-        watched: bool,
+        self, steps: StepPrograms, cache: Cache, buffers: CacheBuffers, latest: _Latest, count: int, *, watched: PreTrainedModel | None
     ) -> None:
         self._steps = steps
         self._cache = cache
-        self._first, self._count = position, count
-        self.buffers, self.program, self.state, self.watched = buffers, program, state, watched
+        self._first, self._count = latest.position + 1, count
+        self.buffers, self.latest, self.watched = buffers, latest, watched
         self.done = 0  # steps
-        self.drafts = drafts
-        self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
+        self._logits: NDArray[np.float32] = np.empty(latest.program.logits_sizes, np.float32)
         self._logits_tensor = torch.from_numpy(self._logits)
 
     @property
@@ -550,7 +548,7 @@ class Continuation:
         """Let the cache have the tokens."""
         done, self.done, self._count = self.done, 0, 0
         if done:
-            self.program.advance(self._cache, self.buffers, done)
+            self.latest.program.advance(self._cache, self.buffers, done)
             self._steps.continued(done)
 
 

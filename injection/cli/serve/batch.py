@@ -265,7 +265,7 @@ class PagedTexts:
         logits = self.read(texts, [[token] for token in tokens])[:, -1].float()
         if self._steps is not None:
             self._stepped = [text.sequence for text in texts]
-            self._continuation = self._steps.continuation(self._cache, watched=False)
+            self._continuation = self._steps.continuation(self._model, self._cache, watched=False)
         return logits
 
     def end(self, text: Text, token_ids: list[int] | None = None) -> None:

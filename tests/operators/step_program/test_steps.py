@@ -15,6 +15,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,10 @@ import pytest
 import torch
 from support.families import build_model, prompt, served_cases
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.streamers import TextIteratorStreamer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.serve.batch import Batch
@@ -506,6 +509,120 @@ def test_generate_again_with_one_cache(models: Callable[[str], PreTrainedModel])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_ways_to_generate(models: Callable[[str], PreTrainedModel], family: str, options: dict[str, Any]) -> None:
     assert_equal_text(models(family), prompt(7), **options)
+
+
+def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """`generate` with the decoding loop of transformers."""
+    return partial(GenerationMixin.generate, model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [20, 60])
+def test_the_callers_own_length(qwen: PreTrainedModel, length: int) -> None:
+    """It takes the place of the one that `generate` makes of its arguments."""
+    options: dict[str, Any] = {"max_new_tokens": 33, "do_sample": False, "stopping_criteria": [MaxLengthCriteria(length)]}
+    expected = stock_generate(qwen)(prompt(7), **options)
+    assert expected.shape == (1, length)
+    assert torch.equal(qwen.generate(prompt(7), **options), expected)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("place", ["stopping_criteria", "partial", "logits_processor", "prefix_allowed_tokens_fn"])
+def test_functions_of_the_caller_see_its_cache(qwen: PreTrainedModel, place: str) -> None:
+    def lengths(generate: Callable[..., Any]) -> list[int]:
+        cache, found = new_cache(qwen), []
+
+        def noted(result: Any, *given: Any) -> Any:
+            found.append(cache.get_seq_length())
+            return result
+
+        options: dict[str, Any] = {
+            "stopping_criteria": {"stopping_criteria": [lambda ids, scores: noted(torch.zeros(1, dtype=torch.bool))]},
+            "partial": {"stopping_criteria": [partial(noted, torch.zeros(1, dtype=torch.bool))]},
+            "logits_processor": {"logits_processor": [lambda ids, scores: noted(scores)]},
+            "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: noted([1, 2, 3])},
+        }[place]
+        generate(prompt(7), max_new_tokens=20, do_sample=False, past_key_values=cache, **options)
+        return found
+
+    generated(qwen, prompt(7))
+    assert lengths(qwen.generate) == lengths(stock_generate(qwen))  # type: ignore[arg-type]
+
+
+def test_a_cache_is_complete_when_its_stream_ends(qwen: PreTrainedModel) -> None:
+    """Another thread may then read from the streamer, and go on with the cache."""
+    generated(qwen, prompt(7))
+    cache, found = new_cache(qwen), []
+    streamer = TextIteratorStreamer(SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens))))  # type: ignore[arg-type]
+    end = streamer.end
+    streamer.end = lambda: (found.append(cache.get_seq_length()), end())[1]  # type: ignore[method-assign, func-returns-value]
+    qwen.generate(prompt(7), max_new_tokens=20, do_sample=False, past_key_values=cache, streamer=streamer)  # type: ignore[operator]
+    assert found == [7 + 20 - 1]
+
+
+def test_a_model_that_replaces_its_cache() -> None:
+    """Phi-MoE computes its text once again, with another cache, at the length where its rotary embedding changes."""
+    model = new_model("phimoe")
+    model.config.original_max_position_embeddings = 16
+    fed_tokens: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: fed_tokens.append(given[0].shape[1]))
+    for generate in (stock_generate(model), model.generate):
+        made = generate(prompt(7), max_new_tokens=20, do_sample=False, return_dict_in_generate=True)  # type: ignore[operator]
+        assert made.past_key_values.get_seq_length() == 7 + 20 - 1
+    assert fed_tokens[20:] == fed_tokens[:20]
+
+
+def test_a_forward_pass_that_generates_text_itself() -> None:
+    class Asking(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.asks = False
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            if self.asks and hidden_states.shape[1] == 1:
+                self.asks = False
+                answers.append(model.generate(prompt(5), max_new_tokens=8, do_sample=False))  # type: ignore[operator]
+            found: torch.Tensor = self.inner(hidden_states)
+            return found
+
+    model = new_model("qwen3_moe")
+    asking: Any = Asking(model.model.norm)
+    model.model.norm = asking
+    expected, wanted = generated(model, prompt(7)), generated(model, prompt(5), 8)
+    answers: list[torch.Tensor] = []
+    asking.asks = True
+    assert torch.equal(generated(model, prompt(7)), expected)
+    assert [answer.tolist() for answer in answers] == [wanted.tolist()]
+
+
+def test_prompts_of_int32_and_positional_arguments(qwen: PreTrainedModel) -> None:
+    generated(qwen, prompt(7))
+    for arguments in ((prompt(7).int(),), (prompt(7), *[None] * 10)):
+        expected, found = (each(*arguments, max_new_tokens=20, do_sample=False) for each in (stock_generate(qwen), qwen.generate))  # type: ignore[operator]
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+
+
+def test_settings_that_change_while_a_text_is_generated(qwen: PreTrainedModel) -> None:
+    """A step after `train` may have dropout; one that returns router logits is none that a program computes."""
+    for change, undo in (
+        (qwen.train, qwen.eval),
+        (partial(setattr, qwen.config, "output_router_logits", True), partial(setattr, qwen.config, "output_router_logits", False)),
+    ):
+        generated(qwen, prompt(7), 40)
+        found: list[int] = []
+
+        def changed(ids: torch.Tensor, scores: Any, change: Callable[[], Any] = change, found: list[int] = found) -> torch.Tensor:
+            if ids.shape[1] == 20:
+                change()
+            if ids.shape[1] in (21, 22):
+                found.append(replayed(qwen))
+            return torch.zeros(1, dtype=torch.bool)
+
+        try:
+            qwen.generate(prompt(7), max_new_tokens=20, do_sample=False, stopping_criteria=[changed])  # type: ignore[operator]
+        finally:
+            undo()
+        assert found[0] == found[1], "it was computed by the program of the settings before"
 
 
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
