@@ -110,6 +110,7 @@ class PyProgram {
     py::gil_scoped_release release;
     return program_.greedy(position, token, {count, std::move(ends), longest_ns});
   }
+  std::int64_t fed() const { return program_.fed(); }
   std::vector<std::pair<std::int64_t, std::int64_t>> spans() const {
     std::vector<std::pair<std::int64_t, std::int64_t>> found;
     for (const Program::Span& span : program_.spans()) found.emplace_back(span.began, span.ended);
@@ -149,6 +150,7 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("set_loop", &PyProgram::set_loop, "operands"_a)
       .def("follow", &PyProgram::follow, "position"_a, "token"_a, "logits"_a.noconvert())
       .def("greedy", &PyProgram::greedy, "position"_a, "token"_a, "count"_a, "ends"_a, "longest_ns"_a)
+      .def_property_readonly("fed", &PyProgram::fed)
       .def("spans", &PyProgram::spans)
       .def_property_readonly("kernel_ns", &PyProgram::kernel_ns);
 }

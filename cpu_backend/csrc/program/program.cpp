@@ -312,6 +312,7 @@ void Program::feed(std::int64_t position, std::int64_t token) {
     for (std::int64_t k = 0; k < loop_->views()[i].elements(); ++k) numbers[k] = i == 1 ? token : numbers[k] + 1;
   }
   run(position, 0, stages());
+  ++fed_;
 }
 
 void Program::follow(std::int64_t position, std::int64_t token, float* logits) {
