@@ -11,6 +11,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -97,7 +99,8 @@ def plain_generation(
 
 def likeliest_token(scores: torch.Tensor) -> int:
     """Return the token with the highest of the scores (V,), the first of equal ones."""
-    return int(scores.numpy().argmax() if scores.is_cpu else scores.argmax())  # NumPy's needs 10 of 50 us
+    plain = scores.is_cpu and scores.dtype == torch.float32 and not scores.requires_grad  # processors may return others
+    return int(scores.numpy().argmax() if plain else scores.argmax())  # NumPy's needs 10 of 50 us
 
 
 def sampled_token(scores: torch.Tensor) -> int:
@@ -170,6 +173,20 @@ def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> di
     return {**rest, "generation_config": given, "stopping_criteria": criteria}
 
 
+def _is_librarys(called: Any) -> bool:
+    """Return whether a processor, criterion or streamer runs no code of the user's: neither its own nor a function that it was given."""
+    attributes = getattr(called, "__dict__", {}).values()
+    return _has_library_code(called) and all(_has_library_code(each) for each in attributes if callable(each))
+
+
+def _has_library_code(called: Any) -> bool:
+    if isinstance(called, partial):
+        return _has_library_code(called.func)
+    if isinstance(called, MethodType):
+        return is_library(called) and is_library(type(called.__self__))
+    return is_library(called if isinstance(called, FunctionType) else type(called))
+
+
 class GeneratedText:
     """The sequence that a call of `generate` writes. Between forward passes, the cache holds all its tokens but the last.
 
@@ -230,7 +247,7 @@ class GeneratedText:
         model, processors = self._model, self._processors
         own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
         called = (*processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
-        self._watched = not all(is_library(type(each)) for each in called)
+        self._watched = not all(map(_is_librarys, called))
         if not (own or "forward" in vars(model) or _has_any_global_hook() or (self._watched and given_cache)):
             self._steps = steps
 
@@ -238,6 +255,11 @@ class GeneratedText:
     def input_ids(self) -> torch.Tensor:
         """The tokens, (1, length) int64."""
         return self._ids[:, : self.length]
+
+    @property
+    def _last(self) -> int:
+        """The last token, which a criterion or processor may have replaced in `input_ids`."""
+        return int(self._ids[0, self.length - 1] if self._numbers is None else self._numbers[self.length - 1])
 
     @property
     def remaining(self) -> int:
@@ -257,9 +279,9 @@ class GeneratedText:
 
     def settle(self) -> None:
         """Let the cache, masks and positions have all tokens but the last."""
-        continuation, self._continuation = self._continuation, None
-        if continuation is not None:
-            continuation.close()
+        if self._continuation is not None:
+            self._continuation.close()
+            self._continuation = None  # last: an interrupt before `close` leaves it for `__exit__`
         untold, self._untold = self._untold, 0
         if untold:
             self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=untold)
@@ -288,7 +310,8 @@ class GeneratedText:
         if self._continuation is None or self._direct != () or self._with_scores or self._with_logits:
             return False
         looked_at = self._always or self._streamer is not None
-        tokens = self._continuation.greedy(self._last, 1 if looked_at else self.remaining, self._ends)
+        most = 1 if looked_at else max(1, self._open_length - self.length)
+        tokens = self._continuation.greedy(self._last, most, self._ends)
         for token in tokens:
             self.append(token)
         self.advance(len(tokens))
@@ -334,14 +357,14 @@ class GeneratedText:
             scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
         """
         if self.length == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, self._ids.new_empty((1, max(self.length, _ROOM)))], dim=-1)
+            more = self._ids.new_empty((1, max(self.length, _ROOM)), dtype=torch.int64)  # which makes a prompt of int32 int64
+            self._ids = torch.cat([self._ids, more], dim=-1)
             self._numbers = self._ids[0].numpy() if self._ids.is_cpu else None
         if self._numbers is None:
             self._ids[0, self.length] = token
         else:
             self._numbers[self.length] = token
         self.length += 1
-        self._last = token
         if self._with_scores and scores is not None:
             self._scores.append(scores[None].clone())
         if self._with_logits and logits is not None:
