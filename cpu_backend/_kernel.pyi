@@ -574,6 +574,9 @@ class Program:
 
         At most `count` steps are run, none after a token of `ends`, and none begins `longest_ns` after the first.
         """
+    @property
+    def fed(self) -> int:
+        """The tokens that `follow` and `greedy` have fed."""
     def spans(self) -> list[tuple[int, int]]:
         """Return when the kernel of each stage last began and ended, in ns of `time.perf_counter_ns`; 0 for a stage without one."""
     @property

@@ -11,6 +11,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,7 +29,6 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ROOM = 256  # tokens
-_TYPES_OF_FUNCTIONS = ("builtins", "functools")  # the modules that define them
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 # What a model may override to change how a text goes on; a continued step does what these do.
 _INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -103,7 +103,8 @@ def plain_generation(
 
 def likeliest_token(scores: torch.Tensor) -> int:
     """Return the token with the highest of the scores (V,), the first of equal ones."""
-    return int(scores.numpy().argmax() if scores.is_cpu else scores.argmax())  # NumPy's needs 10 of 50 us
+    plain = scores.is_cpu and scores.dtype == torch.float32 and not scores.requires_grad  # processors may return others
+    return int(scores.numpy().argmax() if plain else scores.argmax())  # NumPy's needs 10 of 50 us
 
 
 def sampled_token(scores: torch.Tensor) -> int:
@@ -182,10 +183,18 @@ def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> di
     return {**rest, "generation_config": given, "stopping_criteria": criteria}
 
 
-def _is_foreign(called: Any) -> bool:
-    """Return whether code that is no library's runs when a criterion, a processor or a streamer is called."""
-    kind = type(called)
-    return not is_library(kind) or kind.__module__ in _TYPES_OF_FUNCTIONS or kind is PrefixConstrainedLogitsProcessor
+def _is_from_library(called: Any) -> bool:
+    """Return whether a processor, criterion or streamer runs no code of the user's: neither its own nor a function that it was given."""
+    attributes = getattr(called, "__dict__", {}).values()
+    return _has_library_code(called) and all(_has_library_code(each) for each in attributes if callable(each))
+
+
+def _has_library_code(called: Any) -> bool:
+    if isinstance(called, partial):
+        return _has_library_code(called.func)
+    if isinstance(called, MethodType):
+        return is_library(called) and is_library(type(called.__self__))
+    return is_library(called if isinstance(called, FunctionType) else type(called))
 
 
 class GeneratedText:
@@ -246,7 +255,7 @@ class GeneratedText:
             given_cache: whether the caller has given the cache, which may be looked at between two steps.
         """
         called = (*self._processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
-        self._watched = any(map(_is_foreign, called))
+        self._watched = not all(map(_is_from_library, called))
         if not (has_own_steps(self._model) or _has_any_global_hook() or (self._watched and given_cache)):
             self._steps = steps
 
@@ -254,6 +263,11 @@ class GeneratedText:
     def input_ids(self) -> torch.Tensor:
         """The tokens, (1, length) int64."""
         return self._ids[:, : self.length]
+
+    @property
+    def _last(self) -> int:
+        """The last token, which a criterion or processor may have replaced in `input_ids`."""
+        return int(self._ids[0, self.length - 1] if self._numbers is None else self._numbers[self.length - 1])
 
     @property
     def remaining(self) -> int:
@@ -273,9 +287,9 @@ class GeneratedText:
 
     def settle(self) -> None:
         """Let the cache, masks and positions have all tokens but the last."""
-        continuation, self._continuation = self._continuation, None
-        if continuation is not None:
-            continuation.close()
+        if self._continuation is not None:
+            self._continuation.close()
+            self._continuation = None  # last: an interrupt before `close` leaves it for `__exit__`
         untold, self._untold = self._untold, 0
         if untold:
             self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=untold)
@@ -358,7 +372,6 @@ class GeneratedText:
         else:
             self._numbers[self.length] = token
         self.length += 1
-        self._last = token
         if self._with_scores and scores is not None:
             self._scores.append(scores[None].clone())
         if self._with_logits and logits is not None:

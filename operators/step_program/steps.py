@@ -164,8 +164,8 @@ class StepPrograms:
             count = min(alike, latest.program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
             return Continuation(self, cache, buffers, latest, count, watched=model if watched else None) if count > 0 else None
 
-    def continue_by(self, continuation: Continuation, compute: Callable[[Program], int]) -> None:
-        """Compute the next steps of a continuation, whose number `compute` returns; none where it is over."""
+    def continue_by(self, continuation: Continuation, compute: Callable[[Program], object]) -> None:
+        """Compute the next steps of a continuation as `compute` does it; none where it is over."""
         started_ns = time.perf_counter_ns()
         if continuation.left < 1 or self._lock.locked() or torch._C._len_torch_dispatch_stack():
             return
@@ -175,8 +175,12 @@ class StepPrograms:
                 return
             if watched is not None and (latest.state.changed(fully=False) or self._conditions(watched) != latest.conditions):
                 return
-            done = program.compute(compute)
-            continuation.done += done
+            before = program.fed
+            try:
+                program.compute(compute)
+            finally:  # Python raises an interrupt as soon as a native call returns
+                done = program.fed - before
+                continuation.done += done
             self._count(program, started_ns, continuation.position - 1, done)
 
     def continued(self, steps: int) -> None:
@@ -521,11 +525,7 @@ class Continuation:
         """Feed a token of each sequence; return the logits, (B, V) float32 until the next step, or None where a forward pass is needed."""
         before = self.done
 
-        def follow(program: Program) -> int:
-            program.follow(self.position, tokens, self._logits)
-            return 1
-
-        self._steps.continue_by(self, follow)
+        self._steps.continue_by(self, lambda program: program.follow(self.position, tokens, self._logits))
         return None if self.done == before else self._logits_tensor
 
     def greedy(self, token: int, count: int, ends: Sequence[int]) -> list[int]:
@@ -536,10 +536,9 @@ class Continuation:
         """
         found: list[int] = []
 
-        def extend(program: Program) -> int:
+        def extend(program: Program) -> None:
             most = 1 if self._steps.timeline is not None else min(count, self.left)  # a timeline has each step
             found.extend(program.greedy(self.position, token, most, ends, LONGEST_NS))
-            return len(found)
 
         self._steps.continue_by(self, extend)
         return found
@@ -669,12 +668,15 @@ class _StepProgram:
             OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
         return outputs
 
-    def compute(self, steps: Callable[[Program], int]) -> int:
-        """Run steps as `steps` does it, and return their number."""
+    def compute(self, steps: Callable[[Program], object]) -> None:
+        """Run steps as `steps` does it; `fed` counts them."""
         before_ns = self._native.native.kernel_ns
-        done = steps(self._native.native)
+        steps(self._native.native)
         self.kernels_ns = self._native.native.kernel_ns - before_ns
-        return done
+
+    @property
+    def fed(self) -> int:
+        return self._native.native.fed
 
     def advance(self, cache: Any, buffers: CacheBuffers, steps: int) -> None:
         """Let a cache have the tokens of `steps` steps."""

@@ -845,6 +845,163 @@ def test_experts_that_there_are_not(rig: Rig) -> None:
     assert torch.isfinite(out).all()
 
 
+class LoopRig(Rig):
+    """A program whose token chooses a row of `table` as its logits, with a position that counts."""
+
+    def __init__(self, runtime: Runtime, table: torch.Tensor) -> None:
+        super().__init__(runtime)
+        self.token, self.position = torch.zeros(1, dtype=torch.int64), torch.full((3, 1), 5)
+        self.logits = torch.empty(1, table.shape[1], dtype=table.dtype)
+        self.small("embedding", self.logits, table, self.token)
+        self.program.end_stage()
+        self.program.set_loop([self.operand(each) for each in (self.logits, self.token, self.position)])
+        self.program.check(0, 100, 0)
+
+    def greedy(self, token: int, count: int = 1, ends: Sequence[int] = (), longest_ns: int = 10**12) -> list[int]:
+        return self.program.greedy(0, token, count, ends, longest_ns)
+
+
+VOCABULARIES = [1, 2, 15, 16, 17, 1000, 1023, 1024, 1025, 1040, 2048, 2049, 5003]  # around lanes of 16 and strips of 1024
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_the_likeliest_token(threaded: dict[int, Runtime], vocabulary: int, dtype: torch.dtype) -> None:
+    """The first of equal ones or the first that is not a number, as PyTorch's argmax, at every border of lanes and strips."""
+    inf, nan, last = math.inf, math.nan, vocabulary - 1
+    rows = [random((vocabulary,), dtype, seed) for seed in range(6)]
+    rows += [torch.full((vocabulary,), value, dtype=dtype) for value in (-inf, inf, nan, 0.0, -0.0, -3.0)]
+    rows += [random((vocabulary,), dtype, 7).round(), -random((vocabulary,), dtype, 8).abs() - 1]
+    places = sorted({place for place in (0, 1, 15, 16, 17, 1007, 1023, 1024, 1025, 2047, 2048, last - 1, last) if 0 <= place <= last})
+    for place in places:
+        for value, after in ((9.0, 9.0), (9.0, -inf), (inf, inf), (nan, inf), (inf, nan), (-1.0, -1.0), (nan, nan), (-0.0, 0.0)):
+            row = torch.full((vocabulary,), -inf if value < 1 else -2.0, dtype=dtype)
+            row[place + 1 :: 3] = after
+            row[place] = value
+            rows.append(row)
+    table = torch.stack(rows)
+    rig = LoopRig(threaded[1], table)
+    found = [rig.greedy(token)[0] for token in range(len(rows))]
+    for row, token in zip(rows, found, strict=True):
+        isnan = row.isnan().nonzero()
+        assert token == int(isnan[0] if isnan.numel() else (row == row.max()).nonzero()[0])
+        assert token == int(row.argmax()) or int((row == row.max()).sum()) > 1  # PyTorch may return any of equal ones
+    found_logits = np.empty((1, vocabulary), np.float32)
+    for token in (0, 7, len(rows) - 1):
+        rig.program.follow(3, [token], found_logits)
+        assert torch.equal(torch.from_numpy(found_logits[0]).nan_to_num(7.0), table[token].float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_loop_feeds_each_token_after_the_other(threaded: dict[int, Runtime], threads: int) -> None:
+    """A cycle through all 101 tokens."""
+    size = 101
+    following = torch.randperm(size, generator=torch.Generator().manual_seed(1)).roll(1)
+    table = torch.zeros(size, size)
+    table[torch.arange(size), following] = 1.0
+    expected = [int(following[3])]
+    while len(expected) < 50:
+        expected.append(int(following[expected[-1]]))
+    rig = LoopRig(threaded[threads], table)
+    assert rig.greedy(3, 0) == []
+    assert rig.greedy(3, -4) == []
+    assert (rig.position.flatten().tolist(), rig.program.fed) == ([5, 5, 5], 0)
+    assert rig.greedy(3, 50) == expected
+    assert rig.position.flatten().tolist() == [55, 55, 55], "each step counts"
+    assert rig.program.fed == 50
+    assert int(rig.token) == expected[-2]
+    repeated = expected.index(expected[20])
+    assert rig.greedy(3, 50, [expected[20], 1000, -1]) == expected[: repeated + 1]
+    assert rig.greedy(3, 50, [expected[0]]) == expected[:1]
+    assert rig.greedy(3, 50, [3]) == expected[: expected.index(3) + 1] if 3 in expected else expected  # the token that is fed ends nothing
+    assert rig.greedy(3, 50, longest_ns=0) == expected[:1], "the first is computed in any case"
+
+
+def test_a_loop_of_several_sequences(threaded: dict[int, Runtime]) -> None:
+    table = random((7, 5), torch.bfloat16, 3)
+    rig = Rig(threaded[2])
+    tokens, positions, logits = torch.zeros(3, dtype=torch.int64), torch.tensor([4, 9, 2]), torch.empty(3, 5, dtype=table.dtype)
+    rig.small("embedding", logits, table, tokens)
+    rig.program.end_stage()
+    rig.program.set_loop([rig.operand(each) for each in (logits, tokens, positions)])
+    rig.program.check(0, 100, 0)
+    found = np.empty((3, 5), np.float32)
+    rig.program.follow(6, [5, 0, 6], found)
+    assert torch.equal(torch.from_numpy(found), table[[5, 0, 6]].float())
+    assert (tokens.tolist(), positions.tolist()) == ([5, 0, 6], [5, 10, 3])
+    for wrong in ([1, 2], [1, 2, 3, 4], []):
+        with pytest.raises(ValueError, match="one for each sequence"):
+            rig.program.follow(6, wrong, found)
+    with pytest.raises(ValueError, match="of one sequence"):
+        rig.program.greedy(6, 0, 1, [], 10**12)
+
+
+def test_a_loop_that_fails(threaded: dict[int, Runtime]) -> None:
+    table = torch.zeros(4, 6)
+    table[:, 5] = 1.0  # a token that has no row
+    rig = LoopRig(threaded[1], table)
+    for token in (5, -1, 2**62):
+        with pytest.raises(ValueError, match="out of range"):
+            rig.greedy(token)
+        with pytest.raises(ValueError, match="out of range"):
+            rig.program.follow(0, [token], np.empty((1, 6), np.float32))
+    assert rig.program.fed == 0
+    with pytest.raises(ValueError, match="out of range"):
+        rig.greedy(0, 3)  # the second
+    assert rig.program.fed == 1
+    for position in (-1, 101):
+        with pytest.raises(ValueError, match="was not checked"):
+            rig.program.greedy(position, 0, 1, [], 10**12)
+        with pytest.raises(ValueError, match="was not checked"):
+            rig.program.follow(position, [0], np.empty((1, 6), np.float32))
+    table[:, 5] = 0.0
+    with pytest.raises(ValueError, match="was not checked"):
+        rig.program.greedy(98, 0, 4, [], 10**12)  # its fourth position
+    assert rig.greedy(0, 3) == [0, 0, 0]
+    for wrong in (np.empty((1, 5), np.float32), np.empty(6, np.float32), np.empty((2, 3), np.float32), np.empty((), np.float32)):
+        with pytest.raises(ValueError, match="logits are"):
+            rig.program.follow(0, [0], wrong)
+    for unfit in (np.empty((1, 6), np.float64), np.empty((1, 12), np.float32)[:, ::2]):
+        with pytest.raises(TypeError):
+            rig.program.follow(0, [0], unfit)
+
+
+def test_wrong_operands_of_a_loop(threaded: dict[int, Runtime]) -> None:
+    token, logits = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 8)
+    for operands in (
+        (),
+        (logits,),
+        (logits, torch.zeros(1)),
+        (logits, torch.zeros(1, dtype=torch.int32)),
+        (logits, token, torch.zeros(1)),
+        (torch.zeros(8, dtype=torch.int64), token),
+        (torch.zeros(8, dtype=torch.bool), token),
+        (1.0, token),
+        (logits, 1.0),
+        (logits, token, 1.0),
+        (logits, torch.zeros(2, dtype=torch.int64)),
+        (logits, torch.zeros(0, dtype=torch.int64)),
+        (torch.zeros(1, 0), token),
+        (torch.zeros(8, 2)[:, 0], token),
+        (logits, token, torch.zeros(4, 2, dtype=torch.int64)[:, 0]),
+    ):
+        rig = Rig(threaded[1])
+        rig.small("copy", logits, 1.0)
+        with pytest.raises(ValueError):
+            rig.program.set_loop([rig.operand(each) for each in operands])
+            rig.run()
+            rig.program.greedy(0, 0, 1, [], 10**12)
+    rig = Rig(threaded[1])
+    rig.small("copy", logits, 1.0)
+    rig.run()
+    for call in (lambda: rig.program.greedy(0, 0, 1, [], 10**12), lambda: rig.program.follow(0, [0], np.empty((1, 0), np.float32))):
+        with pytest.raises(ValueError, match="no loop"):
+            call()
+    rig.program.set_loop([rig.operand(each) for each in (logits, token)])
+    with pytest.raises(ValueError, match="was not checked"):
+        rig.program.greedy(0, 0, 1, [], 10**12)
+
+
 def test_an_integer_division_by_zero(rig: Rig) -> None:
     x = torch.tensor([4, 5])
     rig.small("floor_div", x, x, 0)

@@ -100,6 +100,7 @@ class PyProgram {
   }
   void set_loop(const py::sequence& operands) { program_.set_loop(parse_operands(operands)); }
   void follow(std::int64_t position, const std::vector<std::int64_t>& tokens, py::array_t<float, py::array::c_style> logits) {
+    if (program_.loop_sequences() == 0) raise_value_error("the program has no loop");
     if (static_cast<std::int64_t>(tokens.size()) != program_.loop_sequences()) raise_value_error("tokens are one for each sequence");
     if (logits.ndim() != 2 || logits.shape(0) != program_.loop_sequences() || logits.size() != program_.loop_logits())
       raise_value_error("logits are (B, V) float32");
@@ -112,6 +113,7 @@ class PyProgram {
     py::gil_scoped_release release;
     return program_.greedy(position, token, {count, std::move(ends), longest_ns});
   }
+  std::int64_t fed() const { return program_.fed(); }
   std::vector<std::pair<std::int64_t, std::int64_t>> spans() const {
     std::vector<std::pair<std::int64_t, std::int64_t>> found;
     for (const Program::Span& span : program_.spans()) found.emplace_back(span.began, span.ended);
@@ -151,6 +153,7 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("set_loop", &PyProgram::set_loop, "operands"_a)
       .def("follow", &PyProgram::follow, "position"_a, "tokens"_a, "logits"_a.noconvert())
       .def("greedy", &PyProgram::greedy, "position"_a, "token"_a, "count"_a, "ends"_a, "longest_ns"_a)
+      .def_property_readonly("fed", &PyProgram::fed)
       .def("spans", &PyProgram::spans)
       .def_property_readonly("kernel_ns", &PyProgram::kernel_ns);
 }

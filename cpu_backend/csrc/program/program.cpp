@@ -314,6 +314,7 @@ void Program::feed(std::int64_t position, const std::int64_t* tokens) {
     for (std::int64_t k = 0; k < loop_->views()[i].elements(); ++k) numbers[k] = i == 1 ? tokens[k] : numbers[k] + 1;
   }
   run(position, 0, stages());
+  ++fed_;
 }
 
 void Program::follow(std::int64_t position, const std::int64_t* tokens, float* logits) {

@@ -225,6 +225,7 @@ class Program final : public Job {
     std::int64_t longest_ns;  // after which no step begins
   };
   std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, const Limits& limits);
+  std::int64_t fed() const { return fed_; }  // tokens so far
 
   void run(int worker) noexcept override;
 
@@ -266,6 +267,7 @@ class Program final : public Job {
   const ProgramMachine machine_;
   std::vector<std::unique_ptr<Stage>> stages_;
   std::unique_ptr<Operation> loop_;
+  std::int64_t fed_ = 0;
   bool open_ = false;  // the last stage takes more operations
   std::vector<Buffer> buffers_;
   std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0;

@@ -9,8 +9,17 @@ import pytest
 import torch
 from support.families import VOCAB_SIZE, prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+)
 from transformers.generation.streamers import BaseStreamer
+
+from moegraft.operators.step_program.steps import StepPrograms
 
 STEPS = 24
 IDS = prompt(9)
@@ -264,3 +273,25 @@ def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:
                 model.generate(ids, max_new_tokens=10, do_sample=False), twin.generate(ids, max_new_tokens=10, do_sample=False)
             )
     assert models[0].moegraft.model_operator._switch is not models[1].moegraft.model_operator._switch
+
+
+def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drafted under a processor with state; the steps follow each other as those of plain decoding do."""
+    pair = drafting("mixtral"), stock("mixtral")
+    compute, steps = StepPrograms.continue_by, []
+
+    def continue_by(self: StepPrograms, continuation: Any, extend: Any) -> None:
+        before = continuation.done
+        compute(self, continuation, extend)
+        steps.append(continuation.done - before)
+
+    monkeypatch.setattr(StepPrograms, "continue_by", continue_by)
+    marks = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400, 836])
+    for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
+        for seed in range(3):
+            texts = []
+            for model in pair:
+                torch.manual_seed(seed)
+                texts.append(model.generate(prompt(9, seed=seed), max_new_tokens=60, watermarking_config=marks, **arguments))
+            assert torch.equal(*texts)
+    assert sum(steps) > 100
