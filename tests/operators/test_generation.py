@@ -44,9 +44,9 @@ TOKENS = 100  # more than one continuation
 IDS = prompt(9)
 
 
-def new_model(name: str, threads: int = 1) -> PreTrainedModel:
+def new_model(name: str, rules: str = "cpu-exact", dtype: torch.dtype = torch.float32, threads: int = 1) -> PreTrainedModel:
     case = next(case for case in served_cases() if case.model_type == name)
-    model: PreTrainedModel = optimize_and_load(build_model(case), "cpu-exact", progress=False, threads=threads)
+    model: PreTrainedModel = optimize_and_load(build_model(case).to(dtype), rules, progress=False, threads=threads)
     return model
 
 
@@ -136,6 +136,25 @@ def test_a_text_across_a_growth_of_the_buffers(models: Callable[[str], PreTraine
     assert counts.steps > 4 * MAX_CONTINUED
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.long)])
+def test_rounded_models(family: str) -> None:
+    """In bfloat16 the largest logits are often equal; the first of them is chosen."""
+    model = new_model(family, "cpu", torch.bfloat16)
+    stock(model, max_new_tokens=200)  # makes the programs
+    ties = 0
+    with counted() as counts:
+        for arguments in ({}, SAMPLED):
+            given = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 200, **arguments}
+            found, expected = own(model, **given), stock(model, **given)
+            assert found.sequences.tolist() == own(model, max_new_tokens=200, **arguments).tolist()
+            assert found.sequences.tolist() == expected.sequences.tolist()
+            logits = torch.cat(found.logits)
+            assert torch.equal(logits, torch.cat(expected.logits))
+            ties += int((logits.topk(2).values.diff() == 0).sum())
+    assert counts.steps > 400
+    assert ties
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "no processor": {},
     "temperature": {"temperature": 0.7, "top_p": 0.9},
@@ -172,6 +191,23 @@ def test_end_tokens(qwen: PreTrainedModel, sampled: dict[str, Any]) -> None:
     missing = next(token for token in range(VOCAB_SIZE) if token not in text)
     assert_equal_text(qwen, eos_token_id=[missing, text[30], text[20]], **sampled)
     assert_equal_text(qwen, eos_token_id=missing, **sampled)
+
+
+def test_the_configuration_of_the_model(qwen: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values hold where a call gives none; a call without any ends at 20 tokens."""
+    for config in (
+        GenerationConfig(pad_token_id=0),
+        GenerationConfig(pad_token_id=0, do_sample=True, temperature=1.3, top_k=9, repetition_penalty=1.2, max_new_tokens=70),
+        GenerationConfig(pad_token_id=0, eos_token_id=[60, 49], max_length=90),
+        GenerationConfig(pad_token_id=0, num_beams=2, max_length=20),
+    ):
+        monkeypatch.setattr(qwen, "generation_config", config)
+        texts = []
+        for generate in (qwen.generate, functools.partial(GenerationMixin.generate, qwen)):
+            torch.manual_seed(2)
+            texts.append(generate(IDS).tolist())  # type: ignore[operator, arg-type]
+        assert texts[0] == texts[1]
+        assert_equal_text(qwen, max_new_tokens=30)
 
 
 @pytest.mark.parametrize("limit", [5, 10, 40, 75, 200])
@@ -328,6 +364,24 @@ def test_a_cache_of_the_caller(models: Callable[[str], PreTrainedModel], family:
             assert_equal_caches(*caches)
             texts = [torch.cat([text, prompt(3, seed=1)], -1) for text in texts]
     assert counts.steps > 0 or tokens < 90 or family == "phimoe"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_cache_that_is_cropped_between_calls(models: Callable[[str], PreTrainedModel], family: str) -> None:
+    model = models(family)
+    results = []
+    for generate in (own, stock):
+        cache = new_cache(model)
+        text = generate(model, past_key_values=cache)
+        views = [layer.keys for layer in cache.layers]
+        kept = [view.clone() for view in views]
+        cache.crop(60 - cache.get_seq_length())
+        other = torch.cat([text[:, :58], prompt(5, seed=8)], -1)
+        cache.crop(-3)
+        mask = torch.ones_like(other)
+        results.append(generate(model, other, past_key_values=cache, attention_mask=mask, max_new_tokens=60).tolist())
+        assert all(torch.equal(view, before) for view, before in zip(views, kept, strict=True)), "views of the caller's are overwritten"
+    assert results[0] == results[1]
 
 
 def test_a_returned_cache_serves_steps_of_the_caller(models: Callable[[str], PreTrainedModel]) -> None:
