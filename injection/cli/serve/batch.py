@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.paged_cache import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, windows_of
-
-if TYPE_CHECKING:
-    from moegraft.operators.step_program.steps import Continuation
 
 logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
@@ -177,7 +174,7 @@ class PagedTexts:
         injection = injection_of(model)
         self._steps = None if injection is None else injection.context.step_programs
         self._stepped: list[PagedSequence] = []  # the rows of the last step, which may go on
-        self._continuation: Continuation | None = None
+        self._continuation: Any = None  # of the last step, from `continuation` of `_steps`
 
     @property
     def memory(self) -> CacheMemory:
