@@ -254,7 +254,7 @@ class PagedTexts:
         continuation, self._continuation = self._continuation, None
         if continuation is not None and self._stepped == [text.sequence for text in texts]:
             self._begin(texts, 1)
-            continued = continuation.step(tokens) if continuation.position == self._cache.longest else None
+            continued: torch.Tensor | None = continuation.step(tokens) if continuation.position == self._cache.longest else None
             if continued is not None:
                 self._cache.finish(1)
                 self._continuation = continuation
