@@ -13,7 +13,7 @@ import argparse
 import csv
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ from cpu_model import Opener, Phases, config, llama_cpp_phases, phases_of, rule_
 from llama_cpp_peer import FAMILY_TYPES, GGUF_TYPES, LlamaCpp, Sizes, write_family, write_model
 from load_memory import stored_config
 from numpy.typing import NDArray
-from record import RESULTS, percentiles, write_rows
+from record import RESULTS, hardware, percentiles, write_rows
 from step_programs import busy
 
 from moegraft.injection import optimize_and_load
@@ -164,7 +164,7 @@ def main() -> None:
     for weights in arguments.weights:
         if weights in FAMILY_TYPES:
             found = measure_family(weights, arguments.rounds, arguments.new, tuple(arguments.contexts), probe)
-            print(write_rows("cpu_model_pairs_stored", [*other_rows("cpu_model_pairs_stored", weights), *found], packages))
+            print(write_rows("cpu_model_pairs_stored", [*other_rows("cpu_model_pairs_stored", [weights]), *found], packages))
             continue
 
         def limit(context: int, weights: str = weights) -> float:
@@ -183,16 +183,16 @@ def main() -> None:
     if rows:
         name = "cpu_model_pairs" if arguments.layers == 6 else f"cpu_model_pairs_{arguments.layers}"
         name += "_busy" * any(arguments.busy)
-        print(write_rows(name, rows, packages))
+        print(write_rows(name, [*other_rows(name, arguments.weights), *rows], packages))
 
 
-def other_rows(name: str, weights: str) -> list[dict[str, str]]:
-    """Return the rows of earlier results in other formats."""
+def other_rows(name: str, weights: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of earlier results in other formats than `weights`, or of another machine."""
     path = RESULTS / f"{name}.csv"
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["weights"] != weights]
+        return [row for row in csv.DictReader(file) if row["weights"] not in weights or row["hardware"] != hardware()]
 
 
 if __name__ == "__main__":
