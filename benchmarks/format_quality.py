@@ -96,6 +96,8 @@ def files(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path)
             yield provider, types, path
     if find_spec("llama_cpp"):
         yield from files_of_llama_cpp(meta, importance, folder)
+    else:
+        print("llama-cpp-python is not installed: no rows of llama.cpp; llama_cpp_peer.py explains how to build it")
 
 
 def files_of_llama_cpp(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path) -> Iterator[tuple[str, str, Path]]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 NO_IMATRIX = "none"
 DEFAULT_TYPE = "Q4_K"
+DEFAULT_TOKENS = 16384
+FEW_TOKENS = 512  # llama.cpp refuses less than a context of as many
 
 
 @user_errors(PROGRAM)
@@ -50,7 +52,7 @@ def quantize(
             "--rules", metavar="FILE", help="Rules that the model is run with over that text, where memory is short; default: cpu."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = 16384,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = DEFAULT_TOKENS,
     window: Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens of one forward pass.")] = 512,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
@@ -91,6 +93,7 @@ def quantize(
     meta = build_meta_model(model_of(options), weights=True, gguf=gguf, trust_remote_code=trust_remote_code)
     assert meta.weights is not None, "a model that is built with its weights has them"
     plan = plan_export(meta.weights, meta.skeleton, choices)
+    rounded = _rounded(meta)
     importance: Mapping[str, torch.Tensor] = {}
     if imatrix != NO_IMATRIX and not set(plan.by_type()) <= set(FLOATS):
         # A folder that cannot be written and a full disk show before the text is run.
@@ -101,7 +104,7 @@ def quantize(
     name = short_name(model)
     with token_bar(plan.nbytes, "Quantising", terminal, unit="B") as advance:
         notices = write_export(plan, out, meta.source.folder, name, importance, advance, replace=force)
-    for notice in (*_fallbacks(plan), *notices):
+    for notice in (*rounded, *_fallbacks(plan), *notices):
         terminal.notice(notice)
     if json:
         write_json(terminal, _as_json(plan, out, importance))
@@ -119,8 +122,31 @@ def _importance(
     loaded = load_model(options, terminal)
     ids = text_ids(loaded, read_text("calibration").encode() if text is None else text, name, tokens)
     assert meta.weights is not None, "a model that is built with its weights has them"
+    if len(ids) < FEW_TOKENS:
+        terminal.notice(
+            f"--imatrix: {name} has {plural(len(ids), 'token')}, which say little about a model's weights: give a text of at least "
+            f"{FEW_TOKENS} tokens, better {DEFAULT_TOKENS}"
+        )
     with token_bar(len(ids), "Measuring importance", terminal) as advance:
         return measure_importance(loaded.model, meta.weights, meta.skeleton, ids, window, advance)
+
+
+def _rounded(meta: MetaModel) -> list[str]:
+    """Return a notice if the file or checkpoint has its weights in few bits already."""
+    from torch import nn
+
+    from moegraft.operators.structure import is_experts
+
+    assert meta.weights is not None, "a model that is built with its weights has them"
+    paths = [path for path, module in meta.skeleton.named_modules() if isinstance(module, nn.Linear) or is_experts(path, module)]
+    stored = [types for path in paths if (types := meta.weights.stored_types(path)) is not None]
+    names = sorted({name for types in stored for name in (types.gate_up, types.down)} - {"float32", "float16", "bfloat16"})
+    if not names:
+        return []
+    return [
+        f"the model's weights are rounded already ({', '.join(names)}), and this file rounds them once more: one that is made from the "
+        "checkpoint in floating point is closer to the model"
+    ]
 
 
 def _fallbacks(plan: ExportPlan) -> list[str]:

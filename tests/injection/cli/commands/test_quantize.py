@@ -34,6 +34,19 @@ def test_the_file_loads_and_verifies(run: Run, run_json: RunJson, tmp_path: Path
     )
 
 
+def test_notices_of_short_texts_and_of_weights_that_are_rounded_already(run: Run, tmp_path: Path) -> None:
+    once, twice, text = tmp_path / "once.gguf", tmp_path / "twice.gguf", tmp_path / "text.txt"
+    text.write_text("Once upon a time")
+    done = run("quantize", "--out", once, "--weights", "Q5_0", "--imatrix", text)
+    assert done.exit_code == 0, done.stderr
+    assert f"--imatrix: {text} has " in done.stderr and "at least 512 tokens" in done.stderr
+    assert "rounded already" not in done.stderr
+    text.write_text(read_text("calibration")[:8000])
+    again = run("quantize", "--gguf", once, "--out", twice, "--weights", "Q4_0", "--imatrix", text)
+    assert again.exit_code == 0, again.stderr
+    assert "the model's weights are rounded already (" in again.stderr and "--imatrix: " not in again.stderr
+
+
 def test_a_full_disk_shows_before_the_text_is_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
