@@ -31,6 +31,7 @@ SIZES = [
     Sizes(batch=2, heads=6, kv_heads=2, queries=3, keys=37, dim=40, value_dim=24),  # multiples of no vector
     Sizes(heads=3, kv_heads=3, queries=1, keys=1, dim=7, value_dim=5),
     Sizes(heads=8, kv_heads=1, keys=600, dim=96),  # three parts of one head
+    Sizes(batch=2, heads=10, kv_heads=2, queries=2, keys=77, dim=64, value_dim=32),  # ten rows of a head, pairs of bfloat16
     Sizes(heads=16, kv_heads=2, queries=33, keys=33, dim=72, value_dim=48),  # by tiles
     Sizes(batch=2, heads=4, kv_heads=4, queries=150, keys=300, dim=33, value_dim=130),
 ]

@@ -194,6 +194,8 @@ class AttentionRowsJob final : public Job {
   const VisibleKeys& visible_;
   const int workers_;
   const AttentionPhases phases_;
+  void (*score_)(const ScoreArgs& args);
+  void (*mix_)(const MixArgs& args);
   std::vector<int> first_units_;  // of each sequence, and the number of all
   std::size_t part_floats_ = 0;
   std::byte* parts_ = nullptr;

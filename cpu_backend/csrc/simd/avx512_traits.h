@@ -108,6 +108,43 @@ struct Avx512Base {
     b = _mm512_permutex2var_epi32(a, second, b);
     a = found;
   }
+  // Word j of vector i becomes word i of vector j.
+  static void transpose(I (&x)[16]) {
+    I pairs[16], fours[16];
+    for (int i = 0; i < 16; i += 2) {
+      pairs[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+      pairs[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int half = 0; half < 2; ++half) {
+        fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + half + 2]);
+        fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + half + 2]);
+      }
+    for (int i = 0; i < 4; ++i) {  // of fours[i], [4 + i] and so on, the lanes of four words
+      const I a = fours[i], b = fours[4 + i], c = fours[8 + i], d = fours[12 + i];
+      const I even = _mm512_shuffle_i32x4(a, b, 0x88), odd = _mm512_shuffle_i32x4(a, b, 0xdd);
+      const I next_even = _mm512_shuffle_i32x4(c, d, 0x88), next_odd = _mm512_shuffle_i32x4(c, d, 0xdd);
+      x[i] = _mm512_shuffle_i32x4(even, next_even, 0x88);
+      x[4 + i] = _mm512_shuffle_i32x4(odd, next_odd, 0x88);
+      x[8 + i] = _mm512_shuffle_i32x4(even, next_even, 0xdd);
+      x[12 + i] = _mm512_shuffle_i32x4(odd, next_odd, 0xdd);
+    }
+  }
+  // Pairs of the shorts of two vectors, in the order in which split() has floats.
+  static void pair_shorts(I a, I b, I& first, I& second) {
+    first = _mm512_unpacklo_epi16(a, b);
+    second = _mm512_unpackhi_epi16(a, b);
+  }
+  static void split(F& a, F& b) {
+    const F first = _mm512_shuffle_f32x4(a, b, 0x88);
+    b = _mm512_shuffle_f32x4(a, b, 0xdd);
+    a = first;
+  }
+  static void join(F& a, F& b) {
+    const F first = _mm512_shuffle_f32x4(a, b, 0x44), second = _mm512_shuffle_f32x4(a, b, 0xee);
+    a = _mm512_shuffle_f32x4(first, first, 0xd8);
+    b = _mm512_shuffle_f32x4(second, second, 0xd8);
+  }
   // Shifts signed halves of words by 4 to the right.
   static I shift_shorts(I x) { return _mm512_srai_epi16(x, 4); }
   // Byte `Index` of each word, an E4M3 float, as a float that is 2^120 times as small.

@@ -326,7 +326,12 @@ struct AttentionKernels {
   void (*score[3])(const ScoreArgs& args);  // by ActivationType of the keys
   void (*mix[3])(const MixArgs& args);  // by ActivationType of the values
   float (*softmax)(SoftmaxArgs& args);  // returns the factor for earlier sums
+  // For several rows in bfloat16, a multiple of 32 columns and at most kPairKeys keys, with the shares rounded to bfloat16; null where an
+  // instruction set has no products of pairs.
+  void (*score_pairs)(const ScoreArgs& args) = nullptr;
+  void (*mix_pairs)(const MixArgs& args) = nullptr;
 };
+constexpr int kPairKeys = 64;
 
 const AttentionKernels& scalar_attention();
 

@@ -125,6 +125,106 @@ void mix(const MixArgs& args) {
 }
 
 template <class T>
+inline typename T::I broadcast_pair(const std::uint16_t* p) {
+  std::uint32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return T::broadcast_int(&word);
+}
+
+// Scores of 16 keys at a time, whose words are transposed in registers: each vector then has two columns of all keys, and a row's scores are
+// the lanes of one sum.
+template <class T, int N = kAttentionRows>
+void score_pairs(const ScoreArgs& args) {
+  if constexpr (N > 1) {
+    if (args.rows < N) return score_pairs<T, N - 1>(args);
+  }
+  using F = typename T::F;
+  using I = typename T::I;
+  constexpr int W = T::kWidth;
+  for (int j = 0; j < args.count; j += W) {
+    const int keys = args.count - j < W ? args.count - j : W;
+    const std::byte* const key = args.keys + j * args.key_bytes;
+    const std::byte* const ahead = args.ahead + j * args.key_bytes;
+    F sums[N];
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) sums[r] = T::zero();
+    for (int d = 0; d < args.dim; d += 2 * W) {
+      I words[W];
+#pragma GCC unroll 16
+      for (int k = 0; k < W; ++k) {
+        words[k] = T::load_int(key + (k < keys ? k : 0) * args.key_bytes + 2 * d);
+        __builtin_prefetch(ahead + k * args.key_bytes + 2 * d, 0, 3);
+      }
+      T::transpose(words);
+      const std::uint16_t* query = args.halves + d;
+#pragma GCC unroll 16
+      for (int k = 0; k < W; ++k)
+#pragma GCC unroll 8
+        for (int r = 0; r < N; ++r) sums[r] = T::dot_bf16(sums[r], words[k], broadcast_pair<T>(query + r * args.query_stride + 2 * k));
+    }
+    for (int r = 0; r < N; ++r) {
+      float* const scores = args.scores + r * args.score_stride + j;
+      if (keys == W) {
+        T::store(scores, sums[r]);
+        continue;
+      }
+      alignas(64) float some[W];
+      T::store(some, sums[r]);
+      std::memcpy(scores, some, sizeof(float) * static_cast<std::size_t>(keys));
+    }
+  }
+}
+
+// Adds the values of two keys at a time.
+template <class T, int N = kAttentionRows>
+void mix_pairs(const MixArgs& args) {
+  if constexpr (N > 1) {
+    if (args.rows < N) return mix_pairs<T, N - 1>(args);
+  }
+  using F = typename T::F;
+  using I = typename T::I;
+  constexpr int W = T::kWidth;
+  alignas(64) std::uint16_t shares[N][kPairKeys];
+  for (int r = 0; r < N; ++r) {
+    const float* row = args.shares + r * args.share_stride;
+    int j = 0;
+    for (; j + W <= args.count; j += W) T::store_bf16(shares[r] + j, T::load(row + j));
+    if (j == args.count) continue;
+    alignas(64) float some[W] = {};
+    std::memcpy(some, row + j, sizeof(float) * static_cast<std::size_t>(args.count - j));
+    T::store_bf16(shares[r] + j, T::load(some));
+  }
+  for (int d = 0; d < args.dim; d += 2 * W) {
+    F first[N], second[N];
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) {
+      const float* sums = args.sums + r * args.sum_stride + d;
+      first[r] = T::load(sums);
+      second[r] = T::load(sums + W);
+      T::split(first[r], second[r]);
+    }
+    const std::byte* value = args.values + 2 * d;
+    for (int j = 0; j < args.count; j += 2, value += 2 * args.value_bytes) {
+      I low, high;
+      T::pair_shorts(T::load_int(value), j + 1 < args.count ? T::load_int(value + args.value_bytes) : T::zero_int(), low, high);
+#pragma GCC unroll 8
+      for (int r = 0; r < N; ++r) {
+        const I pair = broadcast_pair<T>(shares[r] + j);
+        first[r] = T::dot_bf16(first[r], low, pair);
+        second[r] = T::dot_bf16(second[r], high, pair);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) {
+      float* sums = args.sums + r * args.sum_stride + d;
+      T::join(first[r], second[r]);
+      T::store(sums, first[r]);
+      T::store(sums + W, second[r]);
+    }
+  }
+}
+
+template <class T>
 float softmax(SoftmaxArgs& args) {
   using F = typename T::F;
   const F scale = T::set(args.scale);
@@ -155,11 +255,16 @@ float softmax(SoftmaxArgs& args) {
 
 template <class T>
 constexpr AttentionKernels vector_attention() {
-  return {
+  AttentionKernels kernels{
       {score<T, ActivationType::kFloat32>, score<T, ActivationType::kFloat16>, score<T, ActivationType::kBFloat16>},
       {mix<T, ActivationType::kFloat32>, mix<T, ActivationType::kFloat16>, mix<T, ActivationType::kBFloat16>},
       softmax<T>,
   };
+  if constexpr (T::kHasBf16 && T::kWidth == 16) {
+    kernels.score_pairs = score_pairs<T>;
+    kernels.mix_pairs = mix_pairs<T>;
+  }
+  return kernels;
 }
 
 }  // namespace
