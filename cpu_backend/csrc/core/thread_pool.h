@@ -71,9 +71,9 @@ class Upcoming {
   const std::byte* end_ = nullptr;
 };
 
-template <class Ready>
-void wait_until(const Ready& ready, Upcoming& upcoming) {
-  while (!ready() && upcoming.prefetch()) {
+template <class Ready, class... More>
+void wait_until(const Ready& ready, Upcoming& upcoming, More&... more) {
+  while (!ready() && (upcoming.prefetch() || (more.prefetch() || ...))) {
   }
   wait_until(ready);
 }

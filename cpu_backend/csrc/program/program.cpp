@@ -275,10 +275,8 @@ void Program::run(std::int64_t position, int first, int end) {
       stage.ready.store(false, std::memory_order_relaxed);
       stage.done.store(false, std::memory_order_relaxed);
       stage.span = {};
-      for (const auto& operation : stage.small)
-        if (!operation->is_fixed()) resolve(*operation, position);
-      if (stage.kernel && !stage.kernel->is_fixed()) resolve(*stage.kernel, position);
     }
+    position_ = position;
     first_ = first;
     end_ = end;
     failed_.store(false);
@@ -350,9 +348,9 @@ std::vector<std::int64_t> Program::greedy(std::int64_t position, std::int64_t to
 }
 
 void Program::run(int worker) noexcept {
-  const auto first_reads = [&](int i) {
+  const auto first_reads = [&](int i) {  // of a kernel whose operands another worker does not resolve meanwhile
     const KernelOperation* kernel = i < end_ ? stages_[static_cast<std::size_t>(i)]->kernel.get() : nullptr;
-    return kernel != nullptr ? kernel->first_reads(worker) : Upcoming();
+    return kernel != nullptr && kernel->is_fixed() ? kernel->first_reads(worker) : Upcoming();
   };
   Upcoming after = first_reads(first_);
   for (int i = first_; i < end_; ++i) {
@@ -364,7 +362,7 @@ void Program::run(int worker) noexcept {
       if (stage.kernel) stage.span.began = now_ns();
       stage.ready.store(true, std::memory_order_release);
     } else {
-      wait_until([&] { return stage.ready.load(std::memory_order_acquire); }, mine);
+      wait_until([&] { return stage.ready.load(std::memory_order_acquire); }, mine, after);
     }
     if (failed_.load(std::memory_order_acquire)) return;
     if (stage.kernel) stage.kernel->run(worker, mine, after);
@@ -381,8 +379,13 @@ std::vector<Program::Span> Program::spans() const {
 void Program::run_small(Stage& stage, Stage* before) {
   try {
     if (before != nullptr && before->kernel) before->kernel->finish();
-    for (const auto& operation : stage.small) operation->run(machine_.kernels);
-    if (stage.kernel) stage.kernel->prepare();
+    for (const auto& operation : stage.small) {
+      if (!operation->is_fixed()) resolve(*operation, position_);
+      operation->run(machine_.kernels);
+    }
+    if (!stage.kernel) return;
+    if (!stage.kernel->is_fixed()) resolve(*stage.kernel, position_);
+    stage.kernel->prepare();
   } catch (...) {
     error_ = std::current_exception();
     failed_.store(true, std::memory_order_release);

@@ -270,7 +270,7 @@ class Program final : public Job {
   std::int64_t fed_ = 0;
   bool open_ = false;  // the last stage takes more operations
   std::vector<Buffer> buffers_;
-  std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0;
+  std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0, position_ = 0;
   int first_ = 0, end_ = 0;
   std::int64_t kernel_ns_ = 0;
   std::atomic<bool> failed_{false};
