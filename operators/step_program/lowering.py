@@ -26,6 +26,7 @@ ELEMENT_NAMES = {
     torch.bool: "bool",
 }
 _ZERO, _ONE = Affine(0), Affine(1)
+_MOST_ROTARY_COLUMNS = 1024  # of the native operation
 Number = float | int | Affine
 Operand = Place | Number
 
@@ -83,6 +84,7 @@ class Lowering:
             if tensor.first is not None:
                 self.elementwise("copy", tensor.place(_ZERO, tensor.first.sizes), tensor.first)
         self._gather_linears()
+        self._fuse_rotary()
 
     def temporary(self, dtype: torch.dtype, sizes: Sequence[Affine]) -> Place:
         """Return a new contiguous temporary; at most one size may depend on the position."""
@@ -187,6 +189,41 @@ class Lowering:
                 node.writes = [*node.writes, *other.writes]
                 self.nodes[later] = Node("none", [], [])
             self.nodes = [each for each in self.nodes if each.kind != "none"]
+
+    def _fuse_rotary(self) -> None:
+        """Make one operation of `x * cos + cat(-x[..., half:], x[..., :half]) * sin`, whose parts nothing else uses."""
+        users: dict[int, int] = {}
+        for node in self.nodes:
+            for storage in set(node.storages()):
+                users[storage] = users.get(storage, 0) + 1
+        nodes: list[Node] = []
+        for node in self.nodes:
+            nodes.append(node)
+            if node.name == "add" and (fused := self._rotary(nodes[-6:], users)) is not None:
+                nodes[-6:] = [fused]
+        self.nodes = nodes
+
+    def _rotary(self, nodes: Sequence[Node], users: Mapping[int, int]) -> Node | None:
+        if [node.name for node in nodes] != ["mul", "neg", "copy", "copy", "mul", "add"]:
+            return None
+        places = [[place for place in (*node.writes, *node.reads) if isinstance(place, Place)] for node in nodes]
+        if [len(each) for each in places] != [3, 2, 2, 2, 3, 3]:
+            return None
+        (plain, x, cos), (negated, second), (front, source), (back, first), (turned, joined, sin), (out, *terms) = places
+        columns = x.sizes[-1] if x.dims else _ZERO
+        if columns.slope or columns.capacity or columns.base % 2 or columns.base > _MOST_ROTARY_COLUMNS:
+            return None
+        half = Affine(columns.base // 2)
+        parts = [(x, first, second), (joined, front, back)]
+        halves = all(whole.sliced(-1, _ZERO, half) == one and whole.sliced(-1, half, half) == other for whole, one, other in parts)
+        inner = {plain.storage: 2, negated.storage: 2, joined.storage: 3, turned.storage: 2}
+        unseen = len(inner) == 4 and all(storage in self.produced and users[storage] == count for storage, count in inner.items())
+        same_type = all(place.dtype == x.dtype for place in (plain, negated, joined, turned, out))
+        apart = out.storage not in (x.storage, cos.storage, sin.storage)
+        rows = all(place.strides[-1] == _ONE and place.dtype.is_floating_point for place in (out, x, cos, sin))
+        if not (halves and unseen and same_type and apart and rows) or source != negated or terms not in ([plain, turned], [turned, plain]):
+            return None
+        return Node("small", [out], [x, cos, sin], "rotary")
 
 
 Lower = Callable[[Lowering, Sequence[Any], Mapping[str, Any], Sequence[Place]], None]

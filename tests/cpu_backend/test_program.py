@@ -188,6 +188,44 @@ def test_a_comparison_of_what_is_not_finite(rig: Rig, name: str) -> None:
     equal(out, expected)
 
 
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_a_rotary_embedding_is_rounded_as_its_parts_are(rig: Rig, dtype: torch.dtype) -> None:
+    pairs = []
+    for batch, heads, tokens, columns in [(1, 32, 1, 128), (2, 3, 5, 6), (1, 1, 1, 2), (2, 40, 1, 34), (1, 2, 3, 1024), (0, 2, 1, 4)]:
+        x = random((batch, tokens, heads, columns), dtype).transpose(1, 2)
+        cos, sin = (random((batch, 1, tokens, columns), dtype, seed=seed) for seed in (1, 2))
+        whole = torch.zeros(batch, heads, tokens, columns + 3, dtype=dtype)
+        out = whole[..., :columns]
+        rig.small("rotary", out, x, cos.expand(x.shape), sin.expand(x.shape))
+        pairs.append((out, rotated(x, cos, sin)))
+    rig.run()
+    for found, expected in pairs:
+        equal(found, expected, 0.0)
+
+
+def test_a_rotary_embedding_of_what_is_not_finite(rig: Rig) -> None:
+    x = torch.tensor([[math.nan, 1.0, math.inf, -0.0]]).bfloat16()
+    cos, sin = torch.tensor([[1.0, 0.5, 0.0, -1.0]]).bfloat16(), torch.tensor([[0.0, 2.0, 3.0, -0.0]]).bfloat16()
+    out = torch.empty_like(x)
+    rig.small("rotary", out, x, cos, sin)
+    rig.run()
+    equal(out, rotated(x, cos, sin), 0.0)
+
+
+def test_rotary_embeddings_of_other_forms_are_refused(threaded: dict[int, Runtime]) -> None:
+    x = random((3, 6), torch.float32)
+    for operands in ((x, x, x[:, :5], x), (x[:, :5], x[:, :5], x[:, :5], x[:, :5]), (x, x.bfloat16(), x, x), (x.T, x.T, x.T, x.T)):
+        refused = Rig(threaded[1])
+        refused.small("rotary", *(torch.empty_like(x) if value is x else value for value in operands))
+        with pytest.raises(ValueError, match="rotary embedding"):
+            refused.run()
+
+
 def test_functions_of_truth_values_and_integers(rig: Rig) -> None:
     a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     long = torch.tensor([-7, 7, -8, 2**40])

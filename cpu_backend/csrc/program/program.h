@@ -96,7 +96,7 @@ class SmallOperation : public Operation {
   virtual void run(const Kernels& kernels) = 0;  // on one thread; throws std::invalid_argument
 };
 
-// `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum. The
+// `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum, rotary. The
 // first operands are the results; operations over a dimension work on the last one. Throws std::invalid_argument.
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers);
 std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form);  // out, x and, if there is one, weight

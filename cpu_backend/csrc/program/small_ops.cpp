@@ -581,6 +581,91 @@ class EmbeddingOperation final : public SmallOperation {  // out (..., C), weigh
   }
 };
 
+// out, x, cos, sin (..., D): x cos + r sin, where r has the negated second half of x's columns before the first (RoFormer: Su et al. 2021,
+// arXiv:2104.09864, in the order of GPT-NeoX). All products and sums are rounded to x's type, as separate operations would be.
+class RotaryOperation final : public SmallOperation {
+ public:
+  using SmallOperation::SmallOperation;
+  void resolved() override {
+    if (views_.size() != 4) refuse("a rotary embedding has another number of operands");
+    const View& out = views_[0];
+    for (const View& view : views_)
+      if (view.data == nullptr || is_integer(view.type) || view.dims != out.dims || out.dims < 1 || view.sizes != out.sizes ||
+          view.strides[static_cast<std::size_t>(out.dims - 1)] != 1)
+        refuse("a rotary embedding has another form");
+    cols_ = out.sizes[static_cast<std::size_t>(out.dims - 1)];
+    if (cols_ % 2 != 0 || cols_ > kStrip || out.type != views_[1].type) refuse("a rotary embedding has another form");
+  }
+  void run(const Kernels& kernels) override {
+    if (views_[0].elements() == 0) return;
+    const int outer = views_[0].dims - 1;
+    std::array<std::int64_t, kMaxDims> at{};
+    Strip strip;
+    for (bool more = true; more;) {
+      strip.rows = 0;
+      while (more && strip.rows < kMostRows && (strip.rows + 1) * cols_ <= kStrip) {
+        for (std::size_t i = 0; i < 4; ++i) {
+          std::int64_t element = 0;
+          for (int dim = 0; dim < outer; ++dim)
+            element += at[static_cast<std::size_t>(dim)] * views_[i].strides[static_cast<std::size_t>(dim)];
+          strip.place[i] = views_[i].data + element * static_cast<std::int64_t>(bytes_of(views_[i].type));
+        }
+        load(kernels, strip);
+        int dim = outer - 1;
+        while (dim >= 0 && ++at[static_cast<std::size_t>(dim)] == views_[0].sizes[static_cast<std::size_t>(dim)])
+          at[static_cast<std::size_t>(dim--)] = 0;
+        more = dim >= 0;
+      }
+      compute(kernels, strip);
+    }
+  }
+
+ private:
+  static constexpr int kMostRows = 16;
+  struct Strip {  // some rows, side by side
+    int rows;
+    std::byte* place[4];  // of the operands of the last row
+    std::byte* out[kMostRows];
+    const std::byte* factors[kMostRows][2] = {};  // whose values the arrays below have, of each row
+    alignas(64) float x[kStrip], turned[kStrip], cos[kStrip], sin[kStrip];
+    alignas(64) std::byte rounded[kStrip * sizeof(float)];
+  };
+
+  void load(const Kernels& kernels, Strip& strip) const {
+    const int row = strip.rows++, cols = static_cast<int>(cols_), half = cols / 2;
+    float* const x = strip.x + row * cols;
+    kernels.widen(activation_of(views_[1].type), strip.place[1], x, cols);
+    for (int i = 0; i < half; ++i) strip.turned[row * cols + i] = -x[half + i];
+    std::copy_n(x, half, strip.turned + row * cols + half);
+    for (int i = 0; i < 2; ++i) {
+      float* const values = (i == 0 ? strip.cos : strip.sin) + row * cols;
+      const std::byte* const source = strip.place[2 + i];
+      if (strip.factors[row][i] == source) continue;  // of the strip before
+      if (row > 0 && strip.factors[row - 1][i] == source) std::copy_n(values - cols, cols, values);
+      else kernels.widen(activation_of(views_[static_cast<std::size_t>(2 + i)].type), source, values, cols);
+      strip.factors[row][i] = source;
+    }
+    strip.out[row] = strip.place[0];
+  }
+
+  void compute(const Kernels& kernels, Strip& strip) const {
+    const ActivationType type = activation_of(views_[0].type);
+    const int count = strip.rows * static_cast<int>(cols_);
+    const auto product = [&](float* values, const float* factors) {
+      kernels.elementwise({Elementwise::kMul, values, factors, nullptr, values, count});
+      if (type == ActivationType::kFloat32) return;
+      kernels.narrow(type, values, strip.rounded, count);
+      kernels.widen(type, strip.rounded, values, count);
+    };
+    product(strip.x, strip.cos);
+    product(strip.turned, strip.sin);
+    kernels.elementwise({Elementwise::kAdd, strip.x, strip.turned, nullptr, strip.x, count});
+    for (int row = 0; row < strip.rows; ++row) kernels.narrow(type, strip.x + row * cols_, strip.out[row], static_cast<int>(cols_));
+  }
+
+  std::int64_t cols_ = 0;
+};
+
 class NormOperation final : public SmallOperation {
  public:
   NormOperation(std::vector<Operand> operands, const NormForm& form) : SmallOperation(std::move(operands)), form_(form) {}
@@ -622,6 +707,7 @@ std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, st
   if (name == "cumsum") return std::make_unique<CumsumOperation>(std::move(operands));
   if (name == "arange") return std::make_unique<ArangeOperation>(std::move(operands));
   if (name == "embedding") return std::make_unique<EmbeddingOperation>(std::move(operands));
+  if (name == "rotary") return std::make_unique<RotaryOperation>(std::move(operands));
   refuse("unknown operation '" + name + "'");
 }
 

@@ -36,7 +36,10 @@ from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
 from moegraft.operators.speculative.schedule import FixedSchedule
+from moegraft.operators.step_program.fitting import Affine, Place
+from moegraft.operators.step_program.lowering import Lowering, Node
 from moegraft.operators.step_program.model_state import ModelState
+from moegraft.operators.step_program.native_step import NativeStep
 from moegraft.operators.step_program.steps import StepPrograms
 
 CLOSE = 1e-4  # relative, of logits in float32; states of recurrent layers carry roundings on
@@ -132,6 +135,55 @@ def assert_equal_text(model: PreTrainedModel, ids: torch.Tensor, **options: Any)
         expected = generated(model, ids, **options)
     for _ in range(2):
         assert torch.equal(generated(model, ids, **options), expected)
+
+
+def test_rotary_embeddings_are_one_operation_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    emit = NativeStep._emit
+
+    def emitted(step: NativeStep, node: Node) -> None:
+        names.append(node.name)
+        emit(step, node)
+
+    monkeypatch.setattr(NativeStep, "_emit", emitted)
+    model = new_model("qwen3_moe", "cpu-exact")
+    assert_equal_text(model, prompt(7), tokens=8)
+    assert names.count("rotary") == 2 * model.config.num_hidden_layers and "neg" not in names
+
+
+@pytest.mark.parametrize("change", ["", "halves", "another reader", "type", "in place"])
+def test_only_whole_rotary_embeddings_become_one_operation(change: str) -> None:
+    def place(storage: int, heads: int = 3) -> Place:
+        sizes = Affine(1), Affine(heads), Affine(1), Affine(8)
+        return Place(storage, torch.bfloat16, Affine(0), sizes, (Affine(8 * heads), Affine(8), Affine(8), Affine(1)))
+
+    def halves(whole: Place) -> tuple[Place, Place]:
+        return whole.sliced(-1, Affine(0), Affine(4)), whole.sliced(-1, Affine(4), Affine(4))
+
+    x, out, plain, joined, turned = map(place, range(5))
+    cos, sin = (place(storage, 1).expanded(x.sizes) for storage in (5, 6))
+    (first, second), (front, back) = halves(x), halves(joined)
+    negated = dataclasses.replace(second, storage=7, offset=Affine(0))
+    if change == "halves":
+        first, second = second, first
+    if change == "type":
+        plain = dataclasses.replace(plain, dtype=torch.float32)
+    if change == "in place":
+        out = x
+    nodes = [
+        Node("small", [plain], [x, cos], "mul"),
+        Node("small", [negated], [second], "neg"),
+        Node("small", [front], [negated], "copy"),
+        Node("small", [back], [first], "copy"),
+        Node("small", [turned], [joined, sin], "mul"),
+        Node("small", [out], [plain, turned], "add"),
+    ]
+    if change == "another reader":
+        nodes.append(Node("small", [place(8)], [turned], "copy"))
+    lowering = Lowering.__new__(Lowering)
+    lowering.nodes, lowering.produced = list(nodes), {plain.storage, joined.storage, turned.storage, negated.storage}
+    lowering._fuse_rotary()
+    assert lowering.nodes == (nodes if change else [Node("small", [out], [x, cos, sin], "rotary")])
 
 
 @pytest.fixture
