@@ -182,6 +182,7 @@ def speeds() -> str:
     """Return the README's table of speeds, from runs that are interleaved with each peer."""
     layer, pairs, prompts = read("kt_kernel"), read("cpu_model_pairs"), read("cpu_model")
     formats = ("int4", "int8", "bfloat16")
+    pairs = [row for row in pairs if row["hardware"] == pairs[-1]["hardware"]]  # of the machine of the latest run
 
     def fastest_ms(provider: str, weights: str, tokens: str) -> str:
         wanted = (provider, weights, tokens)

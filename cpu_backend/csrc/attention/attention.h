@@ -194,6 +194,7 @@ class AttentionRowsJob final : public Job {
   const VisibleKeys& visible_;
   const int workers_;
   const AttentionPhases phases_;
+  bool by_pairs_;
   void (*score_)(const ScoreArgs& args);
   void (*mix_)(const MixArgs& args);
   std::vector<int> first_units_;  // of each sequence, and the number of all

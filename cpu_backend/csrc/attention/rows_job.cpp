@@ -25,10 +25,9 @@ AttentionRowsJob::AttentionRowsJob(const Kernels& kernels, const AttentionArgs& 
                                    const AttentionPhases& phases)
     : kernels_(kernels), args_(args), visible_(visible), workers_(workers), phases_(phases) {
   const int type = static_cast<int>(args.type), columns = (args.dim - args.tail_dim) | args.tail_dim | args.value_dim;
-  const bool by_pairs =
-      args.type == ActivationType::kBFloat16 && kernels.attention.score_pairs && args.rows() >= kPairRows && columns % 32 == 0;
-  score_ = by_pairs ? kernels.attention.score_pairs : kernels.attention.score[type];
-  mix_ = by_pairs ? kernels.attention.mix_pairs : kernels.attention.mix[type];
+  by_pairs_ = args.type == ActivationType::kBFloat16 && kernels.attention.score_pairs && args.rows() >= kPairRows && columns % 32 == 0;
+  score_ = by_pairs_ ? kernels.attention.score_pairs : kernels.attention.score[type];
+  mix_ = by_pairs_ ? kernels.attention.mix_pairs : kernels.attention.mix[type];
 }
 
 // A range of the keys of one KV head: number `split` of `splits`.
@@ -84,7 +83,9 @@ AttentionRowsJob::Sums AttentionRowsJob::sums_of(int unit) const {
   return {floats, floats + args_.rows(), floats + 2 * args_.rows()};
 }
 
-// Values are in pages of their own, which no hardware prefetcher expects; those of a step are read after its keys.
+// Values are in pages of their own, which no hardware prefetcher expects; those of a step are read after its keys. Products of pairs
+// prefetch a few lines at a time instead, values while they read keys and the next keys while they read values: more at once would have to
+// wait for each other.
 void AttentionRowsJob::prefetch_values(int batch, int kv_head, int token, int count) const {
   const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
   const std::byte* value = token_of(args_, args_.value, batch, kv_head, token);
@@ -113,6 +114,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   }
   const KeySpan seen = visible_.seen_by(args_, batch, kv_head, 0, rows);
   const int steps = (seen.count + kKeys - 1) / kKeys;
+  const bool latent = args_.value.data == args_.key.data;  // the values are the keys
   const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
   for (int step = steps * split / splits; step < steps * (split + 1) / splits; ++step) {
     const KeySpan keys = {seen.first + step * kKeys, std::min(kKeys, seen.count - step * kKeys)};
@@ -127,9 +129,11 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         const std::byte* ahead = key + 16 * bytes * args_.key.row_stride;
         if (args_.pages.table) {
           ahead = token_of(args_, args_.key, batch, kv_head, std::min(token + 16, seen.first + seen.count - 1));
-          if (row == 0) prefetch_values(batch, kv_head, token, run);
+          if (row == 0 && !by_pairs_) prefetch_values(batch, kv_head, token, run);
         }
-        score_({queries, queries_halves, dim, some, key, ahead, bytes * args_.key.row_stride, run, key_dim, scores + at, kKeys});
+        const std::byte* values = by_pairs_ && row == 0 && !latent ? token_of(args_, args_.value, batch, kv_head, token) : nullptr;
+        score_({queries, queries_halves, dim, some, key, ahead, bytes * args_.key.row_stride, run, key_dim, scores + at, kKeys, values,
+                bytes * args_.value.row_stride});
         if (tail_dim == 0) continue;
         const std::byte* tail = token_of(args_, args_.key_tail, batch, kv_head, keys.first + at);
         score_({queries + key_dim, queries_halves + key_dim, dim, some, tail, tail + 16 * bytes * args_.key_tail.row_stride,
@@ -149,9 +153,12 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
       }
       for (int at = 0, run; at < keys.count; at += run) {
         run = run_of(args_, keys.first + at, keys.count - at);
-        const std::byte* value = token_of(args_, args_.value, batch, kv_head, keys.first + at);
+        const int token = keys.first + at, next = token + kKeys;
+        const std::byte* value = token_of(args_, args_.value, batch, kv_head, token);
+        const bool reads_on = by_pairs_ && row == 0 && next < seen.first + seen.count;
+        const std::byte* next_keys = reads_on ? token_of(args_, args_.key, batch, kv_head, next) : nullptr;
         mix_({scores + at, kKeys, some, value, bytes * args_.value.row_stride, run, args_.value_dim,
-              sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim});
+              sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim, next_keys, bytes * args_.key.row_stride});
       }
     }
   }

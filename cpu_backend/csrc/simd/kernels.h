@@ -287,6 +287,8 @@ struct ScoreArgs {
   int dim;
   float* scores;  // (rows, score_stride)
   int score_stride;
+  const std::byte* values = nullptr;  // of these keys; if given, score_pairs prefetches `dim` columns of them instead of keys
+  std::ptrdiff_t value_bytes = 0;
 };
 
 // sums[r] += shares[r][j] * value j.
@@ -300,6 +302,8 @@ struct MixArgs {
   int dim;
   float* sums;  // (rows, sum_stride)
   int sum_stride;
+  const std::byte* keys = nullptr;  // the next `count` keys; if given, mix_pairs prefetches `dim` columns of them
+  std::ptrdiff_t key_bytes = 0;
 };
 
 // A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.

@@ -144,7 +144,8 @@ void score_pairs(const ScoreArgs& args) {
   for (int j = 0; j < args.count; j += W) {
     const int keys = args.count - j < W ? args.count - j : W;
     const std::byte* const key = args.keys + j * args.key_bytes;
-    const std::byte* const ahead = args.ahead + j * args.key_bytes;
+    const std::ptrdiff_t ahead_bytes = args.values ? args.value_bytes : args.key_bytes;
+    const std::byte* const ahead = (args.values ? args.values : args.ahead) + j * ahead_bytes;
     F sums[N];
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) sums[r] = T::zero();
@@ -153,7 +154,7 @@ void score_pairs(const ScoreArgs& args) {
 #pragma GCC unroll 16
       for (int k = 0; k < W; ++k) {
         words[k] = T::load_int(key + (k < keys ? k : 0) * args.key_bytes + 2 * d);
-        __builtin_prefetch(ahead + k * args.key_bytes + 2 * d, 0, 3);
+        __builtin_prefetch(ahead + k * ahead_bytes + 2 * d, 0, 2);
       }
       T::transpose(words);
       const std::uint16_t* query = args.halves + d;
@@ -205,6 +206,10 @@ void mix_pairs(const MixArgs& args) {
     }
     const std::byte* value = args.values + 2 * d;
     for (int j = 0; j < args.count; j += 2, value += 2 * args.value_bytes) {
+      if (args.keys) {
+        __builtin_prefetch(args.keys + j * args.key_bytes + 2 * d, 0, 2);
+        __builtin_prefetch(args.keys + (j + 1) * args.key_bytes + 2 * d, 0, 2);
+      }
       I low, high;
       T::pair_shorts(T::load_int(value), j + 1 < args.count ? T::load_int(value + args.value_bytes) : T::zero_int(), low, high);
 #pragma GCC unroll 8
