@@ -113,3 +113,16 @@ def test_gguf_files_are_refused_in_a_sentence_without_their_package(arguments: s
     done = run_with(NEEDED, PROGRAM, *arguments.format(folder=tmp_path).split())
     assert done.returncode == 2
     assert "GGUF files need gguf, which is not installed: pip install 'gguf>=0.19'" in " ".join(done.stderr.split())
+
+
+COLLECT = """
+import pytest
+
+sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"]))
+"""
+
+
+def test_every_test_module_is_collected_without_the_extras() -> None:
+    """One that is not is an error of the whole run, also of one that selects the tests for a GPU."""
+    done = run_with((*NEEDED, "triton", "pytest"), COLLECT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert done.returncode == 0, "\n".join(line for line in done.stdout.splitlines() if line.startswith("E"))
