@@ -14,8 +14,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support import ROOT
 
-# Hides packages as if they were not installed, from `import` and from those who ask whether they are there.
+# Hides distributions as if they were not installed, from `import` and from those who ask whether they are there.
 HIDING = """
+import re
 import sys
 from importlib.machinery import PathFinder
 
@@ -23,6 +24,11 @@ class Installed(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if path is None and name in {hidden!r} else PathFinder.find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, *args, **kwargs):
+        found = PathFinder.find_distributions(*args, **kwargs)
+        return (each for each in found if re.sub("[-_.]+", "-", each.metadata["Name"]).lower() in {kept!r})
 
 sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
 """
@@ -45,10 +51,11 @@ def with_requirements(packages: Iterable[str]) -> set[str]:
 
 
 def run_with(packages: Iterable[str], code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code where these packages, what they require and moegraft are installed, and nothing else."""
-    kept = with_requirements(packages) | {"moegraft"}
-    hidden = {name for name, owners in packages_distributions().items() if not kept & set(map(canonicalize_name, owners))}
-    command = [sys.executable, "-c", HIDING.format(hidden=hidden) + code, *arguments]
+    """Run Python code where these packages and what they require are installed, and nothing else: moegraft is run from its folder."""
+    kept = with_requirements(packages)
+    usable = kept | {"moegraft"}
+    hidden = {name for name, owners in packages_distributions().items() if not usable & set(map(canonicalize_name, owners))}
+    command = [sys.executable, "-c", HIDING.format(hidden=hidden, kept=kept) + code, *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
@@ -83,13 +90,13 @@ RULES = """
 version: 1
 rules:
 - match: {kind: experts}
-  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}, decode: graph}}
+  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}, decode: graph, cache_dir: "packed"}}
 """
 
 
 def test_experts_on_a_gpu_need_no_package_of_files_or_servers(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES)
+    rules.write_text(RULES.replace("packed", str(tmp_path / "packed")))
     done = run_with(NEEDED, GPU_EXPERTS, str(tmp_path / "model"), str(rules))
     assert done.returncode == 0, done.stderr
     on_gpu, replayed = map(int, done.stdout.split())
@@ -102,6 +109,12 @@ from moegraft.injection.cli.moegraft import main
 sys.argv[0] = "moegraft"
 main()
 """
+
+
+def test_the_doctor_examines_such_a_machine() -> None:
+    done = run_with(NEEDED, PROGRAM, "doctor")
+    assert done.returncode == 0, done.stderr
+    assert "notice: moegraft is run from its folder" in done.stdout
 
 
 @pytest.mark.parametrize(
