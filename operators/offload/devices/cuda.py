@@ -4,7 +4,7 @@ Threads: streams run on the device; one notifier thread waits for events in the 
 waits release the interpreter lock and sleep in the driver. Copies read host memory in place: its owner keeps it until they are done.
 
 PyTorch does not offer, or offers slowly, a few calls of the CUDA runtime; `RuntimeLibrary` makes them through ctypes on the library that
-PyTorch loaded. No GPU has run `capture` yet: its tests replace PyTorch's calls.
+PyTorch loaded. No GPU has run a capture yet: its tests replace PyTorch's calls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
+from moegraft.operators.cuda_graph import capture_graph
 from moegraft.operators.offload.devices.base import (
     Buffer,
     Bytes,
@@ -387,38 +388,10 @@ class CudaDevice:
 
     def capture(self, step: Callable[[], None]) -> CudaGraph:
         self._check_open()
-        graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), self.stream("capture").raw
-        current = torch.cuda.current_stream(self.torch_device)
-        failure: Exception | None = None
         try:
-            # Only this thread is captured: other threads go on copying experts, on a stream that is not part of the graph.
-            with (
-                torch.cuda.device(self.torch_device),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                try:
-                    step()
-                except Exception as error:
-                    failure = error
-                    raise
-        except BaseException as error:
-            self._end_failed_capture(current, pool)
-            first = failure or error  # ending a capture that failed fails as well, and for no reason of its own
-            if isinstance(first, RuntimeError):  # DeviceError is one, as is what PyTorch raises
-                raise DeviceError(f"{self.name}: the step cannot be captured: {first}") from error
-            raise
-        return CudaGraph(self.name, graph)
-
-    def _end_failed_capture(self, current: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Restore what PyTorch leaves changed when the end of a capture fails: stream, memory pool and random numbers."""
-        torch.cuda.set_stream(current)
-        index = self.torch_device.index
-        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):  # where PyTorch has done it
-                end(index, pool)
-        # The generator's state still counts as being captured, and a copy of it does not.
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
+            return CudaGraph(self.name, capture_graph(self.torch_device, self.stream("capture").raw, step))
+        except RuntimeError as error:  # DeviceError is one, as is what PyTorch raises
+            raise DeviceError(f"{self.name}: the step cannot be captured: {error}") from error
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
         self._check_open()
