@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -42,6 +42,9 @@ HOST_TO_DEVICE = 1
 PORTABLE = 1  # page-locked for every device
 READ_ONLY = 8  # for bytes that the host cannot write, such as a file mapped for reading
 NON_BLOCKING = 1  # a stream that does not wait for the default one
+# Streams of closed devices, by GPU, which later devices take. None is destroyed: when page-locked memory is freed, which may be later,
+# PyTorch records an event on each stream that has copied from it or to it, and on one that is gone this ends the process.
+_idle_streams: dict[int, list[int]] = {}
 # What PyTorch and Triton raise as a plain RuntimeError although the GPU, its driver or its libraries refused.
 GPU_ERROR = re.compile(r"(CUDA|HIP|cuda|hip)( driver)? error|Triton Error|(CUBLAS|CUDNN|HIPBLAS|MIOPEN|CUSOLVER)_STATUS|cuDNN error")
 CLOSE_S = 1.0
@@ -81,7 +84,6 @@ class RuntimeLibrary:
         self._register = function("HostRegister", [pointer, size, ctypes.c_uint])
         self._unregister = function("HostUnregister", [pointer])
         self._create_stream = function("StreamCreateWithFlags", [ctypes.POINTER(pointer), ctypes.c_uint])
-        self._destroy_stream = function("StreamDestroy", [pointer])
         self._last_error = function("GetLastError", [])
         self._error_string = function("GetErrorString", [number], ctypes.c_char_p)
 
@@ -105,10 +107,6 @@ class RuntimeLibrary:
         self._check(self._create_stream(ctypes.byref(handle), NON_BLOCKING), "StreamCreateWithFlags")
         assert handle.value is not None, "a stream that was created has a handle"
         return handle.value
-
-    def destroy_stream(self, handle: int) -> None:
-        """Destroy a stream of `create_stream`, once its work is done."""
-        self._check(self._destroy_stream(handle), "StreamDestroy")
 
     def _check(self, code: object, call: str) -> None:
         if code != 0:
@@ -320,8 +318,12 @@ class CudaDevice:
         return stream
 
     def _new_stream(self) -> int:
-        with torch.cuda.device(self.torch_device):
-            handle = self._runtime.create_stream()
+        idle = _idle_streams.get(self.torch_device.index)
+        if idle:
+            handle = idle.pop()
+        else:
+            with torch.cuda.device(self.torch_device):
+                handle = self._runtime.create_stream()
         others = [*self._handles, torch.cuda.current_stream(self.torch_device).cuda_stream]
         assert handle not in others, f"{self.name}: a new stream has the handle {handle:#x} of another"
         self._handles.append(handle)
@@ -428,9 +430,7 @@ class CudaDevice:
         self._closed = True
         self._notifications.put(None)
         self._notifier.join(CLOSE_S)
-        for handle in self._handles:
-            with suppress(DeviceError):  # after a failure of the device nothing can be destroyed
-                self._runtime.destroy_stream(handle)
+        _idle_streams.setdefault(self.torch_device.index, []).extend(self._handles)
         self._handles.clear()
 
     def _own(self, stream: Stream) -> CudaStream:
