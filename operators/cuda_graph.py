@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -15,12 +16,17 @@ _never_ended: list[torch.cuda.CUDAGraph] = []
 def capture_graph(device: torch.device, stream: torch.cuda.Stream, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Capture what `step` launches, on a stream of its own. Only this thread is captured: others go on copying, on other streams.
 
+    Garbage is not collected meanwhile: page-locked memory that is freed has an event recorded on each stream that copied it, and one that
+    is recorded on a captured stream can never be waited for.
+
     Raises:
         Exception: what `step` raised, or else PyTorch's reason.
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     current = torch.cuda.current_stream(device)
     failure: BaseException | None = None
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
@@ -36,6 +42,10 @@ def capture_graph(device: torch.device, stream: torch.cuda.Stream, step: Callabl
         if failure is None or failure is error:
             raise
         raise failure from None  # ending a capture that failed fails as well, and for no reason of its own
+    finally:
+        failure = None  # whose traceback has this frame, and so what `step` holds
+        if collecting:
+            gc.enable()
     return graph
 
 

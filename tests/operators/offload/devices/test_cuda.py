@@ -233,12 +233,13 @@ def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDev
     before = torch.cuda.current_stream(device.torch_device)
 
     def step() -> None:
+        assert not gc.isenabled(), "page-locked memory that is freed now would have events in the graph"
         device.order(compute, side)
         device.launch(side, lambda: ran.append("side"), WORK)
         device.order(side, compute)
 
     graph = device.capture(step)
-    assert torch.cuda.current_stream(device.torch_device) is before
+    assert torch.cuda.current_stream(device.torch_device) is before and gc.isenabled()
     graph.replay()
     assert ran == ["side"] and captures.replays == 1
     assert len(side.raw.waited) == len(device.stream("capture").raw.waited) == 1  # type: ignore[attr-defined]
@@ -280,7 +281,7 @@ def test_a_failed_capture_leaves_pytorch_as_it_was(
     with pytest.raises(error, match=says):
         device.capture(step)
     gc.collect()
-    assert torch.cuda.current_stream(device.torch_device) is before
+    assert torch.cuda.current_stream(device.torch_device) is before and gc.isenabled()
     assert not captures.underway and list(captures.uses.values()) == [0], "released once, or PyTorch ends the process"
     assert not captures.generator.capturing, "so that the next token can be sampled"
     captures.fault = ""
