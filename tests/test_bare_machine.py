@@ -137,5 +137,5 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"
 
 def test_every_test_module_is_collected_without_the_extras() -> None:
     """One that is not is an error of the whole run, also of one that selects the tests for a GPU."""
-    done = run_with((*NEEDED, "triton", "pytest"), COLLECT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    done = run_with((*NEEDED, "triton", "pytest"), COLLECT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTEST_ADDOPTS="")
     assert done.returncode == 0, "\n".join(line for line in done.stdout.splitlines() if line.startswith("E"))
