@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.offload.cache import CacheOptions, make_policy
-from moegraft.operators.offload.captured import CallShape, StepGraph
+from moegraft.operators.offload.captured import StepGraph
 from moegraft.operators.offload.costs import CostModel, CostTables
 from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.engine import Engine
@@ -141,7 +141,7 @@ def captured() -> list[dict[str, object]]:
     for layer, router in zip(model.gpu_layers, model.routers, strict=True):
         x = model.hidden_states(1)
         layer.forward(x, *reversed(router.module(x.float())[1:]))
-    graph = StepGraph(model.engine, model.layers, CallShape(1, TOP_K, torch.bfloat16))
+    graph = StepGraph(model.engine, model.layers, [layer.last_call for layer in model.gpu_layers])
     counts = model.device.counts
     layer_rows: list[dict[str, float]] = []
 

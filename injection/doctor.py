@@ -156,7 +156,11 @@ def _compiler() -> str | None:
 
 
 def _packages() -> Iterator[Package]:
-    for line in requires("moegraft") or ():
+    try:
+        required = requires("moegraft") or ()
+    except PackageNotFoundError:  # it is run from its folder
+        required = ()
+    for line in required:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield package(requirement.name, str(requirement.specifier))
@@ -197,6 +201,8 @@ def _installation(facts: Facts) -> Iterator[Problem]:
             state = f"{package.name} {package.version} is installed" if package.version else f"{package.name} is not installed"
             wanted = f"{package.name}{package.wanted}"
             yield Problem("error", f"{state} and moegraft needs {wanted}", f"pip install '{wanted}'")
+    if not any(package.wanted for package in facts.packages):
+        yield Problem("notice", "moegraft is run from its folder: the packages that it needs are not compared", "pip install -e .")
     if facts.compiler is None:
         yield Problem("notice", "no C++ compiler was found", "needed only to build moegraft from source: apt install g++")
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as BlockType
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import search_grid
+from moegraft.operators.weight_formats import FORMATS
 
 Bytes = NDArray[Any]  # uint8, which NumPy's types lose in arithmetic
 SUPER_BLOCK = 256
@@ -509,6 +508,7 @@ _ENCODERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Bytes]] = {
 }
 FLOATS = ("F32", "F16", "BF16")
 ENCODED = (*FLOATS, *_ENCODERS)
+_FORMAT_OF = {form.gguf: form for form in FORMATS.values()}
 # What rows that are no whole number of super-blocks are stored in, as by llama.cpp; then F16.
 INSTEAD = {
     "Q2_K": "Q4_0",
@@ -524,16 +524,14 @@ INSTEAD = {
 def fitting_type(name: str, columns: int) -> str:
     """Return the type that rows of `columns` weights are stored in where `name` is wanted."""
     for found in (name, INSTEAD.get(name, name)):
-        if columns % GGML_QUANT_SIZES[BlockType[found]][0] == 0:
+        if columns % _FORMAT_OF[found].block_weights == 0:
             return found
     return "F16"
 
 
 def row_bytes(name: str, columns: int) -> int:
     """Return the bytes of a row, which is a whole number of blocks."""
-    block, size = GGML_QUANT_SIZES[BlockType[name]]
-    assert columns % block == 0, f"{columns} columns are no whole number of blocks of {name}"
-    return columns // block * size
+    return _FORMAT_OF[name].nbytes(columns)
 
 
 def encode(matrix: torch.Tensor, name: str, importance: torch.Tensor | None = None) -> Bytes:
@@ -552,7 +550,7 @@ def encode(matrix: torch.Tensor, name: str, importance: torch.Tensor | None = No
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
         floats: Bytes = matrix.to(dtype).contiguous().view(torch.uint8).reshape(rows, -1).numpy()
         return floats
-    block, size = GGML_QUANT_SIZES[BlockType[name]]
+    block, size = _FORMAT_OF[name].block_weights, _FORMAT_OF[name].block_bytes
     packed = np.empty((rows, row_bytes(name, columns)), np.uint8)
     of_row = torch.ones(columns) if importance is None else _positive(importance)
     step = max(1, CHUNK // columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -60,6 +61,14 @@ def threads_beside_gpu() -> int:
     """Return the default number of threads where a GPU computes as well; machines of fewer than eight cores leave it fewer of them."""
     cores = default_threads()
     return cores - min(CORES_BESIDE_GPU, cores // 4)
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; "none" without one, such as of moegraft itself run from its folder."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def cpu_info(name: str) -> str:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
-from moegraft.operators.machine import cpu_info, probe_machine
+from moegraft.operators.machine import cpu_info, probe_machine, version_of
 from moegraft.operators.registry import load_registry
 from moegraft.operators.self_test import kernel_in_use
 
@@ -282,5 +281,5 @@ def _made_with() -> dict[str, Any]:
     """Return the machine and the versions that rates depend on."""
     gpus = [gpu.name for gpu in probe_machine().gpus]
     kernel = kernel_in_use()
-    versions = {name: version(name) for name in ("moegraft", "torch", "transformers")}
+    versions = {name: version_of(name) for name in ("moegraft", "torch", "transformers")}
     return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from moegraft.injection.estimate.measure import load_figures, save_figures
 from moegraft.injection.parallel import Processes
 from moegraft.operators.expert_group import Peer, Shares
+from moegraft.operators.machine import version_of
 
 HIDDEN = 2048  # of Qwen3-30B-A3B
 MANY_TOKENS = 1024  # 4 MiB of bfloat16 in each direction
@@ -108,11 +108,11 @@ def _longer_us(measured_s: float, alone_s: float) -> float:
 
 def save(network: Network) -> Path:
     """Save the measurement; see `save_figures`."""
-    return save_figures(FILE_NAME, version("moegraft"), network)
+    return save_figures(FILE_NAME, version_of("moegraft"), network)
 
 
 def load() -> Network | None:
     """Return the saved measurement; None if there is none of this version."""
     return load_figures(
-        FILE_NAME, version("moegraft"), lambda found: Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"]))
+        FILE_NAME, version_of("moegraft"), lambda found: Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"]))
     )

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +32,7 @@ from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts
 from moegraft.operators.atomic_file import NotNeededError, new_file, sweep
 from moegraft.operators.errors import NotEnoughMemoryError, error_sentence
 from moegraft.operators.layout import ExpertsLayout
-from moegraft.operators.machine import probe_machine
+from moegraft.operators.machine import probe_machine, version_of
 
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"
@@ -46,7 +45,7 @@ Fill = Callable[[PackedExperts], None]
 @cache
 def _converters() -> str:
     """The versions of what converts stored weights before they are packed."""
-    return ", ".join(f"{name} {version(name)}" for name in ("moegraft", "transformers", "gguf"))
+    return ", ".join(f"{name} {version_of(name)}" for name in ("moegraft", "transformers", "gguf"))
 
 
 @dataclass(frozen=True, slots=True)

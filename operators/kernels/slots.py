@@ -221,9 +221,7 @@ class SlotExperts:
         packed = PackedBytes.of(arena, self.matrices.gate_up.weights)
         if slots.numel() == 0:
             out.zero_()
-        elif (
-            path or ("decode" if len(slots) <= constant("decode_tokens", DECODE_TOKENS, self.weight_type, arena.device) else "grouped")
-        ) == "decode":
+        elif (path or self._path(len(slots), arena.device)) == "decode":
             self._decode(hidden_states, packed, slots, top_k_weights, out)
         else:
             ids, num_ids = (slots, len(arena)) if experts is None else (experts, self.shape.num_experts)
@@ -235,8 +233,9 @@ class SlotExperts:
         self, hidden_states: torch.Tensor, arena: torch.Tensor, experts: torch.Tensor, top_k_weights: torch.Tensor
     ) -> GroupedCall | None:
         """Return a call of the grouped path whose experts are computed as they arrive; None where a call takes another path, or is cut."""
-        inside = DECODE_TOKENS < len(hidden_states) <= MOST_TOKENS and experts.numel() > 0
-        return GroupedCall(self, hidden_states, arena, experts, top_k_weights) if inside else None
+        tokens = len(hidden_states)
+        grouped = tokens <= MOST_TOKENS and experts.numel() > 0 and self._path(tokens, arena.device) == "grouped"
+        return GroupedCall(self, hidden_states, arena, experts, top_k_weights) if grouped else None
 
     def _path(self, tokens: int, device: torch.device) -> Literal["decode", "grouped"]:
         return "decode" if tokens <= constant("decode_tokens", DECODE_TOKENS, self.weight_type, device) else "grouped"

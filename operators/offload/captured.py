@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -32,11 +32,16 @@ LEAST_REQUESTS = 4  # so that the link never waits for the next step
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The shape of a call of a layer's experts: (T, H) hidden states of `dtype`, (T, K) choices."""
+    """The shape of a call of a layer's experts: (T, H) hidden states of `dtype`, (T, K) choices.
+
+    Attributes:
+        routing: the dtypes of the choices, their weights and the scores; None for scores where no router was seen. Layers may differ.
+    """
 
     tokens: int
     top_k: int
     dtype: torch.dtype
+    routing: tuple[torch.dtype, torch.dtype, torch.dtype | None] = field(default=(torch.int64, torch.float32, torch.float32), compare=False)
 
 
 class StepBuffers:
@@ -198,19 +203,28 @@ class StepGraph:
     """The captured decode step of one engine's model.
 
     Args:
-        call: the shape of every layer's call.
+        calls: the last call of each layer, layer by layer; None where there was none.
 
     Attributes:
         layers: what computes each layer's experts while the step is captured.
+
+    Raises:
+        DeviceError: the layers' calls differ in shape.
     """
 
-    def __init__(self, engine: Engine, layers: EngineLayers, call: CallShape) -> None:
+    def __init__(self, engine: Engine, layers: EngineLayers, calls: Sequence[CallShape | None]) -> None:
+        call = calls[0]
+        if call is None or set(calls) != {call}:
+            raise DeviceError("the calls of this model's layers differ in shape")
         self._engine = engine
+        self._layers = layers
+        self._call = call
+        self._routings = {each.routing for each in calls if each is not None}
         self._slots, self._queue = engine.cache.slots, engine.cache.queue
         self._compute = engine.device.stream("compute")
         engine.device.stream(HOST_STREAM)  # must exist before anything is captured
-        count, hidden = len(layers.packed), layers.packed[0].shape.hidden
-        self._buffers = StepBuffers(engine.device, count, layers.num_experts, hidden, call)
+        count, self._hidden = len(layers.packed), layers.packed[0].shape.hidden
+        self._buffers = StepBuffers(engine.device, count, layers.num_experts, self._hidden, call)
         self.layers: Sequence[CapturedLayer] = [CapturedLayer(engine.device, layers, index, self._buffers) for index in range(count)]
         self._graph: Graph | None = None
         self._last: _Routed | None = None  # of the last step, which nothing was learnt from yet
@@ -224,7 +238,23 @@ class StepGraph:
             DeviceError: it cannot be captured.
         """
         with self._engine.exclusive():
+            if not self._layers.emulated:
+                with self._engine.device.errors():
+                    self._warm_up()
             self._graph = self._engine.device.capture(step)
+
+    def _warm_up(self) -> None:
+        """Launch once what every layer launches: the first launch compiles a kernel and loads it, which drivers may refuse in a capture."""
+        call, buffers = self._call, self._buffers
+        on_device, num_experts = buffers.table.device, buffers.table.shape[1]
+        for index_dtype, weights_dtype, scores_dtype in self._routings:
+            tokens = torch.zeros(call.tokens, self._hidden, dtype=call.dtype, device=on_device)
+            absent = torch.full((call.tokens, call.top_k), -1, dtype=index_dtype, device=on_device)
+            weights = torch.zeros(absent.shape, dtype=weights_dtype, device=on_device)
+            scores = None
+            if scores_dtype is not None:
+                scores = torch.zeros(call.tokens, num_experts, dtype=scores_dtype, device=on_device)
+            self.layers[0].forward(tokens, absent, weights, scores)
 
     def replay(self) -> None:
         """Execute one step on what its tensors hold now; it is done when this returns.

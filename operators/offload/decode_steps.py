@@ -157,11 +157,7 @@ class DecodeSteps:
 
     def _capture(self, plain: Forward, arguments: Mapping[str, Any]) -> _CapturedStep:
         layers = self._engines.layers
-        shapes = {layer.last_call for layer in layers}
-        shape = shapes.pop()
-        if shapes or shape is None:
-            raise DeviceError("the calls of this model's layers differ in shape")
-        graph = StepGraph(layers[0].engine, layers[0].layers, shape)
+        graph = StepGraph(layers[0].engine, layers[0].layers, [layer.last_call for layer in layers])
         for layer, captured in zip(layers, graph.layers, strict=True):
             layer.captured = threading.get_ident(), captured
         try:

@@ -82,9 +82,10 @@ class GpuLayer:
             top_k_index, top_k_weights = self._narrow(top_k_index, top_k_weights, settings)
         tokens = rounded(hidden_states.detach()).contiguous()
         on_device = Tokens(tokens, top_k_index.detach().long().contiguous(), top_k_weights.detach().float().contiguous())
-        self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype)
         tensors = {"tokens": tokens, "index": on_device.top_k_index, "weights": on_device.top_k_weights}
         call = self._router_calls.take()
+        routing = routed_index.dtype, top_k_weights.dtype, None if call is None else call[1].dtype
+        self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype, routing)
         if call is not None and len(call[1]) == len(top_k_index):
             tensors["scores"] = call[1][-LEARN_TOKENS:]
             tensors |= self._predict(call[0])

@@ -6,11 +6,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from moegraft.operators.atomic_file import new_file, user_cache
 from moegraft.operators.errors import error_sentence
+from moegraft.operators.machine import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class TimedCase:
     @property
     def key(self) -> str:
         """The case and the versions of the packages that compile and run the kernels, as JSON."""
-        made_with = {name: version(name) for name in ("triton", "torch", "moegraft")}
+        made_with = {name: version_of(name) for name in ("triton", "torch", "moegraft")}
         return json.dumps({**asdict(self), **made_with}, sort_keys=True)
 
 

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear
+from moegraft.operators.cuda_graph import capture_graph
 from moegraft.operators.kernels.epilogue import Threshold
 from moegraft.operators.kernels.launch import PackedBytes, on
 from moegraft.operators.kernels.packed_layout import SKETCH, SparseLayout, in_element_order, in_unit_order, sparse_layout
@@ -400,16 +401,16 @@ def synthetic_slot_calls(
 
 def replay_ms(calls: Sequence[Callable[[], None]], device: torch.device, replays: int = REPLAYS) -> list[float]:
     """Return the milliseconds of one of `calls`, for each replay of a graph that runs them all once."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles
-            call()
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread is captured: others may be waiting for the GPU or copying to it.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for call in calls:
-                call()
+        run()  # compiles
+        graph = capture_graph(device, stream, run)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         graph.replay()
         for event in events[:-1]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis", reason="an extra for tests: pip install 'moegraft[test]'")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import import_benchmark

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from support import import_benchmark
 
+pytest.importorskip("gguf", reason="the benchmark writes models for llama.cpp by the package gguf")
+
 benchmark = import_benchmark("serve")
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

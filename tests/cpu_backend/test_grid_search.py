@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-from gguf import quants
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import search_grid
+
+quants = pytest.importorskip("gguf.quants", reason="compares with the grids of the package gguf")
 
 FORMS = {"iq3_s": (32, 4), "iq3_xxs": (32, 4), "iq2_s": (16, 8), "iq2_xs": (16, 8), "iq2_xxs": (32, 8), "iq1_s": (32, 8)}  # group, columns
 EVEN = ("iq3_xxs", "iq2_xs", "iq2_xxs")

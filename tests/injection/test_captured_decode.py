@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import build_model, prompt, served_cases
-from support.gpus import emulated_only, placed
+from support.gpus import emulated_only, limit, placed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
@@ -51,6 +51,16 @@ def load(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
     return load
 
 
+@pytest.fixture
+def tolerance(gpu: str) -> float:
+    """Of logits that two runs compute: on an emulated device by the same kernels in the same order, whichever device has an expert.
+
+    On a GPU the schedule of an eager step and the resident experts of a captured one divide the work differently, and both devices round
+    differently; prompts and single tokens take different kernels there as well.
+    """
+    return limit(gpu)
+
+
 def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.Tensor]:
     settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     ids = arguments.pop("ids", prompt(5)).to(model.device)
@@ -73,13 +83,15 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_captured_steps_answer_as_those_layer_by_layer(model_type: str, load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_captured_steps_answer_as_those_layer_by_layer(  # type: ignore[no-untyped-def]
+    model_type: str, load, tolerance: float, caplog: pytest.LogCaptureFixture
+) -> None:
     tokens, logits = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"))
     model = load(model_type)
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model)
     assert not notices(caplog), caplog.text
-    assert found == tokens and difference(found_logits, logits) < 1e-5
+    assert found == tokens and difference(found_logits, logits) < tolerance
     statistics = engine_of(model).statistics
     assert statistics.replayed >= NEW - 3  # of the last nothing is learnt yet, and one was compared
     assert 0 < statistics.on_cpu < statistics.used
@@ -87,7 +99,9 @@ def test_captured_steps_answer_as_those_layer_by_layer(model_type: str, load, ca
 
 @pytest.mark.parametrize("model_type", WINDOWED)
 @pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, WINDOW + 8], ids="prompt of {}".format)
-def test_steps_over_sliding_windows_are_captured_too(length: int, model_type: str, load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped-def]
+    length: int, model_type: str, load, tolerance: float, caplog: pytest.LogCaptureFixture
+) -> None:
     """Windows become full while answering, with the prompt or with the first token after it."""
     ids = prompt(length)
     tokens, logits = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"), ids=ids)
@@ -95,12 +109,12 @@ def test_steps_over_sliding_windows_are_captured_too(length: int, model_type: st
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model, ids=ids)
     assert not notices(caplog), caplog.text
-    assert found == tokens and difference(found_logits, logits) < 1e-5
+    assert found == tokens and difference(found_logits, logits) < tolerance
     assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared anew
 
 
 def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
-    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the step makes the masks of its windows itself, it does so from numbers."""
     monkeypatch.setattr(decode_steps, "why_counted_in_python", lambda arguments, cache: None)
@@ -112,8 +126,9 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
         found = [model(input_ids=each, past_key_values=cache).logits for each in (ids[:, :4], *ids[:, 4:].split(1, dim=1))]
     (notice,) = notices(caplog)
     # transformers 5.17 makes a tensor of the number, which no capture allows; newer releases compute with it.
-    assert "a captured step gave logits that are" in notice or "torch.tensor copies a number from the host" in notice
-    assert difference(torch.cat(found, dim=1), expected) < 1e-5
+    refused = "torch.tensor copies a number from the host", "the step cannot be captured"  # the latter by a GPU
+    assert "a captured step gave logits that are" in notice or any(reason in notice for reason in refused)
+    assert difference(torch.cat(found, dim=1), expected) < tolerance
     assert engine_of(model).statistics.replayed == 0
 
 
@@ -145,11 +160,11 @@ def test_a_fixed_cache_grows_again_unchanged(model_type: str, length: int) -> No
 
 
 @pytest.mark.parametrize("cache", ["{slots: 0}", "{slots: 1}", "{ratio: 1.0}", "{ratio: 0.4, scope: global, policy: lru}"])
-def test_any_number_of_slots_answers_the_same(cache: str, load) -> None:  # type: ignore[no-untyped-def]
+def test_any_number_of_slots_answers_the_same(cache: str, load, tolerance: float) -> None:  # type: ignore[no-untyped-def]
     tokens, logits = answer(load("qwen3_moe", f"cache: {cache}, decode: eager"))
     model = load("qwen3_moe", f"cache: {cache}, decode: graph")
     found, found_logits = answer(model)
-    assert found == tokens and difference(found_logits, logits) < 1e-5
+    assert found == tokens and difference(found_logits, logits) < tolerance
     assert cache == "{slots: 0}" or engine_of(model).statistics.replayed > 0  # with no slot there is no engine
 
 
@@ -165,10 +180,10 @@ def test_answers_follow_one_another_on_caches_of_their_own(load) -> None:  # typ
     assert answer(model, ids=longer, past_key_values=held, disable_compile=True)[0] == answer(stock, ids=longer)[0]
 
 
-def test_several_sequences_are_captured_too(load) -> None:  # type: ignore[no-untyped-def]
+def test_several_sequences_are_captured_too(load, tolerance: float) -> None:  # type: ignore[no-untyped-def]
     model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
     ids = prompt(5, batch=3)
-    assert difference(answer(model, ids=ids)[1], answer(stock, ids=ids)[1]) < 1e-5
+    assert difference(answer(model, ids=ids)[1], answer(stock, ids=ids)[1]) < tolerance
     assert engine_of(model).statistics.replayed > 0
 
 
@@ -219,7 +234,7 @@ def test_obstacles_to_captured_steps_are_logged_once(  # type: ignore[no-untyped
 
 
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]
-    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens, logits = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"))
     forward = CapturedLayer.forward
@@ -227,7 +242,7 @@ def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped
     model = load("qwen3_moe")
     with caplog.at_level(logging.WARNING, "moegraft"):
         found, found_logits = answer(model)
-    assert found == tokens and difference(found_logits, logits) < 1e-5
+    assert found == tokens and difference(found_logits, logits) < tolerance
     (notice,) = notices(caplog)
     assert "a captured step gave logits that are" in notice
 
@@ -307,6 +322,7 @@ def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ig
     assert [each() for each in watched] == [None] * 3
 
 
+@emulated_only  # whose kernel is replaced
 def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type: ignore[no-untyped-def]
     load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+pytest.importorskip("gguf", reason="writes GGUF files")
+
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
 from moegraft.injection.meta_model import build_meta_model

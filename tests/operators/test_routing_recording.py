@@ -16,6 +16,7 @@ from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.routing import RoutedCall, watch_routing
 from moegraft.operators.routing_trace import Trace, TraceError, record_trace
 
+pytest.importorskip("matplotlib", reason="the benchmark of traces draws its figures: pip install 'moegraft[bench]'")
 recall_share = import_benchmark("traces").recall_share
 
 

@@ -4,7 +4,7 @@ Threads: streams run on the device; one notifier thread waits for events in the 
 waits release the interpreter lock and sleep in the driver. Copies read host memory in place: its owner keeps it until they are done.
 
 PyTorch does not offer, or offers slowly, a few calls of the CUDA runtime; `RuntimeLibrary` makes them through ctypes on the library that
-PyTorch loaded. No GPU has run `capture` yet: its tests replace PyTorch's calls.
+PyTorch loaded. No GPU has run a capture yet: its tests replace PyTorch's calls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from moegraft.operators.cuda_graph import capture_graph
 from moegraft.operators.offload.devices.base import (
     Buffer,
     Bytes,
@@ -41,6 +42,9 @@ HOST_TO_DEVICE = 1
 PORTABLE = 1  # page-locked for every device
 READ_ONLY = 8  # for bytes that the host cannot write, such as a file mapped for reading
 NON_BLOCKING = 1  # a stream that does not wait for the default one
+# Streams of closed devices, by GPU, which later devices take. None is destroyed: when page-locked memory is freed, which may be later,
+# PyTorch records an event on each stream that has copied from it or to it, and on one that is gone this ends the process.
+_idle_streams: dict[int, list[int]] = {}
 # What PyTorch and Triton raise as a plain RuntimeError although the GPU, its driver or its libraries refused.
 GPU_ERROR = re.compile(r"(CUDA|HIP|cuda|hip)( driver)? error|Triton Error|(CUBLAS|CUDNN|HIPBLAS|MIOPEN|CUSOLVER)_STATUS|cuDNN error")
 CLOSE_S = 1.0
@@ -80,7 +84,6 @@ class RuntimeLibrary:
         self._register = function("HostRegister", [pointer, size, ctypes.c_uint])
         self._unregister = function("HostUnregister", [pointer])
         self._create_stream = function("StreamCreateWithFlags", [ctypes.POINTER(pointer), ctypes.c_uint])
-        self._destroy_stream = function("StreamDestroy", [pointer])
         self._last_error = function("GetLastError", [])
         self._error_string = function("GetErrorString", [number], ctypes.c_char_p)
 
@@ -104,10 +107,6 @@ class RuntimeLibrary:
         self._check(self._create_stream(ctypes.byref(handle), NON_BLOCKING), "StreamCreateWithFlags")
         assert handle.value is not None, "a stream that was created has a handle"
         return handle.value
-
-    def destroy_stream(self, handle: int) -> None:
-        """Destroy a stream of `create_stream`, once its work is done."""
-        self._check(self._destroy_stream(handle), "StreamDestroy")
 
     def _check(self, code: object, call: str) -> None:
         if code != 0:
@@ -319,8 +318,12 @@ class CudaDevice:
         return stream
 
     def _new_stream(self) -> int:
-        with torch.cuda.device(self.torch_device):
-            handle = self._runtime.create_stream()
+        idle = _idle_streams.get(self.torch_device.index)
+        if idle:
+            handle = idle.pop()
+        else:
+            with torch.cuda.device(self.torch_device):
+                handle = self._runtime.create_stream()
         others = [*self._handles, torch.cuda.current_stream(self.torch_device).cuda_stream]
         assert handle not in others, f"{self.name}: a new stream has the handle {handle:#x} of another"
         self._handles.append(handle)
@@ -387,38 +390,10 @@ class CudaDevice:
 
     def capture(self, step: Callable[[], None]) -> CudaGraph:
         self._check_open()
-        graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), self.stream("capture").raw
-        current = torch.cuda.current_stream(self.torch_device)
-        failure: Exception | None = None
         try:
-            # Only this thread is captured: other threads go on copying experts, on a stream that is not part of the graph.
-            with (
-                torch.cuda.device(self.torch_device),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-            ):
-                try:
-                    step()
-                except Exception as error:
-                    failure = error
-                    raise
-        except BaseException as error:
-            self._end_failed_capture(current, pool)
-            first = failure or error  # ending a capture that failed fails as well, and for no reason of its own
-            if isinstance(first, RuntimeError):  # DeviceError is one, as is what PyTorch raises
-                raise DeviceError(f"{self.name}: the step cannot be captured: {first}") from error
-            raise
-        return CudaGraph(self.name, graph)
-
-    def _end_failed_capture(self, current: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Restore what PyTorch leaves changed when the end of a capture fails: stream, memory pool and random numbers."""
-        torch.cuda.set_stream(current)
-        index = self.torch_device.index
-        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):  # where PyTorch has done it
-                end(index, pool)
-        # The generator's state still counts as being captured, and a copy of it does not.
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
+            return CudaGraph(self.name, capture_graph(self.torch_device, self.stream("capture").raw, step))
+        except RuntimeError as error:  # DeviceError is one, as is what PyTorch raises
+            raise DeviceError(f"{self.name}: the step cannot be captured: {error}") from error
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
         self._check_open()
@@ -455,9 +430,7 @@ class CudaDevice:
         self._closed = True
         self._notifications.put(None)
         self._notifier.join(CLOSE_S)
-        for handle in self._handles:
-            with suppress(DeviceError):  # after a failure of the device nothing can be destroyed
-                self._runtime.destroy_stream(handle)
+        _idle_streams.setdefault(self.torch_device.index, []).extend(self._handles)
         self._handles.clear()
 
     def _own(self, stream: Stream) -> CudaStream:

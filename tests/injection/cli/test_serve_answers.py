@@ -13,7 +13,6 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import jsonschema
 import pytest
 import torch
 from support.serving import CALL, IN_JSON, IN_MARK, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until, with_tools
@@ -24,6 +23,8 @@ from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerPars
 from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.protocol import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
+
+jsonschema = pytest.importorskip("jsonschema", reason="an extra for tests: pip install 'moegraft[test]'")
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support.serving import Server, ask, serving, until
 
@@ -21,6 +20,10 @@ from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve.engine import difference
 from moegraft.injection.cli.serve.metrics import work_counts
 from moegraft.injection.cli.serve.service import Limits
+
+text_string_to_metric_families = pytest.importorskip(
+    "prometheus_client.parser", reason="an extra for tests: pip install 'moegraft[test]'"
+).text_string_to_metric_families
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis", reason="an extra for tests: pip install 'moegraft[test]'")
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.serving import IN_JSON, PATIENCE_S, Server, messages, openai, until, with_tools

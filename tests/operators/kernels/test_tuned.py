@@ -77,10 +77,16 @@ def test_the_batch_up_to_which_pairs_read_their_own_weights_is_a_constant() -> N
         SlotExperts(layer.shape, layer.spec, "bfloat16").forward(x, arena, index.int(), shares, out, path)  # type: ignore[arg-type]
         return out
 
+    def in_parts() -> bool:
+        """Whether experts are computed as they arrive, as the engine asks: only on the grouped path."""
+        return SlotExperts(layer.shape, layer.spec, "bfloat16").begin(x, arena, index, shares) is not None
+
     decode, grouped = forward("decode"), forward("grouped")
-    assert not torch.equal(decode, grouped) and torch.equal(forward(None), grouped)
+    assert not torch.equal(decode, grouped) and torch.equal(forward(None), grouped) and in_parts()
     with trial({"decode_tokens": 6}):
-        assert torch.equal(forward(None), decode)
+        assert torch.equal(forward(None), decode) and not in_parts()
+    with trial({"decode_tokens": 5}):
+        assert torch.equal(forward(None), grouped) and in_parts()
 
 
 def test_a_damaged_table_is_refused(tmp_path: Path) -> None:

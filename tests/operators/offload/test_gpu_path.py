@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,14 +13,19 @@ import pytest
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support import engine_rig as rigs
-from support.engine_rig import EXPERTS, LAYERS, TABLES, EngineRig, Setting, engine_rig
-from support.kernel_cases import relative_error
+from support.engine_rig import EXPERTS, LAYERS, TABLES, TOP_K, EngineRig, Setting, engine_rig
+from support.kernel_cases import make_batch, relative_error
 from support.triton_cases import INTERPRETED
+from triton.runtime.interpreter import InterpretedFunction
 
-from moegraft.operators.offload.captured import CallShape, StepBuffers
+from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.offload.captured import CallShape, StepBuffers, StepGraph
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import Stream, Work
 from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.offload.executors import LookAhead
+from moegraft.operators.offload.gpu_layer import GpuLayer
+from moegraft.operators.routing import Router
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tensors of this device are on the CPU")
 BATCHES = (1, 4, 1, 9, 0)  # decode, a verified draft, a prompt, nothing
@@ -110,3 +116,53 @@ def test_a_layer_is_gathered_in_one_launch(
     assert found[0].keys() == found[1].keys()
     for name, rows in found[0].items():
         assert torch.equal(rows, found[1][name]), name
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("rig", [("all_cpu", (2,) * LAYERS)], indirect=True, ids=str)  # whose steps launch nothing before the capture
+def test_what_a_captured_step_launches_was_launched_before(rig: EngineRig, scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first launch compiles the kernel and loads it, which drivers may refuse while they capture."""
+    launched: list[tuple[object, ...]] = []
+    run = InterpretedFunction.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        launched.append((self.fn.__name__, *(each.dtype if isinstance(each, torch.Tensor) else type(each) for each in args)))
+        run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    layers, switch = rig.engine_layers(), DraftSwitch()
+    layers.routers = [Router(f"layers.{number}.experts", Scores(), torch.nn.Module(), EXPERTS) for number in range(LAYERS)]
+    layers.look_ahead = LookAhead(layers.routers)
+    gpu_layers = [GpuLayer(rig.engine, layers, number, switch) for number in range(LAYERS)]
+    x, index, weights = make_batch(1, TOP_K, rig.layers[0], torch.bfloat16)
+    routed = index.int(), weights.bfloat16()  # as some families have them
+
+    def step() -> None:
+        for number, (layer, router) in enumerate(zip(gpu_layers, layers.routers, strict=True)):
+            if scored or number == 1:
+                router.module(x)
+            layer.forward(x, *routed)
+
+    step()
+    graph = StepGraph(rig.engine, layers, [layer.last_call for layer in gpu_layers])
+    for layer, captured in zip(gpu_layers, graph.layers, strict=True):
+        layer.captured = threading.get_ident(), captured
+    before: set[tuple[object, ...]] = set()
+
+    def capture(step: Callable[[], None]) -> Any:
+        before.update(launched)
+        launched.clear()
+        step()
+
+    monkeypatch.setattr(rig.engine.device, "capture", capture)
+    graph.capture(step)
+    assert "_route_kernel" in {kernel for kernel, *_ in launched}
+    assert set(launched) <= before
+
+
+class Scores(torch.nn.Module):
+    top_k = TOP_K
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(x), EXPERTS)

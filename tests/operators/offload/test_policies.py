@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis", reason="an extra for tests: pip install 'moegraft[test]'")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

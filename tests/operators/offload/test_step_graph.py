@@ -33,12 +33,7 @@ class Step:
         on = rig.torch_device
         self._inputs = [tuple(each.to(on) for each in make_batch(tokens, TOP_K, layer, dtype, seed=0)) for layer in rig.layers]
         self._scores = [torch.rand(tokens, EXPERTS).to(on) for _ in rig.layers]
-        if on.type == "cuda":  # compiles the kernels: nothing may be loaded while a step is captured
-            x, index, weights = self._inputs[0]
-            rig.engine_layers().slot_kernel(0)(
-                x, torch.full_like(index, -1, dtype=torch.int32), weights, torch.empty_like(x, dtype=torch.float32)
-            )
-        self.graph = StepGraph(rig.engine, rig.engine_layers(), CallShape(tokens, TOP_K, dtype))
+        self.graph = StepGraph(rig.engine, rig.engine_layers(), [CallShape(tokens, TOP_K, dtype)] * LAYERS)
         self._results: list[torch.Tensor] = []
         self.runs = 0
         self.graph.capture(self._run)

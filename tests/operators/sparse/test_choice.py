@@ -25,7 +25,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.sparse.choice.version", lambda name: "1.0")
+    monkeypatch.setattr("moegraft.operators.sparse.choice.version_of", lambda name: "1.0")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_another_version_sparsity_or_gpu_is_timed_again(tmp_path: Path, monkeypa
         clock = Clock()
         PathChoices(file).path(other, 1, clock)
         assert clock.asked == [1]
-    monkeypatch.setattr("moegraft.operators.sparse.choice.version", lambda name: "2.0")
+    monkeypatch.setattr("moegraft.operators.sparse.choice.version_of", lambda name: "2.0")
     clock = Clock()
     PathChoices(file).path(CASE, 1, clock)
     assert clock.asked == [1]

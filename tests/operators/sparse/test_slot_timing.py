@@ -128,7 +128,7 @@ def test_a_timed_graph_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatc
     """The thread of a transfer queue waits for its events meanwhile, which a capture in the mode "global" does not survive."""
     modes: list[str] = []
 
-    def graph(captured: object, *, stream: object, capture_error_mode: str = "global") -> nullcontext[None]:
+    def graph(captured: object, *, pool: object, stream: object, capture_error_mode: str = "global") -> nullcontext[None]:
         modes.append(capture_error_mode)
         return nullcontext()
 
@@ -143,6 +143,8 @@ def test_a_timed_graph_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatc
         "CUDAGraph": Nothing,
         "current_stream": Nothing,
         "stream": lambda stream: nullcontext(),
+        "device": lambda device: nullcontext(),
+        "graph_pool_handle": lambda: (0, 1),
         "graph": graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)

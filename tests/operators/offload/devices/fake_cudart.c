@@ -60,8 +60,6 @@ int NAME(StreamCreateWithFlags)(void** stream, unsigned flags) {
   return done(flags == 1 ? 0 : 1);
 }
 
-int NAME(StreamDestroy)(void* stream) { return done(stream != 0 ? 0 : 709); }
-
 int NAME(GetLastError)(void) {
   int code = last_error;
   last_error = 0;

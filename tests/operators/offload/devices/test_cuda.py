@@ -7,10 +7,11 @@ of devices, queues and interleavings run on a real GPU where there is one.
 from __future__ import annotations
 
 import ctypes
+import gc
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,9 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
         "device": lambda device: nullcontext(),
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device: None,
-        "graph_pool_handle": lambda: (0, 7),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(cuda, "_idle_streams", {})  # real devices must not take these
     asked = []
     monkeypatch.setattr(cuda, "load_runtime", lambda name: asked.append(name) or runtime)
     device = CudaDevice()
@@ -118,91 +119,6 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
     yield device
     FakeEvent.broken = FakeEvent.pending = False
     device.close()
-
-
-def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    class FakeGraph:
-        def replay(self) -> None:
-            if FakeEvent.broken:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            calls.append("replay")
-
-        def reset(self) -> None:
-            calls.append("reset")
-
-    @contextmanager
-    def capture(graph: FakeGraph, pool: tuple[int, int], stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local", "transfers of other threads go on"
-        assert pool == (0, 7) and stream is device.stream("capture").raw
-        yield
-
-    monkeypatch.setattr(CudaDevice, "_end_failed_capture", lambda *given: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    compute, side = device.stream("compute"), device.stream("side")
-
-    def step() -> None:
-        device.order(compute, side)
-        device.launch(side, lambda: calls.append("side"), WORK)
-        device.order(side, compute)
-
-    graph = device.capture(step)
-    graph.replay()
-    assert calls == ["side", "replay"] and len(side.raw.waited) == len(compute.raw.waited) == 1
-    FakeEvent.broken = True
-    with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
-        graph.replay()
-    graph.release()
-
-    def waiting() -> None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    with pytest.raises(DeviceError, match="cuda:0: the step cannot be captured: CUDA error: operation not permitted"):
-        device.capture(waiting)
-    assert calls[-1] == "reset"
-
-
-def test_a_failed_capture_leaves_pytorch_as_it_was(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own context ends the capture before it restores anything, and ending one that failed raises."""
-    before, ended = torch.cuda.current_stream(device.torch_device), list[object]()
-    streams, generator = [before], FakeGenerator()
-
-    @contextmanager
-    def capture(graph: object, pool: tuple[int, int], stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
-        streams.append(stream)
-        generator.capturing = True
-        with suppress(RuntimeError):
-            yield
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-    def release(index: int, pool: tuple[int, int]) -> None:
-        ended.append(("released", index, pool))
-        raise RuntimeError("released already")
-
-    for name, fake in {
-        "CUDAGraph": object,
-        "graph": capture,
-        "current_stream": lambda device: streams[-1],
-        "set_stream": streams.append,
-        "default_generators": (generator,),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: ended.append(given), raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
-
-    def waiting() -> None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    with pytest.raises(DeviceError, match="the step cannot be captured: CUDA error: operation not permitted"):
-        device.capture(waiting)
-    assert torch.cuda.current_stream(device.torch_device) is before
-    assert ended == [(0, (0, 7)), ("released", 0, (0, 7))]
-    assert not generator.capturing, "so that the next token can be sampled"
-    with pytest.raises(ZeroDivisionError):
-        device.capture(lambda: void(1 // 0))
-    assert torch.cuda.current_stream(device.torch_device) is before and not generator.capturing
 
 
 class FakeGenerator:
@@ -214,6 +130,163 @@ class FakeGenerator:
 
     def graphsafe_set_state(self, state: FakeGenerator) -> None:
         self.capturing = state.capturing
+
+
+class FakeCaptures:
+    """What PyTorch changes while it captures, as CUDAGraph.cpp and CUDACachingAllocator.cpp do; `torch.cuda.graph` itself is the real one.
+
+    Attributes:
+        fault: where the next capture fails: "begin", "capture" (which its end reports, before anything is restored), "instantiate".
+        uses: of each memory pool, by graphs; below 0 PyTorch ends the process where a graph is destroyed.
+    """
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.streams = [stream]
+        self.generator = FakeGenerator()
+        self.fault = ""
+        self.underway: list[object] = []
+        self.uses: dict[object, int] = {}
+        self.replays = 0
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        """Without a restore where PyTorch's context is not left."""
+        before = self.streams[-1]
+        self.streams.append(stream)
+        yield
+        self.streams.append(before)
+
+    def end(self, index: int, pool: object) -> None:
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release(self, index: int, pool: object) -> None:
+        if pool not in self.uses:
+            raise RuntimeError("INTERNAL ASSERT FAILED: it != graph_pools.end()")
+        self.uses[pool] -= 1
+
+
+@pytest.fixture
+def captures(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> FakeCaptures:
+    state = FakeCaptures(torch.cuda.current_stream(device.torch_device))  # type: ignore[arg-type]
+    handles = iter(range(1, 100))
+
+    class FakeGraph:
+        ended = False
+
+        def capture_begin(self, pool: object, capture_error_mode: str, **others: object) -> None:
+            assert capture_error_mode == "thread_local", "transfers of other threads go on"
+            assert state.streams[-1] is device.stream("capture").raw
+            self._pool = pool
+            state.underway.append(pool)
+            state.uses[pool] = 1
+            state.generator.capturing = True
+            if state.fault == "begin":
+                raise RuntimeError("CUDA error: cudaStreamBeginCapture")
+
+        def capture_end(self) -> None:
+            if state.fault == "capture":
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            state.end(0, self._pool)
+            state.generator.capturing = False
+            self.ended = True
+            if state.fault == "instantiate":
+                raise RuntimeError("CUDA error: out of memory")
+
+        def pool(self) -> object:
+            if not self.ended:
+                raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+            return self._pool
+
+        def replay(self) -> None:
+            if FakeEvent.broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            state.replays += 1
+
+        def reset(self) -> None:
+            if self.ended:
+                state.release(0, self._pool)
+            self.ended = False
+
+        __del__ = reset
+
+    for name, fake in {
+        "CUDAGraph": FakeGraph,
+        "graph_pool_handle": lambda: (0, next(handles)),
+        "stream": state.stream,
+        "current_stream": lambda device: state.streams[-1],
+        "set_stream": state.streams.append,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "default_generators": (state.generator,),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name, fake in {"_cuda_endAllocateToPool": state.end, "_cuda_releasePool": state.release, "_host_emptyCache": lambda: None}.items():
+        monkeypatch.setattr(torch._C, name, fake, raising=False)
+    return state
+
+
+def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDevice, captures: FakeCaptures) -> None:
+    ran: list[str] = []
+    compute, side = device.stream("compute"), device.stream("side")
+    before = torch.cuda.current_stream(device.torch_device)
+
+    def step() -> None:
+        assert not gc.isenabled(), "page-locked memory that is freed now would have events in the graph"
+        device.order(compute, side)
+        device.launch(side, lambda: ran.append("side"), WORK)
+        device.order(side, compute)
+
+    graph = device.capture(step)
+    assert torch.cuda.current_stream(device.torch_device) is before and gc.isenabled()
+    graph.replay()
+    assert ran == ["side"] and captures.replays == 1
+    assert len(side.raw.waited) == len(device.stream("capture").raw.waited) == 1  # type: ignore[attr-defined]
+    FakeEvent.broken = True
+    with pytest.raises(DeviceError, match="cuda:0: CUDA error: an illegal memory access"):
+        graph.replay()
+    graph.release()
+    assert list(captures.uses.values()) == [0], "its memory goes with it, once"
+
+
+def waiting() -> None:
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt("Ctrl-C")
+
+
+@pytest.mark.parametrize(
+    ("step", "fault", "error", "says"),
+    [
+        # an error of Python alone: the capture ends well, and the graph has its pool
+        (lambda: void(1 // 0), "", ZeroDivisionError, "by zero"),
+        # ending the capture fails as well, before anything is restored, and for no reason of its own
+        (waiting, "capture", DeviceError, "the step cannot be captured: CUDA error: operation not permitted"),
+        (lambda: void(1 // 0), "capture", ZeroDivisionError, "by zero"),
+        (interrupted, "capture", KeyboardInterrupt, "Ctrl-C"),
+        (lambda: None, "capture", DeviceError, "the step cannot be captured: CUDA error: operation failed due to a previous error"),
+        # the capture has ended, so that the graph releases its pool, and yet it fails
+        (lambda: None, "instantiate", DeviceError, "the step cannot be captured: CUDA error: out of memory"),
+        (lambda: None, "begin", DeviceError, "the step cannot be captured: CUDA error: cudaStreamBeginCapture"),
+    ],
+)
+def test_a_failed_capture_leaves_pytorch_as_it_was(
+    step: Callable[[], None], fault: str, error: type[BaseException], says: str, device: CudaDevice, captures: FakeCaptures
+) -> None:
+    before = torch.cuda.current_stream(device.torch_device)
+    captures.fault = fault
+    with pytest.raises(error, match=says):
+        device.capture(step)
+    gc.collect()
+    assert torch.cuda.current_stream(device.torch_device) is before and gc.isenabled()
+    assert not captures.underway and list(captures.uses.values()) == [0], "released once, or PyTorch ends the process"
+    assert not captures.generator.capturing, "so that the next token can be sampled"
+    captures.fault = ""
+    device.capture(lambda: None).replay()
+    assert captures.replays == 1
 
 
 def void(result: object) -> None:
@@ -249,10 +322,18 @@ def test_streams_belong_to_the_device_and_differ(device: CudaDevice, runtime: Ru
     monkeypatch.setattr(runtime, "create_stream", lambda: handles[2])
     with pytest.raises(AssertionError, match="has the handle"):
         device.stream("another")
-    destroyed: list[int] = []
-    monkeypatch.setattr(runtime, "destroy_stream", destroyed.append)
+
+
+def test_streams_outlive_their_device_and_are_taken_by_the_next(device: CudaDevice) -> None:
+    """PyTorch records events on them when the page-locked memory of a captured step is freed, which may be after the model is gone."""
+    handles = {device.stream(name).raw.cuda_stream for name in ("copy", "host", "capture")}
     device.close()
-    assert destroyed == handles[1:]
+    following = CudaDevice()
+    try:
+        assert {following.stream(name).raw.cuda_stream for name in ("host", "copy", "capture")} == handles
+        assert following.stream("more").raw.cuda_stream not in handles
+    finally:
+        following.close()
 
 
 def test_the_runtime_copies_and_calls(runtime: RuntimeLibrary) -> None:
@@ -303,9 +384,10 @@ def test_the_loaded_runtime_is_found() -> None:
 
 
 def test_a_missing_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for CUDA has the calls of the runtime in the process itself, and those of no other prefix."""
     monkeypatch.setattr(cuda, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
-    with pytest.raises(DeviceError, match=r"the cuda runtime that PyTorch uses was not found: .*MemcpyAsync.*; /nowhere"):
-        load_runtime("cuda")
+    with pytest.raises(DeviceError, match=r"the other runtime that PyTorch uses was not found: .*otherMemcpyAsync.*; /nowhere"):
+        load_runtime("other")
 
 
 def test_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
