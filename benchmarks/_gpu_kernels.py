@@ -181,8 +181,8 @@ def checked(layer: Layer, batch: Batch, call: Call, name: str, threshold: float 
     batch.out.fill_(float("nan"))
     call()
     x, slots, shares, out = (each[:4] for each in batch)
-    settings: dict[str, Any] = {"gate_spec": GateSpec(), "threshold": threshold, "dtype": torch.float32}
-    expected = reference_experts(x, slots.long() % DISTINCT_EXPERTS, shares, **layer.weights, **settings)
+    others: dict[str, Any] = {**layer.weights, "gate_spec": GateSpec(), "threshold": threshold, "dtype": torch.float32}
+    expected = reference_experts(x, slots.long() % DISTINCT_EXPERTS, shares, **others)
     error = float((out.float() - expected).norm() / expected.norm())
     limit = limit or LIMITS.get(layer.weight_type, 2.5e-2)
     if not error <= limit:

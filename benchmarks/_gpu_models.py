@@ -25,6 +25,7 @@ import torch
 from _gpu_systems import RULES, system
 from gpu_day import MOST_BYTES, ROOT, TRACE, Case, Row, Session, SkippedError
 from hybrid_gpu import engines_of
+from torch.profiler import ProfilerActivity, schedule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -55,7 +56,7 @@ class Comparison:
         runs: a system, and the share of the experts that have a slot on the GPU; the most important ones first.
         profiled: those of which a step is profiled; the last one's trace is kept.
         rounds: of the shorter prompts; of those above 512 tokens there is one.
-        least_s: the time that loading and measuring takes about; with less, a run is left.
+        least_s: with less time a run is left; about what it takes.
     """
 
     shape: str
@@ -212,10 +213,10 @@ def models(session: Session) -> list[Case]:
 def compared(session: Session) -> list[Case]:
     """The comparisons of the session's phase."""
     found = [each.small() if session.emulated else each for each in COMPARISONS[session.phase]]
+    runs = [(each, *run, max(120.0, 2 * each.least_s)) for each in found for run in each.runs]
     return [
-        Case(f"{each.shape}, {each.weights}: {name}, {ratio}", partial(one_system, session, each, name, ratio), 120, each.least_s)
-        for each in found
-        for name, ratio in each.runs
+        Case(f"{each.shape}, {each.weights}: {name}, {ratio}", partial(one_system, session, each, name, ratio), limit_s, each.least_s)
+        for each, name, ratio, limit_s in runs
     ]
 
 
@@ -273,8 +274,6 @@ def one_system(session: Session, comparison: Comparison, name: str, ratio: float
 
 def profile(session: Session, model: PreTrainedModel, about: Row) -> Iterator[Row]:
     """One decoded token: what takes the time on either side; its trace is kept."""
-    from torch.profiler import ProfilerActivity, schedule
-
     activities = [ProfilerActivity.CPU] if session.emulated else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     ids = torch.arange(3, 19, device=model.device)[None]
     waited = 6  # the prompt, and tokens until steps are captured

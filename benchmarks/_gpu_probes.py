@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -54,12 +54,9 @@ def probes(session: Session) -> list[Case]:
 
 
 def on_device(session: Session, run: Callable[[Device], Iterator[Row]]) -> Iterator[Row]:
-    emulated = session.gpu == "emulated"
-    device: Device = VirtualDevice(MachineProfile("probe", 1, 1, 1, 1, link_gb_s=1.0)) if emulated else CudaDevice()
-    try:
+    profile = MachineProfile("probe", 1, 1, 1, 1, link_gb_s=1.0)
+    with closing(VirtualDevice(profile) if session.gpu == "emulated" else CudaDevice()) as device:
         yield from run(device)
-    finally:
-        device.close()
 
 
 def cuda_only(device: Device) -> None:

@@ -4,7 +4,6 @@
     python benchmarks/gpu_day.py B --out day2 --resume day1     # kernels, and the launch constants that win
     python benchmarks/gpu_day.py C --out day3 --resume day2     # 48 layers of Qwen3-30B-A3B's shapes, beside stock transformers
     python benchmarks/gpu_day.py D --out day4 --resume day3     # other shapes by prompt length, drafts, sparsity, tests
-    python benchmarks/gpu_day.py D --out day5 --resume day4     # again: only what is left of it
     python benchmarks/gpu_day.py kernels tests --out day        # phases by name, which share the time
     python benchmarks/gpu_day.py A --out try --device emulated  # anywhere, at small sizes: that the script itself works
 
@@ -21,7 +20,6 @@ import argparse
 import faulthandler
 import gc
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import os
@@ -49,7 +47,7 @@ ROWS, LOG, SUMMARY, JUNIT, TRACE, TUNED, SANITIZER = (
 )  # fmt: skip
 FILES = (ROWS, LOG, SUMMARY, JUNIT, TRACE, TUNED, SANITIZER, "moegraft-*.whl")
 TABLE = ROOT / "operators/kernels" / TUNED  # from which the kernels take launch constants
-IMPORTS = ROOT / "build/src"  # has links to the checkout's packages
+IMPORTS = ROOT / "build/src"  # where a wheel is unpacked, beside links to the checkout's packages
 MOST_FILES, MOST_BYTES = 8, 16 << 20
 KEPT_LOG = 1 << 20  # bytes of a phase's first output; of what follows, the last quarter of that
 TEXT = 4000  # characters of a value
@@ -261,7 +259,7 @@ def supervise(session: Session, limit_s: float, environment: Mapping[str, str]) 
         command = [sys.executable, str(SCRIPT), name, "--out", str(out), f"--only={session.only}"]
         command += ["--device", session.device, "--until", str(until), "--call", call]
         with (out / LOG).open("ab") as log:
-            begin, pipes = log.tell(), {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            begin, pipes = log.tell(), dict[str, Any](stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
             process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
         try:
             code = process.wait(max(1.0, until + 2 - time.time()))
@@ -327,13 +325,8 @@ def output_of(command: Sequence[str], timeout_s: float = 20.0) -> str:
 def build(session: Session) -> list[Case]:
     """What the machine has, and moegraft on it."""
     return [
-        Case("tools", tools),
-        Case("requirements", requirements),
-        Case("processor", processor),
-        Case("gpu", partial(gpu, session)),
-        Case("constants", partial(constants, session)),
-        Case("install", partial(install, session), limit_s=400),
-        Case("import", partial(importable, session), limit_s=90),
+        *(Case(run.__name__, run) for run in (tools, requirements, processor)),
+        *(Case(run.__name__, partial(run, session), limit_s=400) for run in (gpu, constants, install, importable)),
     ]
 
 
@@ -397,9 +390,8 @@ def add_constants(table: Path, found: Mapping[str, Mapping[str, object]]) -> Non
     """Add constants by GPU and weight type to a table, which replace those that it has."""
     held = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
     merged = {name: {**held.get(name, {}), **found.get(name, {})} for name in {**held, **found}}
-    text = json.dumps(merged, indent=1, sort_keys=True) + "\n"
-    if not table.exists() or merged != held:
-        table.write_text(text, encoding="utf-8")
+    if merged != held:
+        table.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def install(session: Session) -> Iterator[Row]:
@@ -420,7 +412,7 @@ def install(session: Session) -> Iterator[Row]:
         if run.returncode or wheel is None:
             raise RuntimeError(f"no wheel could be built: {run.stderr.strip()[-400:]}")
     unpack(wheel)
-    yield {"wheel": wheel.name, **about, "seconds": round(time.perf_counter() - start, 1), "import_path": str(IMPORTS)}
+    yield {"wheel": wheel.name, **about, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def build_number() -> str:
@@ -452,7 +444,7 @@ def unpack(wheel: Path) -> None:
 
 
 def importable(session: Session) -> Iterator[Row]:
-    sys.path[:0] = import_paths(session.rows.read(), session.call)
+    importlib.invalidate_caches()
     import torch
 
     from moegraft.cpu_backend import Runtime
@@ -461,8 +453,8 @@ def importable(session: Session) -> Iterator[Row]:
     seen: dict[str, object] = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
     if torch.cuda.is_available():
         own = torch.cuda.get_device_properties(0)
-        seen |= {"gpu": own.name, "memory": own.total_memory, "multiprocessors": own.multi_processor_count, "l2": own.L2_cache_size}
-        seen |= {"capability": f"{own.major}.{own.minor}", "registers": own.regs_per_multiprocessor}
+        names = ("name", "major", "minor", "total_memory", "multi_processor_count", "L2_cache_size", "regs_per_multiprocessor")
+        seen |= {name: getattr(own, name, None) for name in names}
     yield seen
     if not session.emulated and not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU: the phases that follow skip what needs one; --device emulated runs without")
@@ -533,23 +525,15 @@ def day(out: Path, device: str, minutes: float, names: Sequence[str], call: str,
         else:
             print(f"{name}: {PHASES[name].about}; at most {limit_s:.0f} s", flush=True)
             session = Session(name, out, device, time.time() + limit_s, call, only)
-            supervise(session, limit_s, environment_of(rows.read(), device, call))
-        keep_limits(out)
-        (out / SUMMARY).write_text(summary(rows.read(), names), encoding="utf-8")
+            supervise(session, limit_s, environment_of(device))
+        report(out, names)
 
 
-def import_paths(rows: Iterable[Row], call: str) -> list[str]:
-    """Return the way to moegraft on this machine where it is not installed."""
-    return [str(row["import_path"]) for row in rows if "import_path" in row and row.get("call") == call]
-
-
-def environment_of(rows: Iterable[Row], device: str, call: str) -> dict[str, str]:
+def environment_of(device: str) -> dict[str, str]:
     """Return the environment of a phase."""
-    paths = [*import_paths(rows, call), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     own["TOKENIZERS_PARALLELISM"] = "false"
-    if paths:
-        own["PYTHONPATH"] = os.pathsep.join(paths)
+    own["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if device == "emulated":
         own["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
         own["OMP_NUM_THREADS"] = "1"  # PyTorch's, at small sizes
@@ -587,6 +571,14 @@ def keep_limits(out: Path) -> None:
             Rows(out).append({"phase": "output", "case": path.name, "state": "failed", "reason": f"left out: {limit}"})
 
 
+def report(out: Path, names: Sequence[str]) -> str:
+    """Keep the limits of the output, and write its summary and return it."""
+    keep_limits(out)
+    text = summary(Rows(out).read(), names)
+    (out / SUMMARY).write_text(text, encoding="utf-8")
+    return text
+
+
 def summary(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return the state of each phase, what failed and what was skipped with the reasons, and every measured row, for people."""
     lines = ["# A day with a GPU", "", "| phase | state | s | done | skipped | failed | left |", f"|{' --- |' * 7}"]
@@ -594,8 +586,8 @@ def summary(rows: Sequence[Row], names: Sequence[str]) -> str:
     for name in shown:
         last = states(rows, name)
         own = last.pop("", {})
-        kinds = (("done",), ("skipped",), ("failed", "died", "timed out"), ("left",))
-        counts = [sum(row["state"] in each for row in last.values()) for each in kinds]
+        columns: tuple[tuple[str, ...], ...] = (("done",), ("skipped",), ("failed", "died", "timed out"), ("left",))
+        counts = [sum(row["state"] in each for row in last.values()) for each in columns]
         lines.append(f"| {name} | {own.get('state', '')} | {own.get('seconds', '')} | {' | '.join(map(str, counts))} |")
     for title, kinds in (("Failed", ("failed", "died", "timed out")), ("Left for lack of time", ("left",)), ("Skipped", ("skipped",))):
         found = [(name, case, row) for name in shown for case, row in states(rows, name).items() if row["state"] in kinds]
@@ -650,11 +642,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         day(out, given.device, given.minutes, names, call, given.only)
     finally:
-        found = Rows(out).read()
-        keep_limits(out)
-        text = summary(found, names)
-        (out / SUMMARY).write_text(text, encoding="utf-8")
-        print(text[:6000])
+        print(report(out, names)[:6000])
+    found = Rows(out).read()
     return 0 if all(complete(found, name) for name in names) else 1
 
 

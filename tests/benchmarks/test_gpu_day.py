@@ -162,7 +162,7 @@ def states(rows: list[dict[str, Any]], phase: str) -> dict[str, str]:
 
 
 # What shows in seconds that each call does its work and finds what those before it left.
-SHORT = "^(constants|import|streams|tune int4|demo)$|^qwen3.*(all, captured, 0.25|stock)|^48 layers|^deepseek.* fixed, 0.25"
+SHORT = "^(constants|importable|streams|tune int4|demo)$|^qwen3.*(all, captured, 0.25|stock)|^48 layers|^deepseek.* fixed, 0.25"
 
 
 def test_the_calls_on_the_emulated_device(long: bool, tmp_path: Path) -> None:
