@@ -213,7 +213,7 @@ def models(session: Session) -> list[Case]:
 def compared(session: Session) -> list[Case]:
     """The comparisons of the session's phase."""
     found = [each.small() if session.emulated else each for each in COMPARISONS[session.phase]]
-    runs = [(each, *run, max(120.0, 2 * each.least_s)) for each in found for run in each.runs]
+    runs = [(each, *run, max(150.0, 2 * each.least_s)) for each in found for run in each.runs]
     return [
         Case(f"{each.shape}, {each.weights}: {name}, {ratio}", partial(one_system, session, each, name, ratio), limit_s, each.least_s)
         for each, name, ratio, limit_s in runs

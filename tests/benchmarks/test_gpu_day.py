@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 from support import ROOT, import_benchmark
+from transformers import Qwen3MoeConfig
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec
 
 SCRIPT = ROOT / "benchmarks" / "gpu_day.py"
 # The script with phases that end in their own ways; `again` in the environment makes what failed succeed.
@@ -196,6 +199,20 @@ def test_the_calls_on_the_emulated_device(long: bool, tmp_path: Path) -> None:
         assert set(json.loads((out / "tuned.json").read_text())) == {"emulated"}
         if long:
             assert {row["path"] for row in rows if row.get("layout") == "sparse"} == {"pair", "ordered", "union", "dense"}
+
+
+def test_large_models_have_random_experts_without_packing_all() -> None:
+    """A few are packed and the others repeat their bytes, in memory that can be page-locked as that of other models."""
+    made, shape = import_benchmark("_random_model"), ExpertsShape(8, 64, 32)
+    few, packed = made.distinct_experts(shape, GateSpec(), "int4"), made.RandomExperts(shape, GateSpec(), "int4")
+    assert packed.weights_ready and packed.buffer.flags.writeable
+    for expert in range(8):
+        assert (packed.unpack(expert, "down") == few.unpack(expert % 4, "down")).all()
+    assert not (packed.unpack(0, "down") == packed.unpack(1, "down")).all()
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 8, "num_attention_heads": 2, "head_dim": 16}
+    model = made.random_model(Qwen3MoeConfig(**sizes, num_hidden_layers=2, vocab_size=64), experts=False)
+    shapes = {parameter.shape: parameter.untyped_storage().nbytes() for parameter in model.parameters() if parameter.dim() == 3}
+    assert set(shapes) == {(8, 64, 32), (8, 32, 32)} and set(shapes.values()) == {4}
 
 
 def test_a_case_that_fails_costs_itself_alone(day: Any) -> None:
