@@ -6,26 +6,25 @@ weights. An emulated device has the kernels interpreted at a tiny shape, whose t
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple
 from functools import cache, partial
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from _sparse_floor import Shape, dense_work, sparse_work
-from gpu_day import TUNED, Row, Session, SkippedError
+from _random_model import DISTINCT_EXPERTS, distinct_experts
+from _sparse_floor import Shape, Work, dense_work, sparse_work
+from gpu_day import TABLE, TUNED, Case, Row, Session, SkippedError, add_constants
+from record import percentiles
 
-from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.offload.devices.cuda import why_no_cuda
+from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.weight_formats import FORMATS
 
 QWEN3 = Shape(2048, 768, 128, 8, 0)  # Qwen3-30B-A3B
 TINY = Shape(64, 64, 8, 2, 0)
@@ -33,18 +32,17 @@ TOKENS = (1, 4, 8, 64, 512, 2048)
 WEIGHTS = ("int4", "bfloat16", "int8", "float16", "float32")
 STORED = ("mxfp4", "fp8", "int4_g128", "q4_k", "q6_k", "iq4_xs", "q3_k")  # one of each way to unpack
 SPARSITY = 0.85
-DISTINCT = 4  # experts that are drawn and packed; slots repeat them
 ROUTINGS = 4
 MOST_DECODE = 64  # tokens up to which each pair reads its own weights, beside the grouped path
 LIMITS = {"float32": 1e-4, "float16": 1e-2}  # relative, against float32; the other types have bfloat16 activations
 GAIN = 1.02  # over the default: two timings of one program differ by as much
 COMPILERS = 8  # processes; one compiles a variant in seconds
 Constants = Mapping[str, int]
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Layer(NamedTuple):
-    """Experts in slots, all of them: `weights` are those of the distinct ones, dequantised, `(DISTINCT, rows, columns)` float32."""
+    """Experts in slots, all of them: `weights` are those of the distinct ones, dequantised, `(DISTINCT_EXPERTS, rows, columns)` float32."""
 
     shape: Shape
     weight_type: str
@@ -52,6 +50,11 @@ class Layer(NamedTuple):
     expert_bytes: int
     weights: Mapping[str, torch.Tensor]
     dtype: torch.dtype
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one weight, with its share of the scales."""
+        return self.expert_bytes / (3 * self.shape.hidden * self.shape.intermediate)
 
 
 class Batch(NamedTuple):
@@ -61,18 +64,18 @@ class Batch(NamedTuple):
     out: torch.Tensor
 
 
-def kernels(session: Session) -> None:
-    session.case("ceilings", partial(_ceilings_rows, session), limit_s=60)
-    tokens = (1, 4) if session.emulated else TOKENS
-    types = WEIGHTS[:2] if session.emulated else WEIGHTS
-    for weights in types[: 1 if session.emulated else 3]:
-        session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
-    for weights in types[:1] if session.emulated else types[:3]:
-        session.case(f"tune {weights}", partial(tune, session, weights), limit_s=150)
-    for weights in types[1:2] if session.emulated else ("bfloat16", "int4", "int8"):
-        session.case(f"sparse {weights}", partial(sparse, session, weights, tokens[:1] if session.emulated else tokens), limit_s=90)
-    for weights in types[3:] if session.emulated else (*STORED, *types[3:]):
-        session.case(f"dense {weights}", partial(dense, session, weights, tokens), limit_s=90)
+def kernels(session: Session) -> list[Case]:
+    """Constants are timed first, so that what follows is measured with them."""
+    few = session.emulated
+    tokens, quantised = (1, 4) if few else TOKENS, WEIGHTS[: 1 if few else 3]
+    kinds: list[tuple[str, Callable[..., Iterator[Row]], Sequence[str], float]] = [
+        ("tune", tune, quantised, 120),
+        ("dense", partial(dense, tokens=tokens), quantised, 90),
+        ("sparse", partial(sparse, tokens=tokens[:1] if few else tokens), WEIGHTS[1:2] if few else ("bfloat16", "int4", "int8"), 90),
+        ("dense", partial(dense, tokens=tokens), () if few else (*STORED, *WEIGHTS[3:]), 90),
+    ]
+    cases = [Case(f"{kind} {name}", partial(run, session, name), limit_s) for kind, run, names, limit_s in kinds for name in names]
+    return [Case("ceilings", partial(_ceilings_rows, session)), *cases]
 
 
 def place(session: Session) -> tuple[Shape, torch.device]:
@@ -80,13 +83,12 @@ def place(session: Session) -> tuple[Shape, torch.device]:
     Raises:
         SkippedError: there is no GPU, or no Triton.
     """
-    if not session.emulated and why_no_cuda() is not None:
-        raise SkippedError(str(why_no_cuda()))
+    gpu = session.gpu
     try:
         import triton  # noqa: F401  asked for once, here
     except ImportError as error:
         raise SkippedError(f"Triton is not installed: {error}") from error
-    return (TINY, torch.device("cpu")) if session.emulated else (QWEN3, torch.device("cuda:0"))
+    return (TINY, torch.device("cpu")) if gpu == "emulated" else (QWEN3, torch.device(gpu))
 
 
 def measure(calls: Sequence[Call], device: torch.device, replays: int = 15) -> list[float]:
@@ -117,36 +119,23 @@ def measure(calls: Sequence[Call], device: torch.device, replays: int = 15) -> l
     return [start.elapsed_time(end) / len(calls) for start, end in pairwise(events)]
 
 
-def spread(times_ms: Sequence[float]) -> dict[str, float]:
-    p20, p80 = (float(np.percentile(times_ms, share)) for share in (20, 80))
-    return {"p20_ms": round(p20, 5), "p50_ms": round(statistics.median(times_ms), 5), "p80_ms": round(p80, 5)}
-
-
 @cache
 def ceilings(device: torch.device) -> tuple[float, dict[str, float]]:
     """GB/s of a large copy, counting what is read and what is written, and TFLOP/s of large products by dtype."""
     size, width = (1 << 16, 64) if device.type == "cpu" else (1 << 31, 8192)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_ms = statistics.median(measure([partial(_copy, source, target)], device))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    copy_ms = statistics.median(measure([copy], device))
     products = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-        product_ms = statistics.median(measure([partial(_multiply, a, b)], device))
+        product_ms = statistics.median(measure([partial(torch.matmul, a, b)], device))
         products[str(dtype).removeprefix("torch.")] = 2 * width**3 / product_ms / 1e9
     return 2 * size / copy_ms / 1e6, products
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor) -> None:
-    void(a @ b)
-
-
-def void(result: object) -> None:
-    """For a call whose result is of no interest."""
 
 
 def _ceilings_rows(session: Session) -> Iterator[Row]:
@@ -158,26 +147,18 @@ def _ceilings_rows(session: Session) -> Iterator[Row]:
 @cache
 def packed_layer(shape: Shape, weight_type: str, device: torch.device, *, rows: bool = False) -> Layer:
     """Random experts in every slot; `rows`: in the sparse layout."""
-    few, generator = ExpertsShape(DISTINCT, shape.hidden, shape.intermediate), torch.Generator().manual_seed(0)
-    packed = PackedExperts(few, GateSpec(), weight_type, sparse=rows)
-    sizes = {
-        "gate": (shape.intermediate, shape.hidden),
-        "up": (shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
-    }
-    seen: dict[str, list[torch.Tensor]] = {part: [] for part in sizes}
-    random = np.random.default_rng(0)
-    for expert in range(DISTINCT):
-        for part, size in sizes.items():
-            if FORMATS[weight_type].stored:
-                packed.pack_blocks(expert, part, FORMATS[weight_type].random_blocks(size, random))
-            else:
-                packed.pack(expert, part, (torch.randn(size, generator=generator) * size[1] ** -0.5).numpy())
-            seen[part].append(torch.from_numpy(packed.unpack(expert, part)))
-    distinct = torch.from_numpy(packed.buffer.reshape(DISTINCT, -1)).to(device)
-    arena = distinct.repeat(shape.num_experts // DISTINCT, 1)
+    packed = distinct_experts(experts_of(shape), GateSpec(), weight_type, sparse=rows)
+    arena = torch.from_numpy(packed.buffer.reshape(DISTINCT_EXPERTS, -1)).to(device).repeat(shape.num_experts // DISTINCT_EXPERTS, 1)
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(weight_type, torch.bfloat16)
-    return Layer(shape, weight_type, arena, packed.expert_bytes, {part: torch.stack(each).to(device) for part, each in seen.items()}, dtype)
+    weights = {
+        part: torch.stack([torch.from_numpy(packed.unpack(expert, part)) for expert in range(DISTINCT_EXPERTS)]).to(device)
+        for part in ("gate", "up", "down")
+    }
+    return Layer(shape, weight_type, arena, packed.expert_bytes, weights, dtype)
+
+
+def experts_of(shape: Shape) -> ExpertsShape:
+    return ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate)
 
 
 def batches(layer: Layer, tokens: int) -> list[Batch]:
@@ -191,48 +172,35 @@ def batches(layer: Layer, tokens: int) -> list[Batch]:
     return found
 
 
-def error_of(layer: Layer, batch: Batch, threshold: float = 0.0) -> float:
-    """The relative error of the first tokens' outputs against the reference in float32."""
-    few = slice(0, 4)
-    expected = reference_experts(
-        batch.x[few],
-        batch.slots[few].long() % DISTINCT,
-        batch.shares[few],
-        **layer.weights,
-        gate_spec=GateSpec(),
-        threshold=threshold,
-        dtype=torch.float32,
-    )
-    return float((batch.out[few].float() - expected).norm() / expected.norm())
-
-
 def checked(layer: Layer, batch: Batch, call: Call, name: str, threshold: float = 0.0, limit: float | None = None) -> float:
-    """
+    """Return the relative error of the first tokens' outputs against the reference in float32.
+
     Raises:
         RuntimeError: the call computes something else.
     """
     batch.out.fill_(float("nan"))
     call()
-    error = error_of(layer, batch, threshold)
+    x, slots, shares, out = (each[:4] for each in batch)
+    others: dict[str, Any] = {**layer.weights, "gate_spec": GateSpec(), "threshold": threshold, "dtype": torch.float32}
+    expected = reference_experts(x, slots.long() % DISTINCT_EXPERTS, shares, **others)
+    error = float((out.float() - expected).norm() / expected.norm())
     limit = limit or LIMITS.get(layer.weight_type, 2.5e-2)
     if not error <= limit:
         raise RuntimeError(f"{name} is wrong: relative error {error:.2e} at T = {len(batch.x)}")
     return error
 
 
-def rate_columns(layer: Layer, work_bytes: float, flops: float, ms: float) -> Row:
+def timed(layer: Layer, calls: Sequence[Call], works: Sequence[Work], about: Row) -> Row:
+    """Return the times of calls that do so much work, and what they reach of the ceilings."""
     copied, products = ceilings(layer.arena.device)
-    peak = products[str(layer.dtype).removeprefix("torch.")]
-    reached, multiplied = work_bytes / ms / 1e6, flops / ms / 1e9
+    times, peak = measure(calls, layer.arena.device), products[str(layer.dtype).removeprefix("torch.")]
+    ms, read, flops = statistics.median(times), *(statistics.mean(each) for each in zip(*map(astuple, works), strict=True))
+    reached, multiplied = read / ms / 1e6, flops / ms / 1e9
     # The floor: bytes at the rate of the copy, or operations at that of the product.
-    floor_ms = max(work_bytes / copied / 1e6, flops / peak / 1e9)
-    about = {"gb_s": round(reached, 2), "copy_share": round(reached / copied, 4), "tflop_s": round(multiplied, 3)}
-    return {**about, "product_share": round(multiplied / peak, 4), "floor_share": round(floor_ms / ms, 4)}
-
-
-def weight_bytes(layer: Layer) -> float:
-    """Of one weight, with its share of the scales."""
-    return layer.expert_bytes / (3 * layer.shape.hidden * layer.shape.intermediate)
+    floor_ms = max(read / copied / 1e6, flops / peak / 1e9)
+    rates = {"gb_s": round(reached, 2), "copy_share": round(reached / copied, 4), "tflop_s": round(multiplied, 3)}
+    rates |= {"product_share": round(multiplied / peak, 4), "floor_share": round(floor_ms / ms, 4)}
+    return {**about, **percentiles(times, "ms", 5), **rates}
 
 
 def dense(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterator[Row]:
@@ -241,17 +209,15 @@ def dense(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterator
 
     shape, device = place(session)
     layer = packed_layer(shape, weight_type, device)
-    experts = SlotExperts(ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate), GateSpec(), weight_type)
+    experts = SlotExperts(experts_of(shape), GateSpec(), weight_type)
     for count in tokens:
         calls = batches(layer, count)
-        works = [dense_work(batch.slots, shape) for batch in calls]
-        read = statistics.mean(work.read_bytes for work in works) / 2 * weight_bytes(layer)
+        works = [dense_work(batch.slots, shape, element_bytes=layer.weight_bytes) for batch in calls]
         for path in ("decode", "grouped") if count <= MOST_DECODE else ("grouped",):
             run = [partial(experts.forward, batch.x, layer.arena, batch.slots, batch.shares, batch.out, path) for batch in calls]
             error = checked(layer, calls[0], run[0], f"{weight_type} {path}")
-            times = measure(run, device)
-            rates = rate_columns(layer, read, works[0].flops, statistics.median(times))
-            yield {"layout": "dense", "weights": weight_type, "tokens": count, "path": path, **spread(times), **rates, "error": error}
+            about = {"layout": "dense", "weights": weight_type, "tokens": count, "path": path, "error": error}
+            yield timed(layer, run, works, about)
 
 
 def sparse(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterator[Row]:
@@ -260,8 +226,7 @@ def sparse(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterato
 
     shape, device = place(session)
     layer = packed_layer(shape, weight_type, device, rows=True)
-    experts = SparseSlotExperts(ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate), GateSpec(), weight_type, device)
-    each = weight_bytes(layer)
+    experts = SparseSlotExperts(experts_of(shape), GateSpec(), weight_type, device)
     for count in tokens:
         calls = batches(layer, count)
         # the threshold that leaves the share out of the first batch
@@ -272,16 +237,13 @@ def sparse(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterato
         for batch in calls:
             parts = [(part, acts.abs() >= threshold) for part, acts in experts.activations(batch.x, layer.arena, batch.slots)]
             ids, active = torch.cat([part for part, _ in parts]), torch.cat([kept for _, kept in parts])
-            works.append(sparse_work(ids, active, shape, gate_bytes=each, element_bytes=each))  # type: ignore[arg-type]
-        read = statistics.mean(work.read_bytes for work in works)
+            works.append(sparse_work(ids, active, shape, gate_bytes=layer.weight_bytes, element_bytes=layer.weight_bytes))
         for path in SLOT_PATHS:
             run = [partial(experts.forward, batch.x, layer.arena, batch.slots, batch.shares, batch.out, path) for batch in calls]
             # A neuron at the threshold may be in or out by rounding: one of thousands.
             error = checked(layer, calls[0], run[0], f"sparse {weight_type} {path}", threshold, limit=6e-2)
-            times = measure(run, device)
-            rates = rate_columns(layer, read, statistics.mean(work.flops for work in works), statistics.median(times))
-            about = {"layout": "sparse", "weights": weight_type, "sparsity": SPARSITY, "tokens": count, "path": path}
-            yield {**about, **spread(times), **rates, "error": error}
+            about = {"layout": "sparse", "weights": weight_type, "sparsity": SPARSITY, "tokens": count, "path": path, "error": error}
+            yield timed(layer, run, works, about)
 
 
 class Question(NamedTuple):
@@ -317,16 +279,16 @@ def questions(shape: Shape, *, few: bool) -> list[Question]:
 
 
 def tune(session: Session, weight_type: str) -> Iterator[Row]:
-    """Time each question's choices and add the winners to the table, which `operators/kernels/tuned.json` takes."""
+    """Time each question's choices and keep the winners as they are found."""
     from moegraft.operators.kernels.slots import SlotExperts
     from moegraft.operators.kernels.tuned import trial
 
     shape, device = place(session)
     asked = questions(shape, few=session.emulated)
     if not session.emulated:
-        yield compile_ahead(asked, weight_type, min(COMPILERS, os.cpu_count() or 1), session.left_s / 3)
+        yield compile_ahead(asked, weight_type, min(COMPILERS, os.cpu_count() or 1), min(60.0, session.left_s / 3))
     layer = packed_layer(shape, weight_type, device)
-    experts = SlotExperts(ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate), GateSpec(), weight_type)
+    experts = SlotExperts(experts_of(shape), GateSpec(), weight_type)
     winners: dict[str, int] = {}
     for tokens, path, choices in asked:
         calls = batches(layer, tokens)
@@ -345,20 +307,24 @@ def tune(session: Session, weight_type: str) -> Iterator[Row]:
                 medians.append(float("inf"))
                 continue
             medians.append(statistics.median(times))
-            yield {**about, **spread(times)}
+            yield {**about, **percentiles(times, "ms", 5)}
         best = min(range(len(medians)), key=medians.__getitem__)
         if medians[best] * GAIN < medians[0]:
             winners |= choices[best]
+            keep_constants(session, device, weight_type, winners)
     with trial(winners):
         crossover = decode_tokens(layer, experts, (1, 2) if session.emulated else (1, 2, 4, 8, 16, 32))
     if crossover:
         winners["decode_tokens"] = crossover
     yield {"weights": weight_type, "winners": winners}
+    keep_constants(session, device, weight_type, winners)
+
+
+def keep_constants(session: Session, device: torch.device, weight_type: str, winners: Constants) -> None:
+    """Write constants where the kernels of this checkout read them, and where a later call finds them."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "emulated"
-    path_of_table = session.out / TUNED
-    table = json.loads(path_of_table.read_text(encoding="utf-8")) if path_of_table.exists() else {}
-    table.setdefault(name, {})[weight_type] = winners
-    path_of_table.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for table in [session.out / TUNED, *([TABLE] if device.type == "cuda" else [])]:
+        add_constants(table, {name: {weight_type: winners}})
 
 
 def decode_tokens(layer: Layer, experts: Any, tokens: Sequence[int]) -> int:
@@ -404,7 +370,7 @@ def compile_one(weight_type: str, tokens: int, path: str, constants: dict[str, i
 
     torch.set_num_threads(1)
     layer = packed_layer(QWEN3, weight_type, torch.device("cuda:0"))
-    experts = SlotExperts(ExpertsShape(QWEN3.num_experts, QWEN3.hidden, QWEN3.intermediate), GateSpec(), weight_type)
+    experts = SlotExperts(experts_of(QWEN3), GateSpec(), weight_type)
     batch = batches(layer, tokens)[0]
     with trial(constants):
         experts.forward(batch.x, layer.arena, batch.slots, batch.shares, batch.out, path)

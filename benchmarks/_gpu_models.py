@@ -12,73 +12,105 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import hybrid_gpu
+import sparse_model
 import speculative
 import torch
-from _gpu_systems import system
-from gpu_day import MOST_BYTES, ROOT, TRACE, Row, Session, SkippedError
+from _gpu_systems import RULES, system
+from gpu_day import MOST_BYTES, ROOT, TRACE, Case, Row, Session, SkippedError
+from hybrid_gpu import engines_of
+from torch.profiler import ProfilerActivity, schedule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.operators.offload.devices.cuda import why_no_cuda
-from moegraft.operators.offload.engine import Engine
+from moegraft.operators.kernels.launch import interpreted, why_unavailable
 
 DEMO = "demo"  # the bundled model
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")  # a router, or a form of attention, of its own each
 PROMPT, NEW = 12, 24
+TOLERANCE = 0.1  # of the median token of a deep model: where two experts' scores nearly tie, a token may take the other
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative, of logits whose sums have another order
-RULES = """
-version: 1
-rules:
-- match: {{kind: experts}}
-  replace: {{class: hybrid_experts, kwargs: {{weights: stored, gpu: "{gpu}", cache: {{ratio: {ratio}}}, decode: {decode}}}}}
-{more}
-"""
 DRAFT = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{options}}}}}"
 DRAFTS: Mapping[str, Mapping[str, object] | None] = {
+    "2 resident experts, 3 tokens": {"draft_top_k": 2, "max_draft": 3, "schedule": "fixed", "experts": "resident"},
     "plain": None,
     "1 expert, 3 tokens": {"draft_top_k": 1, "max_draft": 3, "schedule": "fixed"},
-    "2 resident experts, 3 tokens": {"draft_top_k": 2, "max_draft": 3, "schedule": "fixed", "experts": "resident"},
     "2 experts, marginal": {"draft_top_k": 2, "max_draft": 5, "schedule": "marginal"},
     "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
 }
-SHAPE = "qwen3-30b-a3b"
-COMPARED = ("all_cpu", "fixed", "all", "all, captured", "on_demand", "layer_map")
-ABLATION = ("scheduling", "scheduling+prefetch", "scheduling+cache", "greedy")  # HybriMoE's Table III, between `fixed` and `all`
 
 
-def gpu_of(session: Session) -> str:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Systems on one model of random weights.
+
+    Attributes:
+        prompts: tokens; a text is decoded after the first.
+        runs: a system, and the share of the experts that have a slot on the GPU; the most important ones first.
+        profiled: those of which a step is profiled; the last one's trace is kept.
+        rounds: of the shorter prompts; of those above 512 tokens there is one.
+        least_s: with less time a run is left; about what it takes.
     """
-    Raises:
-        SkippedError: there is no GPU.
-    """
-    if not session.emulated and why_no_cuda() is not None:
-        raise SkippedError(str(why_no_cuda()))
-    return "emulated" if session.emulated else "cuda:0"
+
+    shape: str
+    layers: int
+    prompts: tuple[int, ...]
+    runs: tuple[tuple[str, float], ...]
+    profiled: tuple[tuple[str, float], ...] = ()
+    weights: str = "int4"
+    rounds: int = 3
+    new_tokens: int = 32
+    scale: int = 1
+    least_s: float = 25.0
+
+    def small(self) -> Comparison:
+        """The same for an emulated device."""
+        sizes: dict[str, Any] = {"layers": 2, "scale": 16, "prompts": (4,), "rounds": 1, "new_tokens": 3, "least_s": 1.0}
+        return replace(self, **sizes)
 
 
-def models(session: Session) -> None:
-    for name in (DEMO, *FAMILIES[: 1 if session.emulated else None]):
-        session.case(name, partial(same_answers, session, name), limit_s=120)
+SYSTEMS = ("all, captured", "fixed, captured", "all", "fixed")
+LENGTHS = (32, 128, 512, 1024, 2048)
+# HybriMoE's systems; its Table III, between `fixed` and `all`.
+PAPER = tuple(product(("all, captured", "all", "fixed", "all_cpu", "on_demand", "layer_map"), (0.25,)))
+ABLATION = tuple(product(("scheduling", "scheduling+prefetch", "scheduling+cache", "greedy"), (0.25,)))
+QWEN3 = partial(Comparison, "qwen3-30b-a3b", 48)
+DEEPSEEK, MIXTRAL = partial(Comparison, "deepseek-v2-lite", 16), partial(Comparison, "mixtral-8x7b", 8)
+COMPARISONS: Mapping[str, tuple[Comparison, ...]] = {
+    "models": (QWEN3((32,), (("all, captured", 0.25),)),),
+    "qwen3": (
+        QWEN3((32, 512), tuple((name, 0.25) for name in SYSTEMS), profiled=(("all", 0.25), ("all, captured", 0.25))),
+        QWEN3((32, 512), (("stock", 1.0),)),
+        QWEN3((32, 512), tuple((name, ratio) for ratio, name in product((0.5, 1.0), SYSTEMS))),
+        QWEN3((32, 512), (("all, captured", 1.0),), weights="bfloat16", least_s=90.0),  # the weights that stock has
+    ),
+    "shapes": (
+        DEEPSEEK(LENGTHS, PAPER, rounds=2),
+        MIXTRAL(LENGTHS, PAPER, rounds=2),
+        DEEPSEEK(LENGTHS, (*ABLATION, *product(("all", "fixed"), (0.5, 0.75))), rounds=2),
+        MIXTRAL(LENGTHS, (*ABLATION, *product(("all", "fixed"), (0.5, 0.75))), rounds=2),
+    ),
+}
 
 
 @contextmanager
-def injected(name: str, gpu: str, decode: str = "eager", ratio: float = 0.5, more: str = "") -> Iterator[PreTrainedModel]:
-    """The bundled model, or a tiny one of a family with float32 weights, with its experts on both devices."""
+def injected(name: str, gpu: str, decode: str = "eager", more: str = "") -> Iterator[PreTrainedModel]:
+    """The bundled model, or a tiny one of a family with float32 weights, with its experts on both devices, half of them in slots."""
     with tempfile.TemporaryDirectory() as folder:
-        rules = Path(folder) / "rules.yaml"
-        rules.write_text(RULES.format(gpu=gpu, ratio=ratio, decode=decode, more=more))
+        rules, options = Path(folder) / "rules.yaml", f"cache: {{ratio: 0.5}}, decode: {decode}"
+        rules.write_text(RULES.format(weights="stored", gpu=gpu, options=options, more=more))
         where: dict[str, Any] = {"device_map": gpu} if gpu.startswith("cuda") else {"threads": 1}
-        source: Path | PreTrainedModel = demo_path()
+        source = demo_path()
         if name != DEMO:
-            families, _ = _support()
-            source = Path(folder) / "model"
-            families.save_checkpoint(_case(name), source)
+            source, (families, case) = Path(folder) / "model", _tiny(name)
+            families.save_checkpoint(case, source)
         model = optimize_and_load(source, rules, progress=False, **where)
         try:
             yield model
@@ -88,37 +120,29 @@ def injected(name: str, gpu: str, decode: str = "eager", ratio: float = 0.5, mor
             gc.collect()
 
 
-def _support() -> tuple[Any, Any]:
-    """The tests' tiny models."""
+def _tiny(name: str) -> tuple[Any, Any]:
+    """The tests' tiny models, and a family's."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.insert(0, str(ROOT / "tests"))
-    from support import families, family_rows
+    from support import families
 
-    return families, family_rows
-
-
-def _case(name: str) -> Any:
-    families, _ = _support()
-    return next(case for case in families.served_cases() if case.model_type == name)
+    return families, next(case for case in families.served_cases() if case.model_type == name)
 
 
 def _stock(name: str, gpu: str) -> PreTrainedModel:
-    families, _ = _support()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_path()) if name == DEMO else families.build_model(_case(name))
+    if name == DEMO:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_path())
+    else:
+        families, case = _tiny(name)
+        model = families.build_model(case)
     return model.to(gpu if gpu.startswith("cuda") else "cpu").eval()
 
 
 def answer(model: PreTrainedModel, ids: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor, float]:
     """`count` greedy tokens, their logits (count, vocabulary) float32, and the milliseconds of one."""
-    settings = {
-        "min_new_tokens": count,
-        "max_new_tokens": count,
-        "do_sample": False,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    lengths, outputs = {"min_new_tokens": count, "max_new_tokens": count}, {"output_logits": True, "return_dict_in_generate": True}
     start = time.perf_counter()
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths, **outputs)
     tokens = made.sequences[0, ids.shape[1] :].tolist()
     return tokens, torch.cat(made.logits).float().cpu(), 1e3 * (time.perf_counter() - start) / count
 
@@ -140,10 +164,6 @@ def notices() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def engines_of(model: PreTrainedModel) -> list[Engine]:
-    return list(model.moegraft.context.gpu_engines)
-
-
 @torch.inference_mode()
 def same_answers(session: Session, name: str) -> Iterator[Row]:
     """Stock, layer by layer and captured.
@@ -151,7 +171,7 @@ def same_answers(session: Session, name: str) -> Iterator[Row]:
     Raises:
         RuntimeError: logits are off, or no step was captured.
     """
-    gpu, count = gpu_of(session), 6 if session.emulated else NEW
+    gpu, count = session.gpu, 6 if session.emulated else NEW
     stock = _stock(name, gpu)
     vocabulary, dtype = stock.config.get_text_config().vocab_size, stock.dtype
     ids = torch.randint(3, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(stock.device)
@@ -172,19 +192,10 @@ def same_answers(session: Session, name: str) -> Iterator[Row]:
                 model.generate(ids, do_sample=True, max_new_tokens=8, min_new_tokens=8)[0].tolist() for _ in map(torch.manual_seed, (1, 1))
             ]
             statistics = [engine.statistics for engine in engines_of(model)]
-            yield {
-                "mode": decode,
-                "token_ms": round(ms, 3),
-                "same_tokens": same,
-                "of": count,
-                "logits_error": error,
-                "replayed": replayed,
-                "on_cpu": sum(each.on_cpu for each in statistics),
-                "used": sum(each.used for each in statistics),
-                "recoveries": sum(each.recoveries for each in statistics),
-                "sampling_repeats": sampled[0] == sampled[1],
-                "notices": sorted(set(messages)),
-            }
+            counts = {name: sum(getattr(each, name) for each in statistics) for name in ("on_cpu", "used", "recoveries")}
+            about = {"mode": decode, "token_ms": round(ms, 3), "same_tokens": same, "of": count, "logits_error": error}
+            repeats = {"replayed": replayed, "sampling_repeats": sampled[0] == sampled[1]}
+            yield {**about, **counts, **repeats, "notices": sorted(set(messages))}
             if not error <= LIMITS[dtype]:
                 wrong.append(f"{decode}: logits are {error:.2%} off")
             if decode == "graph" and not replayed:
@@ -193,35 +204,27 @@ def same_answers(session: Session, name: str) -> Iterator[Row]:
         raise RuntimeError(f"{name}: {'; '.join(wrong)}")
 
 
-def systems(session: Session) -> None:
-    """The comparison at one ratio, where a token goes, the comparison at another, the ablation, drafts."""
-    sizes: dict[str, Any] = {
-        "threads": 0,
-        "checkpoint": None,
-        "prompt_sets": None,
-        "weights": "int4",
-        "layers": 2,
-        "scale": 1,
-        "rounds": 3,
-        "new_tokens": 24,
-    }
-    prompts, ratios, compared, ablation = (32, 512), (0.25, 0.5), COMPARED, ABLATION
-    if session.emulated:
-        sizes |= {"scale": 16, "rounds": 1, "new_tokens": 3, "threads": 1}
-        prompts, ratios, compared, ablation = (4,), (0.25,), ("all_cpu", "all, captured"), ()
-    arguments = Namespace(gpu=session.device, **sizes)
-    first, *others = ratios
-    for name in compared:
-        session.case(f"{name}, {first}", partial(one_system, session, name, first, prompts, arguments), limit_s=120)
-    session.case("profile", partial(profile, session, first, arguments), limit_s=120)
-    for ratio in others:
-        for name in compared:
-            session.case(f"{name}, {ratio}", partial(one_system, session, name, ratio, prompts, arguments), limit_s=120)
-    for name in ablation:
-        session.case(f"{name}, {first}", partial(one_system, session, name, first, prompts, arguments), limit_s=120)
-    drafts = list(DRAFTS)[2:3] if session.emulated else list(DRAFTS)
-    for name in drafts:
-        session.case(f"draft: {name}", partial(draft, session, name, 1 if session.emulated else 4), limit_s=120)
+def models(session: Session) -> list[Case]:
+    """Answers of whole models, then a first look at a large one."""
+    names = (DEMO, *FAMILIES[: 1 if session.emulated else None])
+    return [*(Case(name, partial(same_answers, session, name), 120) for name in names), *compared(session)]
+
+
+def compared(session: Session) -> list[Case]:
+    """The comparisons of the session's phase."""
+    found = [each.small() if session.emulated else each for each in COMPARISONS[session.phase]]
+    runs = [(each, *run, max(150.0, 2 * each.least_s)) for each in found for run in each.runs]
+    return [
+        Case(f"{each.shape}, {each.weights}: {name}, {ratio}", partial(one_system, session, each, name, ratio), limit_s, each.least_s)
+        for each, name, ratio, limit_s in runs
+    ]
+
+
+def _arguments(session: Session, comparison: Comparison) -> Namespace:
+    """What `_gpu_systems` and `hybrid_gpu` take."""
+    names = ("layers", "scale", "weights", "new_tokens", "rounds")
+    sizes = {name: getattr(comparison, name) for name in names} | {"threads": 1 if session.emulated else 0}
+    return Namespace(**sizes, gpu=session.gpu, checkpoint=None, prompt_sets=None)
 
 
 def _probe(model: PreTrainedModel) -> torch.Tensor:
@@ -231,57 +234,65 @@ def _probe(model: PreTrainedModel) -> torch.Tensor:
 
 
 @cache
-def _expected(gpu: str, scale: int, layers: int, weights: str, threads: int) -> torch.Tensor:
+def _expected(session: Session, shape: str, layers: int, scale: int, weights: str) -> torch.Tensor:
     """The logits of `all_cpu`, once a process."""
-    arguments = Namespace(gpu=gpu, checkpoint=None, scale=scale, layers=layers, weights=weights, threads=threads)
-    with system("all_cpu", SHAPE, 0.25, arguments) as model:
+    comparison = Comparison(shape, layers, (), (), scale=scale, weights=weights)
+    with system("all_cpu", shape, 0.25, _arguments(session, comparison)) as model:
         return _probe(model)
 
 
 @torch.inference_mode()
-def one_system(session: Session, name: str, ratio: float, prompts: tuple[int, ...], arguments: Namespace) -> Iterator[Row]:
+def one_system(session: Session, comparison: Comparison, name: str, ratio: float) -> Iterator[Row]:
     """
     Raises:
         RuntimeError: its logits are not those of `all_cpu`.
     """
-    arguments.gpu = gpu_of(session)
-    expected = _expected(arguments.gpu, arguments.scale, arguments.layers, arguments.weights, arguments.threads)
+    shape, layers, scale, weights = comparison.shape, comparison.layers, comparison.scale, comparison.weights
+    arguments = _arguments(session, comparison)
+    about = {"model": f"{shape}, {layers} layers, 1/{scale} of the widths", "system": name, "cache_ratio": ratio}
+    about |= {"weights": "bfloat16" if name == "stock" else weights}
+    expected = None if name == "stock" else _expected(session, shape, layers, scale, weights)
     start = time.perf_counter()
-    with system(name, SHAPE, ratio, arguments) as model, notices() as messages:
-        error = float((_probe(model) - expected).norm() / expected.norm())
-        about = {"model": f"{SHAPE}, {arguments.layers} layers, 1/{arguments.scale} of the widths", "weights": arguments.weights}
-        about |= {"system": name, "cache_ratio": ratio}
-        yield {**about, "logits_error": error, "load_s": round(time.perf_counter() - start, 1)}
-        for tokens in prompts:
-            yield from hybrid_gpu.measure(model, about, Namespace(**{**vars(arguments), "prompts": [tokens]}))
+    with system(name, shape, ratio, arguments) as model, notices() as messages:
+        found = _probe(model)
+        answer = {} if expected is None else hybrid_gpu.compared_logits(found, expected)
+        error = 0.0 if expected is None else float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+        yield {**about, **answer, "median_error": round(error, 5), "load_s": round(time.perf_counter() - start, 1)}
+        for number, tokens in enumerate(comparison.prompts):
+            rounds, new_tokens = comparison.rounds if tokens <= 512 else 1, comparison.new_tokens if number == 0 else 1
+            sizes = {"prompts": [tokens], "rounds": rounds, "new_tokens": new_tokens}
+            yield from hybrid_gpu.measure(model, about, Namespace(**{**vars(arguments), **sizes}))
         for engine in engines_of(model):
             yield {**about, **{f"engine: {key}": value for key, value in engine.report().items()}}
         if messages:
             yield {**about, "notices": sorted(set(messages))}
-    if not error <= hybrid_gpu.TOLERANCE:
-        raise RuntimeError(f"{name}: logits are {error:.1%} off those of all_cpu")
+        if (name, ratio) in comparison.profiled:
+            yield from profile(session, model, about)
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"{name}: the median token's logits are {error:.1%} off those of all_cpu")
 
 
-@torch.inference_mode()
-def profile(session: Session, ratio: float, arguments: Namespace) -> Iterator[Row]:
-    """Ten tokens, layer by layer and captured: what takes the time on either side; the second is kept as a trace."""
-    from torch.profiler import ProfilerActivity
-
-    arguments.gpu = gpu_of(session)
+def profile(session: Session, model: PreTrainedModel, about: Row) -> Iterator[Row]:
+    """One decoded token: what takes the time on either side; its trace is kept."""
     activities = [ProfilerActivity.CPU] if session.emulated else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    for name in ("all, captured",) if session.emulated else ("all", "all, captured"):
-        with system(name, SHAPE, ratio, arguments) as model:
-            ids = torch.arange(3, 19, device=model.device)[None]
-            hybrid_gpu.token_ms(model, ids, 10)
-            with torch.profiler.profile(activities=activities) as seen:
-                hybrid_gpu.token_ms(model, ids, 10)
-        events = seen.key_averages()
-        for side, time_us in (("host", "self_cpu_time_total"), ("device", "self_device_time_total")):
-            ordered = sorted(events, key=lambda event, time_us=time_us: getattr(event, time_us, 0.0), reverse=True)  # type: ignore[misc]
-            for event in ordered[: 8 if session.emulated else 25]:
-                us = getattr(event, time_us, 0.0)
-                if us:
-                    yield {"system": name, "side": side, "name": event.key[:120], "count": event.count, "us_a_token": round(us / 10, 2)}
+    ids = torch.arange(3, 19, device=model.device)[None]
+    waited = 6  # the prompt, and tokens until steps are captured
+
+    class Steps(hybrid_gpu.Stamps):
+        def __call__(self, *arguments: Any, **kwargs: Any) -> torch.Tensor:
+            done = super().__call__(*arguments, **kwargs)
+            seen.step()
+            return done
+
+    with torch.profiler.profile(activities=activities, schedule=schedule(wait=waited, warmup=1, active=1)) as seen:
+        hybrid_gpu.token_ms(model, ids, waited + 3, Steps())
+    events = seen.key_averages()
+    for side, time_us in (("host", "self_cpu_time_total"), ("device", "self_device_time_total")):
+        ordered = sorted(events, key=lambda event, time_us=time_us: getattr(event, time_us, 0.0), reverse=True)  # type: ignore[misc]
+        for event in ordered[: 8 if session.emulated else 25]:
+            us = getattr(event, time_us, 0.0)
+            if us:
+                yield {**about, "side": side, "name": event.key[:120], "count": event.count, "us_a_token": round(us, 2)}
     with tempfile.TemporaryDirectory() as folder:
         plain, packed = Path(folder) / "trace.json", Path(folder) / TRACE
         seen.export_chrome_trace(str(plain))
@@ -290,25 +301,46 @@ def profile(session: Session, ratio: float, arguments: Namespace) -> Iterator[Ro
         size = packed.stat().st_size
         if size <= MOST_BYTES:
             shutil.copyfile(packed, session.out / TRACE)
-        yield {"trace_bytes": size, "kept": size <= MOST_BYTES}
+        yield {**about, "trace_bytes": size, "kept": size <= MOST_BYTES}
+
+
+def whole(session: Session) -> list[Case]:
+    """Drafts of a large model with random weights, and of the bundled one, whose drafts are accepted as often as a real one's; sparsity."""
+    few, names = session.emulated, list(DRAFTS)[: 1 if session.emulated else None]
+    large = [Case(f"48 layers, {name}", partial(draft, session, name, large=True), 90, 1 if few else 20) for name in names[:4]]
+    demo = [Case(f"{DEMO}, {name}", partial(draft, session, name, large=False)) for name in names]
+    return [*large, Case("sparsity", partial(sparse, session), 90, 1 if few else 30), *demo]
 
 
 @torch.inference_mode()
-def draft(session: Session, name: str, prompts: int) -> Iterator[Row]:
-    """The bundled model with one way to draft: SS-MoE's acceptance and costs, and the rate against that of `plain` in its rows."""
-    options = DRAFTS[name]
+def draft(session: Session, name: str, *, large: bool) -> Iterator[Row]:
+    """One way to draft: SS-MoE's acceptance and costs, and the rate against that of `plain` in its rows."""
+    options, gpu = DRAFTS[name], session.gpu
     more = "" if options is None else DRAFT.format(options=", ".join(f"{key}: {value}" for key, value in options.items()))
-    count = 8 if session.emulated else 96
-    with injected(DEMO, gpu_of(session), more=more) as model:
-        texts = [ids.to(model.device) for ids in speculative.prompts(prompts)]
+    count, number = (8, 1) if session.emulated else (48, 2) if large else (96, 4)
+    comparison = QWEN3((), ()).small() if session.emulated else QWEN3((), ())
+    opened = system("all", comparison.shape, 0.5, _arguments(session, comparison), more) if large else injected(DEMO, gpu, more=more)
+    with opened as model:
+        generator = torch.Generator().manual_seed(5)
+        random = [torch.randint(0, 4096, (1, 32), generator=generator) for _ in range(number)]
+        texts = [ids.to(model.device) for ids in (random if large else speculative.prompts(number))]
         speculative.generate(model, texts[0], seed=0, new_tokens=count)
-        rates = []
-        for number, ids in enumerate(texts):
+        for seed, ids in enumerate(texts):
             start = time.perf_counter()
-            speculative.generate(model, ids, seed=number, new_tokens=count)
-            rates.append(count / (time.perf_counter() - start))
-            yield {"provider": name, "new_tokens": count, "tokens_s": round(rates[-1], 2)}
+            speculative.generate(model, ids, seed=seed, new_tokens=count)
+            yield {"provider": name, "new_tokens": count, "tokens_s": round(count / (time.perf_counter() - start), 2)}
         operator = speculative.operator_of(model)
         if operator is not None:
             found: Callable[[], Mapping[str, Any]] = operator.statistics
             yield {"provider": name, **{key: value for key, value in found().items() if isinstance(value, (int, float, list, tuple, str))}}
+
+
+@torch.inference_mode()
+def sparse(session: Session) -> Iterator[Row]:
+    """Whole models in slots without the neurons that a token does not need: the rows of `sparse_model.py`."""
+    gpu, reason = session.gpu, None if interpreted() else why_unavailable()
+    if reason is not None:
+        raise SkippedError(reason)
+    cases = [(requests, length) for length in ((128, 128), (1024, 128)) for requests in (1, 16)]
+    small = "tiny", 1, [(2, (2, 2))], 1, torch.device("cpu")
+    yield from sparse_model.measured(*(small if session.emulated else ("qwen3.5-35b-a3b", 16, cases, 2, torch.device(gpu))))

@@ -11,17 +11,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_day import Row, Session, SkippedError
+from gpu_day import Case, Row, Session, SkippedError
+from record import percentiles
 
 from moegraft.operators.offload.devices.base import Bytes, Device, DeviceError, Work
-from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
+from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 
@@ -32,7 +33,7 @@ WORK = Work("host", cost_ms=0.001)
 NAMES = 40  # streams: more than the 32 that PyTorch hands out from its pool
 
 
-def probes(session: Session) -> None:
+def probes(session: Session) -> list[Case]:
     whole = MIB if session.emulated else 1 << 30
     cases: dict[str, Callable[[Device], Iterator[Row]]] = {
         "streams": streams,
@@ -49,36 +50,18 @@ def probes(session: Session) -> None:
         "failed capture": failed_capture,
         "allocator": partial(allocator, nbytes=whole),
     }
-    for name, run in cases.items():
-        session.case(name, partial(on_device, session, run), limit_s=60)
+    return [Case(name, partial(on_device, session, run)) for name, run in cases.items()]
 
 
 def on_device(session: Session, run: Callable[[Device], Iterator[Row]]) -> Iterator[Row]:
-    with opened(session) as device:
-        yield from run(device)
-
-
-@contextmanager
-def opened(session: Session) -> Iterator[Device]:
-    if not session.emulated and why_no_cuda() is not None:
-        raise SkippedError(str(why_no_cuda()))
     profile = MachineProfile("probe", 1, 1, 1, 1, link_gb_s=1.0)
-    device: Device = VirtualDevice(profile) if session.emulated else CudaDevice()
-    try:
-        yield device
-    finally:
-        device.close()
+    with closing(VirtualDevice(profile) if session.gpu == "emulated" else CudaDevice()) as device:
+        yield from run(device)
 
 
 def cuda_only(device: Device) -> None:
     if device.torch_device.type != "cuda":
         raise SkippedError("an emulated device has no such call")
-
-
-def spread(times: list[float], unit: str) -> dict[str, float]:
-    """Median and ends, of times in `unit`."""
-    low, high = (np.percentile(times, share) for share in (20, 80))
-    return {f"p20_{unit}": round(float(low), 3), f"p50_{unit}": round(statistics.median(times), 3), f"p80_{unit}": round(float(high), 3)}
 
 
 @contextmanager
@@ -137,7 +120,7 @@ def link_to_device(device: Device, nbytes: int, *, pinned: bool) -> Iterator[Row
                     "chunk": chunk,
                     "gb_s": round(max(rates[1:]), 2),
                     "p50_gb_s": round(statistics.median(rates[1:]), 2),
-                    **spread(calls_us, "call_us"),
+                    **percentiles(calls_us, "call_us", 3),
                 }
         finally:
             device.synchronize()
@@ -212,13 +195,13 @@ def latencies(device: Device, rounds: int) -> Iterator[Row]:
             call()
             times_us.append(1e6 * (time.perf_counter() - start))
         device.synchronize()
-        yield {"operation": name, **spread(times_us, "us")}
+        yield {"operation": name, **percentiles(times_us, "us", 3)}
     notified: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
         device.notify(stream.record(), lambda error, start=start: notified.append(1e6 * (time.perf_counter() - start)))  # type: ignore[misc]
         device.synchronize()
-    yield {"operation": "from an event to its callback", **spread(notified, "us")}
+    yield {"operation": "from an event to its callback", **percentiles(notified, "us", 3)}
 
 
 def streams(device: Device) -> Iterator[Row]:
@@ -257,7 +240,8 @@ def host_nodes(device: Device, rounds: int) -> Iterator[Row]:
             times_us.append(1e6 * (time.perf_counter() - start))
         medians[nodes] = statistics.median(times_us[2:])
         graph.release()
-        yield {"host_nodes": nodes, **spread(times_us[2:], "us"), "us_a_node": round((medians[nodes] - medians[0]) / max(nodes, 1), 3)}
+        each_us = round((medians[nodes] - medians[0]) / max(nodes, 1), 3)
+        yield {"host_nodes": nodes, **percentiles(times_us[2:], "us", 3), "us_a_node": each_us}
 
 
 def triton_launches(device: Device, rounds: int) -> Iterator[Row]:
@@ -280,12 +264,12 @@ def triton_launches(device: Device, rounds: int) -> Iterator[Row]:
         combine(rows, ids, weights, out)
         times_us.append(1e6 * (time.perf_counter() - start))
     device.synchronize()
-    yield {"operation": "launch", **spread(times_us, "us")}
+    yield {"operation": "launch", **percentiles(times_us, "us", 3)}
     if on.type == "cuda":
         from _gpu_kernels import measure
 
         many = measure([lambda: combine(rows, ids, weights, out)] * 100, on)
-        yield {"operation": "launch in a graph", **spread([1e3 * ms for ms in many], "us")}
+        yield {"operation": "launch in a graph", **percentiles([1e3 * ms for ms in many], "us", 3)}
 
 
 def failed_capture(device: Device) -> Iterator[Row]:
@@ -315,16 +299,16 @@ def failed_capture(device: Device) -> Iterator[Row]:
     yield {"sampled": drawn.flatten().tolist(), "seeded": torch.rand(2, device=on, generator=torch.Generator(on).manual_seed(1)).tolist()}
     held.zero_()
     device.synchronize()
-    graph = device.capture(lambda: void(held.add_(1)))
+
+    def good() -> None:
+        held.add_(1)
+
+    graph = device.capture(good)
     graph.replay()
     graph.replay()
     device.synchronize()
     yield {"captured_after": held.tolist() == [2.0] * 4, "held": held.tolist()}
     graph.release()
-
-
-def void(result: object) -> None:
-    """For a call whose result is of no interest."""
 
 
 def allocator(device: Device, nbytes: int) -> Iterator[Row]:

@@ -14,11 +14,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from gpu_day import JUNIT, LOG, ROOT, STICKY, Row, Rows, Session, SkippedError
+from gpu_day import JUNIT, LOG, ROOT, STICKY, Case, Row, Rows, Session, SkippedError
 
 ENVIRONMENT = "GPU_DAY_TESTS"  # for the plugin: its folder, what its rows begin with, the list of tests to leave out
 TEST_S = 90.0  # of one test: the slowest ones compile kernels
@@ -26,17 +27,11 @@ WORKERS = 10  # each has a CUDA context, and the CPU kernels' threads
 QUICK = ["tests/operators/offload/devices/test_graphs.py"]  # where the device is emulated
 
 
-def tests(session: Session) -> None:
+def tests(session: Session) -> list[Case]:
     """Those that run on the device; emulated, a few that show how it goes."""
-
-    def run() -> Iterator[Row]:
-        if session.emulated:
-            yield from run_tests(session, QUICK, workers=1, junit=True)
-        else:
-            cores = os.cpu_count() or 1
-            yield from run_tests(session, ["tests", "-m", "gpu"], workers=max(1, min(WORKERS, cores - 2)), junit=True)
-
-    session.case("cuda" if not session.emulated else "emulated", run, limit_s=session.left_s)
+    workers = 1 if session.emulated else max(1, min(WORKERS, (os.cpu_count() or 1) - 2))
+    run = partial(run_tests, session, QUICK if session.emulated else ["tests", "-m", "gpu"], workers=workers, junit=True)
+    return [Case(session.device, run, limit_s=session.left_s)]
 
 
 def run_tests(session: Session, arguments: Sequence[str], *, workers: int, junit: bool = False) -> Iterator[Row]:

@@ -1,25 +1,45 @@
-"""Models with random weights of any size: in host memory, or all but the experts on a GPU."""
+"""Models and experts with random weights of any size: in host memory, on a GPU, or experts in the packed form alone."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
+from moegraft.operators.weight_formats import FORMATS
 
 DISTINCT_EXPERTS = 4  # the other experts are copies
 
 
-def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model in host memory in the config's dtype, with random weights from a fixed seed."""
+def random_model(config: PreTrainedConfig, device: torch.device | str = "cpu", *, experts: bool = True) -> PreTrainedModel:
+    """Return a model in the config's dtype, with random weights from a fixed seed.
+
+    Args:
+        experts: without, they have shapes and no memory, for operators that are given `RandomExperts`.
+    """
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        distinct = min(DISTINCT_EXPERTS, parameter.shape[0]) if parameter.dim() == 3 else parameter.shape[0]
-        drawn = torch.empty(distinct, *parameter.shape[1:])
-        drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
-        parameter.data.copy_(drawn.repeat(parameter.shape[0] // distinct, *[1] * (parameter.dim() - 1)))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not experts and any(parameter.dim() == 3 for parameter in own.values()):
+            for name, parameter in own.items():
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+            continue
+        module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            distinct = min(DISTINCT_EXPERTS, parameter.shape[0]) if parameter.dim() == 3 else parameter.shape[0]
+            drawn = torch.empty(distinct, *parameter.shape[1:], device=device)
+            drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
+            parameter.data.unflatten(0, (-1, distinct)).copy_(drawn)
     model.model.rotary_emb.__init__(config=model.config)  # recreates its buffers, which `to_empty` cleared
+    model.model.rotary_emb.to(device)
     return model.eval()
 
 
@@ -28,3 +48,33 @@ def move_all_but_experts(model: PreTrainedModel, device: torch.device | str) -> 
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dim() < 3:
             tensor.data = tensor.data.to(device)
+
+
+@lru_cache(maxsize=1)
+def distinct_experts(shape: ExpertsShape, gate: GateSpec, weight_type: str, *, sparse: bool = False) -> PackedExperts:
+    """Return the few experts that are drawn and packed, with the sizes of `shape`."""
+    packed = PackedExperts(ExpertsShape(DISTINCT_EXPERTS, shape.hidden, shape.intermediate), gate, weight_type, sparse=sparse)
+    random, generator, wide = np.random.default_rng(0), torch.Generator().manual_seed(0), (shape.intermediate, shape.hidden)
+    for expert in range(DISTINCT_EXPERTS):
+        for part, size in {"gate": wide, "up": wide, "down": wide[::-1]}.items():
+            if FORMATS[weight_type].stored:
+                packed.pack_blocks(expert, part, FORMATS[weight_type].random_blocks(size, random))
+            else:
+                packed.pack(expert, part, (torch.randn(size, generator=generator) * size[1] ** -0.5).numpy())
+    return packed
+
+
+class RandomExperts(PackedExperts):
+    """All experts of a layer in memory of their own, with the bytes of `distinct_experts`: gigabytes in the time that a copy takes."""
+
+    def __init__(self, shape: ExpertsShape, gate: GateSpec, weight_type: str) -> None:
+        self._held = PackedExperts(shape, gate, weight_type)
+        few, complete = distinct_experts(shape, gate, weight_type), self._held.buffer
+        whole = torch.from_numpy(self._held.buffer).view(-1, DISTINCT_EXPERTS, few.expert_bytes)
+        whole.copy_(torch.from_numpy(few.buffer).view(DISTINCT_EXPERTS, -1))
+        complete.flags.writeable = False  # counts as completely packed
+        super().__init__(shape, gate, weight_type, complete)
+
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        return self._held.buffer  # writable: page-locked as the experts of a checkpoint are

@@ -54,14 +54,14 @@ class Work:
         return max(self.read_bytes / device.bytes_per_ms, self.flops / device.flops_per_ms)
 
 
-def dense_work(ids: torch.Tensor, shape: Shape, element_bytes: int = 2) -> Work:
+def dense_work(ids: torch.Tensor, shape: Shape, element_bytes: float = 2) -> Work:
     """Return the work of a dense layer for `ids` (T, K)."""
     row = shape.intermediate * shape.hidden
     experts = int(ids.unique().numel())
     return Work(3.0 * experts * row * element_bytes, 6.0 * ids.numel() * row)
 
 
-def sparse_work(ids: torch.Tensor, active: torch.Tensor, shape: Shape, gate_bytes: float = 2.0, element_bytes: int = 2) -> Work:
+def sparse_work(ids: torch.Tensor, active: torch.Tensor, shape: Shape, gate_bytes: float = 2.0, element_bytes: float = 2) -> Work:
     """Return the work of a sparse layer: the gates of the chosen experts, and the rows of up and down that any of their tokens needs.
 
     Args:

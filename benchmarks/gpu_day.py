@@ -1,14 +1,17 @@
-"""What a GPU that is lent for minutes can prove: one command, every row kept as it is measured.
+"""What a GPU that is lent for minutes can prove, in four calls of nine minutes: every row is kept as it is measured.
 
-    python benchmarks/gpu_day.py --out DIR                          # all phases, in nine minutes
-    python benchmarks/gpu_day.py --out NEXT --resume DIR            # only what an earlier call left
-    python benchmarks/gpu_day.py --out DIR --phases probes kernels  # some of them
-    python benchmarks/gpu_day.py --out DIR --device emulated        # anywhere, at small sizes: that the script itself works
+    python benchmarks/gpu_day.py A --out day1                   # build; what the device and its link do; whole models
+    python benchmarks/gpu_day.py B --out day2 --resume day1     # kernels, and the launch constants that win
+    python benchmarks/gpu_day.py C --out day3 --resume day2     # 48 layers of Qwen3-30B-A3B's shapes, beside stock transformers
+    python benchmarks/gpu_day.py D --out day4 --resume day3     # other shapes by prompt length, drafts, sparsity, tests
+    python benchmarks/gpu_day.py kernels tests --out day        # phases by name, which share the time
+    python benchmarks/gpu_day.py A --out try --device emulated  # anywhere, at small sizes: that the script itself works
 
-A phase is a process with a time limit, and a row is appended and flushed when it is measured, so that no phase loses another's rows. A
-phase consists of cases: one that fails is reported, and one that kills or hangs its process costs itself alone, as the phase is started
-again after it. Nothing is imported here, or used by a phase without asking, that a bare machine may lack: what is missing is skipped, with
-the reason. Exit code 0: every case is done or skipped; 1: something failed or is left; 2: the arguments are wrong.
+Each call may have another, bare machine: the output of the call before has all that it needs, rows, launch constants and a wheel. A phase
+is a process with a budget of seconds, and what it leaves goes to the later ones; its cases are listed before the first begins, so that
+those without time are reported. A case that fails is reported, and one that kills or hangs its process costs itself alone, as the phase is
+started again after it. Nothing is imported here, or used by a phase without asking, that a bare machine may lack: what is missing is
+skipped, with the reason. Exit code 0: every case is done or skipped; 1: something failed or is left; 2: the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import importlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -26,24 +29,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 import traceback
-from collections import deque
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SCRIPT = Path(__file__).resolve()  # phases are processes of it
 ROOT = SCRIPT.parent.parent
 ROWS, LOG, SUMMARY, JUNIT, TRACE, TUNED, SANITIZER = (
     "rows.jsonl", "log.txt", "summary.md", "junit.xml", "trace.json.gz", "tuned.json", "sanitizer.txt",
 )  # fmt: skip
-FILES = (ROWS, LOG, SUMMARY, JUNIT, TRACE, TUNED, SANITIZER)
+FILES = (ROWS, LOG, SUMMARY, JUNIT, TRACE, TUNED, SANITIZER, "moegraft-*.whl")
+TABLE = ROOT / "operators/kernels" / TUNED  # from which the kernels take launch constants
+IMPORTS = ROOT / "build/src"  # where a wheel is unpacked, beside links to the checkout's packages
 MOST_FILES, MOST_BYTES = 8, 16 << 20
 KEPT_LOG = 1 << 20  # bytes of a phase's first output; of what follows, the last quarter of that
 TEXT = 4000  # characters of a value
@@ -61,37 +65,54 @@ class SkippedError(Exception):
     """This machine lacks what a case needs; the message has the reason."""
 
 
-class OutOfTimeError(Exception):
-    """The phase's time is over before its next case."""
+class Case(NamedTuple):
+    """A part of a phase: `run` yields its rows.
+
+    Attributes:
+        limit_s: past it the process ends, with every thread's stack in the log.
+        needs_s: of the phase's time; with less it is not begun.
+    """
+
+    name: str
+    run: Callable[[], Iterable[Row] | None]
+    limit_s: float = 60.0
+    needs_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the day.
+    """A part of a call.
 
     Attributes:
-        run: `module:function`, called with a `Session` in a process of its own.
-        share: of the time, against the other phases'; time that a phase leaves goes to those after it.
-        least_s: granted even where the share is less.
+        run: `module:function`, called with a `Session` in a process of its own; returns the phase's cases.
+        budget_s: of the time; where a call has more or less than its phases' budgets, each has its share.
         again: it also runs where an earlier call has done it: a fresh machine is bare.
     """
 
     about: str
     run: str
-    share: float
-    least_s: float = 0.0
+    budget_s: float
     again: bool = False
 
 
 PHASES = {
-    "build": Phase("install without internet; tools, versions, processor, GPU", "gpu_day:build", 75, least_s=180, again=True),
-    "probes": Phase("page-locking, link, latencies, streams, captures, allocator", "_gpu_probes:probes", 35),
-    "tests": Phase("all tests that can run on the device", "_gpu_tests:tests", 140),
-    "models": Phase("whole models: eager, captured and stock", "_gpu_models:models", 60),
-    "kernels": Phase("one layer by batch and weight type; tuned constants", "_gpu_kernels:kernels", 100),
-    "hybrid": Phase("the hybrid engine's systems, a profile, drafts", "_gpu_models:systems", 100),
-    "amx": Phase("tests and benchmarks of the CPU kernels, where the host has AMX", "gpu_day:amx", 30),
-    "sanitizer": Phase("memcheck and racecheck over slots and transfers", "gpu_day:sanitizer", 40),
+    "build": Phase("a wheel, without internet; tools, versions, processor, GPU", "gpu_day:build", 180, again=True),
+    "probes": Phase("page-locking, link, latencies, streams, captures, allocator", "_gpu_probes:probes", 60),
+    "models": Phase("whole models: eager, captured and stock; a minute of 48 layers, captured", "_gpu_models:models", 300),
+    "kernels": Phase("one layer by batch and weight type; tuned constants", "_gpu_kernels:kernels", 360),
+    "qwen3": Phase("systems on 48 layers of Qwen3-30B-A3B's shapes, stock, a profile", "_gpu_models:compared", 360),
+    "shapes": Phase("systems on DeepSeek-V2-Lite's and Mixtral's shapes, by prompt", "_gpu_models:compared", 180),
+    "whole": Phase("drafts and sparsity on whole models", "_gpu_models:whole", 120),
+    "tests": Phase("all tests that can run on the device", "_gpu_tests:tests", 60),
+    "amx": Phase("tests and benchmarks of the CPU kernels, where the host has AMX", "gpu_day:amx", 60),
+    "sanitizer": Phase("memcheck and racecheck over slots and transfers", "gpu_day:sanitizer", 120),
+}
+# `amx` and `sanitizer` run where they are named.
+CALLS = {
+    "A": ("build", "probes", "models"),
+    "B": ("build", "kernels"),
+    "C": ("build", "qwen3"),
+    "D": ("build", "shapes", "whole", "tests"),
 }
 
 
@@ -133,16 +154,17 @@ class Session:
     Args:
         until: `time.time()` at which its time is over.
         call: identifies this call of the script; what an earlier one has done stays done, and the rest is tried again.
+        only: a regular expression that names of cases match.
     """
 
-    def __init__(self, phase: str, out: Path, device: str, until: float, call: str) -> None:
+    def __init__(self, phase: str, out: Path, device: str, until: float, call: str, only: str = "") -> None:
         self.phase = phase
         self.out = out
         self.device = device
         self.until = until
         self.call = call
+        self.only = only
         self.rows = Rows(out)
-        self.closed = closed_cases(self.rows.read(), phase, call)
 
     @property
     def emulated(self) -> bool:
@@ -152,26 +174,36 @@ class Session:
     def left_s(self) -> float:
         return self.until - time.time()
 
-    def case(self, name: str, run: Callable[[], Iterable[Row] | None], limit_s: float = 60.0) -> None:
-        """Run a case unless it is done; its rows are kept one by one as `run` yields them.
-
-        Past the limit the process ends, with every thread's stack in the log.
+    @property
+    def gpu(self) -> str:
+        """The device as rule files name it.
 
         Raises:
-            OutOfTimeError: the phase's time is over.
+            SkippedError: there is none.
         """
-        if name in self.closed:
-            return
-        if self.left_s < 1:
-            raise OutOfTimeError
-        about = {"phase": self.phase, "case": name, "call": self.call}
-        limit_s = min(limit_s, self.left_s + 1)
+        from moegraft.operators.offload.devices.cuda import why_no_cuda
+
+        if not self.emulated and why_no_cuda() is not None:
+            raise SkippedError(str(why_no_cuda()))
+        return "emulated" if self.emulated else "cuda:0"
+
+    def run(self, cases: Iterable[Case]) -> bool:
+        """Run cases that are not done, and return whether there was time for all."""
+        closed = closed_cases(self.rows.read(), self.phase, self.call)
+        cases = [case for case in cases if case.name not in closed and re.search(self.only, case.name)]
+        self.rows.append({"phase": self.phase, "call": self.call, "state": "planned", "cases": [case.name for case in cases]})
+        begun = [self.left_s >= case.needs_s and self._run(case) for case in cases]
+        return all(begun)
+
+    def _run(self, case: Case) -> bool:
+        about = {"phase": self.phase, "case": case.name, "call": self.call}
+        limit_s = min(case.limit_s, self.left_s + 1)
         self.rows.append({**about, "state": "begun", "until": time.time() + limit_s})
-        print(f"--- {self.phase}: {name}", flush=True)
+        print(f"--- {self.phase}: {case.name}", flush=True)
         faulthandler.dump_traceback_later(limit_s, exit=True)
         start, state, reason = time.perf_counter(), "done", ""
         try:
-            for row in run() or ():
+            for row in case.run() or ():
                 self.rows.append({**row, **about})
         except SkippedError as error:
             state, reason = "skipped", str(error)
@@ -180,74 +212,55 @@ class Session:
             state, reason = "failed", f"{type(error).__name__}: {error}"
         finally:
             faulthandler.cancel_dump_traceback_later()
-        self.closed.add(name)
-        self.rows.append(
-            {**about, "state": state, "seconds": round(time.perf_counter() - start, 2), **({"reason": reason} if reason else {})}
-        )
-        if state == "failed":
-            if STICKY.search(reason):
-                os._exit(POISONED)
-            gc.collect()
-            if "torch" in sys.modules and not self.emulated:
-                sys.modules["torch"].cuda.empty_cache()
+        took = {"seconds": round(time.perf_counter() - start, 2), **({"reason": reason} if reason else {})}
+        self.rows.append({**about, "state": state, **took})
+        if state == "failed" and STICKY.search(reason):
+            os._exit(POISONED)
+        gc.collect()
+        if "torch" in sys.modules and not self.emulated:
+            sys.modules["torch"].cuda.empty_cache()
+        return True
+
+
+def ended(row: Row) -> bool:
+    """Whether a row is the end of a case or of a phase."""
+    return row.get("state", "begun") not in ("begun", "planned")
 
 
 def closed_cases(rows: Iterable[Row], phase: str, call: str) -> set[str]:
     """Return the cases not to be run (again): those that ended in this call, and for most phases those done in another."""
-    own = [row for row in rows if row["phase"] == phase and row.get("case") and row.get("state", "begun") != "begun"]
+    own = [row for row in rows if row["phase"] == phase and row.get("case") and ended(row)]
     kept = not PHASES[phase].again  # what was skipped is tried again: this machine may have what that one lacked
     return {str(row["case"]) for row in own if row.get("call") == call or (kept and row["state"] == "done")}
 
 
-def run_phase(name: str, out: Path, device: str, until: float, call: str) -> int:
+def run_phase(session: Session) -> int:
     """Run a phase in this process and return its exit code."""
-    module, _, function = PHASES[name].run.partition(":")
-    try:
-        getattr(importlib.import_module(module), function)(Session(name, out, device, until, call))
-    except OutOfTimeError:
-        return LEFT
-    return 0
+    module, _, function = PHASES[session.phase].run.partition(":")
+    return 0 if session.run(getattr(importlib.import_module(module), function)(session)) else LEFT
 
 
-class Log:
-    """The output of a process: its beginning is written at once, of a long rest the end follows."""
-
-    def __init__(self, path: Path, process: subprocess.Popen[bytes]) -> None:
-        self._thread = threading.Thread(target=self._copy, args=(path, process), daemon=True)
-        self._thread.start()
-
-    def _copy(self, path: Path, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None, "its output is piped"
-        kept, last, last_bytes, left_out = 0, deque[bytes](), 0, 0
-        with path.open("ab", buffering=0) as file:
-            for line in process.stdout:
-                if kept + len(line) <= KEPT_LOG:
-                    kept += file.write(line) or 0
-                    continue
-                last.append(line[-KEPT_LOG // 8 :])
-                last_bytes += len(last[-1])
-                while last_bytes > KEPT_LOG // 4:
-                    left_out += len(last[0])
-                    last_bytes -= len(last.popleft())
-            if left_out:
-                file.write(b"... %d bytes are left out ...\n" % left_out)
-            for line in last:
-                file.write(line)
-
-    def close(self) -> None:
-        self._thread.join(5)
+def shorten(log: Path, start: int) -> None:
+    """Keep the beginning and the end of what is in a log from `start` on."""
+    with log.open("r+b") as file:
+        left_out = file.seek(0, os.SEEK_END) - start - KEPT_LOG - KEPT_LOG // 4
+        if left_out > 0:
+            file.seek(-KEPT_LOG // 4, os.SEEK_END)
+            end = file.read()
+            file.seek(start + KEPT_LOG)
+            file.write(b"\n... %d bytes are left out ...\n" % left_out + end)
+            file.truncate()
 
 
-def supervise(name: str, out: Path, device: str, limit_s: float, call: str, environment: Mapping[str, str]) -> None:
+def supervise(session: Session, limit_s: float, environment: Mapping[str, str]) -> None:
     """Run a phase to its end: in one process, or in several where cases kill it or poison the device."""
-    rows, start = Rows(out), time.time()
-    until = start + limit_s
+    name, out, call, rows, until = session.phase, session.out, session.call, session.rows, session.until
     for _ in range(RESTARTS):
-        command = [sys.executable, str(SCRIPT), "--run", name, "--out", str(out)]
-        command += ["--device", device, "--until", str(until), "--call", call]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
-        log = Log(out / LOG, process)
+        command = [sys.executable, str(SCRIPT), name, "--out", str(out), f"--only={session.only}"]
+        command += ["--device", session.device, "--until", str(until), "--call", call]
+        with (out / LOG).open("ab") as log:
+            begin, pipes = log.tell(), dict[str, Any](stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
         try:
             code = process.wait(max(1.0, until + 2 - time.time()))
             state = {0: "finished", LEFT: "left"}.get(code, "died")
@@ -255,25 +268,26 @@ def supervise(name: str, out: Path, device: str, limit_s: float, call: str, envi
             code, state = -signal.SIGKILL, "timed out"
         finally:  # also what it started, and also when this process is told to end
             end_group(process)
-            log.close()
+            shorten(out / LOG, begin)
         opened = open_case(rows.read(), name, call)
         if opened is not None and state != "finished":
             late = state == "timed out" or time.time() > float(opened["until"]) - 0.5
-            ended = (
-                {"state": "timed out", "reason": f"its time was over; its stacks are in {LOG}"}
-                if late
-                else {"state": "died", "reason": how_it_ended(code)}
-            )
-            rows.append({"phase": name, "case": opened["case"], "call": call, **ended})
+            reason = f"its time was over; its stacks are in {LOG}" if late else how_it_ended(code)
+            about = {"state": "timed out" if late else "died", "reason": reason}
+            rows.append({"phase": name, "case": opened["case"], "call": call, **about})
         if time.time() > until - 1:
             state = "timed out" if state == "died" else state
             break
         if state != "died" or (opened is None and code != POISONED):
             break
-    reason = {"reason": how_it_ended(code)} if state == "died" else {}
-    rows.append(
-        {"phase": name, "call": call, "state": state, "seconds": round(time.time() - start, 1), "limit_s": round(limit_s), **reason}
-    )
+    found = rows.read()
+    planned = [row["cases"] for row in found if row["phase"] == name and row.get("call") == call and row.get("state") == "planned"]
+    closed = closed_cases(found, name, call)
+    for case in (case for case in (planned or [[]])[0] if case not in closed):
+        reason = "no time was left for it" if time.time() > until - 2 or state == "left" else "the phase ended before it"
+        rows.append({"phase": name, "case": case, "call": call, "state": "left", "reason": reason})
+    took = {"seconds": round(time.time() - until + limit_s, 1), "limit_s": round(limit_s)}
+    rows.append({"phase": name, "call": call, "state": state, **took, **({"reason": how_it_ended(code)} if state == "died" else {})})
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -284,11 +298,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 def open_case(rows: Iterable[dict[str, Any]], phase: str, call: str) -> dict[str, Any] | None:
     """Return the row of the case that was begun and has not ended."""
-    found = None
-    for row in rows:
-        if row["phase"] == phase and row.get("call") == call and row.get("case") and "state" in row:
-            found = row if row["state"] == "begun" else None
-    return found
+    own = [row for row in rows if row["phase"] == phase and row.get("call") == call and row.get("case") and "state" in row]
+    return own[-1] if own and own[-1]["state"] == "begun" else None
 
 
 def how_it_ended(code: int) -> str:
@@ -311,14 +322,12 @@ def output_of(command: Sequence[str], timeout_s: float = 20.0) -> str:
     return run.stdout.strip()
 
 
-def build(session: Session) -> None:
+def build(session: Session) -> list[Case]:
     """What the machine has, and moegraft on it."""
-    session.case("tools", tools)
-    session.case("requirements", requirements)
-    session.case("processor", processor)
-    session.case("gpu", partial(gpu, session))
-    session.case("install", partial(install, session), limit_s=400)
-    session.case("import", partial(importable, session), limit_s=90)
+    return [
+        *(Case(run.__name__, run) for run in (tools, requirements, processor)),
+        *(Case(run.__name__, partial(run, session), limit_s=400) for run in (gpu, constants, install, importable)),
+    ]
 
 
 def tools() -> Iterator[Row]:
@@ -326,11 +335,8 @@ def tools() -> Iterator[Row]:
     for tool in ("g++", "nvcc", "ninja", "compute-sanitizer", "ncu", "cuobjdump", "git"):
         try:
             found = output_of([tool, "--version"])
-            yield {
-                "tool": tool,
-                "path": shutil.which(tool),
-                "version": next((line for line in found.splitlines() if re.search(r"\d", line)), ""),
-            }
+            version = next((line for line in found.splitlines() if re.search(r"\d", line)), "")
+            yield {"tool": tool, "path": shutil.which(tool), "version": version}
         except SkippedError as missing:
             yield {"tool": tool, "missing": str(missing)}
     header = Path(sys.base_prefix) / f"include/python{sys.version_info[0]}.{sys.version_info[1]}/Python.h"
@@ -357,15 +363,9 @@ def processor() -> Iterator[Row]:
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     flags = fields.pop("Flags", "").split()
     wide = [flag for flag in flags if flag.startswith(("amx", "avx512", "avx_vnni", "avx2"))]
-    memory = next(
-        (line.split(":")[1].strip() for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")), ""
-    )
-    yield {
-        **{name.strip(): value.strip() for name, value in fields.items()},
-        "memory": memory,
-        "amx": "amx_tile" in flags,
-        "flags": " ".join(wide),
-    }
+    memory = re.search(r"MemTotal:\s*(.*)", Path("/proc/meminfo").read_text())
+    about = {"memory": memory[1] if memory else "", "amx": "amx_tile" in flags, "flags": " ".join(wide)}
+    yield {**{name.strip(): value.strip() for name, value in fields.items()}, **about}
 
 
 def gpu(session: Session) -> Iterator[Row]:
@@ -377,82 +377,101 @@ def gpu(session: Session) -> Iterator[Row]:
         yield dict(zip(names.split(","), (cell.strip() for cell in line.split(",")), strict=False))
 
 
+def constants(session: Session) -> Iterator[Row]:
+    """Launch constants that an earlier call timed reach the kernels of this machine."""
+    if not (session.out / TUNED).exists():
+        raise SkippedError("no earlier call timed any")
+    found = json.loads((session.out / TUNED).read_text(encoding="utf-8"))
+    add_constants(TABLE, {name: types for name, types in found.items() if name != "emulated"})
+    yield {name: sorted(types) for name, types in found.items()}
+
+
+def add_constants(table: Path, found: Mapping[str, Mapping[str, object]]) -> None:
+    """Add constants by GPU and weight type to a table, which replace those that it has."""
+    held = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
+    merged = {name: {**held.get(name, {}), **found.get(name, {})} for name in {**held, **found}}
+    if merged != held:
+        table.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def install(session: Session) -> Iterator[Row]:
-    """By pip, and where that fails the extension alone and links to the packages."""
-    found = subprocess.run(
-        [sys.executable, "-c", "import moegraft.cpu_backend as b; print(b.__file__)"], capture_output=True, text=True, cwd="/"
-    )
+    """The extension and metadata of a wheel: an earlier call's, one in dist/, or one built here. Python runs from the checkout."""
+    command = [sys.executable, "-c", "import moegraft.cpu_backend as found; print(found.__file__)"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if found.returncode == 0:
         raise SkippedError(f"moegraft is installed: {found.stdout.strip()}")
-    pip = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "-q", "-e", str(ROOT)]
-    start = time.perf_counter()
-    run = subprocess.run(pip, capture_output=True, text=True, check=False)
-    yield {
-        "way": "pip",
-        "exit_code": run.returncode,
-        "seconds": round(time.perf_counter() - start, 1),
-        "output": (run.stdout + run.stderr)[-TEXT:],
-    }
-    if run.returncode == 0:
-        return
-    start, linked = time.perf_counter(), ROOT / "build/src/moegraft"
-    for step in ("build_ext --inplace", "egg_info"):  # PyTorch's versions of packages are looked up in their metadata
-        run = subprocess.run([sys.executable, "setup.py", "-q", *step.split()], cwd=ROOT, capture_output=True, text=True, check=False)
-        yield {"way": f"setup.py {step}", "exit_code": run.returncode, "output": (run.stdout + run.stderr)[-TEXT:]}
-        if run.returncode:
-            raise RuntimeError(f"setup.py {step} failed: {run.stderr.strip()[-400:]}")
+    start, wheel = time.perf_counter(), find_wheel(session.out)
+    about = {"carried": wheel is not None}
+    if wheel is None:
+        for old in session.out.glob("moegraft-*.whl"):  # of another Python, or of other sources
+            old.unlink()
+        command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--build-number", build_number(), "--dist-dir", str(session.out)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        yield {"exit_code": run.returncode, "output": (run.stdout + run.stderr)[-TEXT:]}
+        wheel = find_wheel(session.out)
+        if run.returncode or wheel is None:
+            raise RuntimeError(f"no wheel could be built: {run.stderr.strip()[-400:]}")
+    unpack(wheel)
+    yield {"wheel": wheel.name, **about, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def build_number() -> str:
+    """Return the number of a wheel: a digest of the sources, so that one of other sources is not taken."""
+    digest = hashlib.sha256()
+    for path in sorted([ROOT / "setup.py", *(ROOT / "cpu_backend/csrc").rglob("*.*")]):
+        digest.update(path.read_bytes())
+    return f"0{digest.hexdigest()[:8]}"
+
+
+def find_wheel(out: Path) -> Path | None:
+    """Return the wheel for this Python and machine that an earlier call built of these sources, else one in dist/."""
+    fits = f"cp{sys.version_info[0]}{sys.version_info[1]}-*{platform.machine()}.whl"
+    found = [*out.glob(f"moegraft-*-{build_number()}-{fits}"), *sorted((ROOT / "dist").glob(f"moegraft-*-{fits}"))]
+    return found[0] if found else None
+
+
+def unpack(wheel: Path) -> None:
+    """Put a wheel's extension into the checkout, and its metadata beside links to the checkout's packages."""
+    linked = IMPORTS / "moegraft"
     linked.mkdir(parents=True, exist_ok=True)
     for folder in ("injection", "operators", "cpu_backend", "rules"):
         if not (linked / folder).exists():
             (linked / folder).symlink_to(ROOT / folder)
-    yield {"way": "links", "seconds": round(time.perf_counter() - start, 1), "path": f"{linked.parent}{os.pathsep}{ROOT}"}
+    with zipfile.ZipFile(wheel) as packed:
+        for name in packed.namelist():
+            if ".dist-info/" in name or re.fullmatch(r"moegraft/cpu_backend/_kernel\..*\.so", name):
+                packed.extract(name, IMPORTS)
 
 
 def importable(session: Session) -> Iterator[Row]:
-    paths = [str(row["path"]) for row in session.rows.read() if row.get("way") == "links" and row["call"] == session.call]
-    sys.path[:0] = [path for each in paths for path in each.split(os.pathsep)]
+    importlib.invalidate_caches()
     import torch
 
     from moegraft.cpu_backend import Runtime
 
     yield {"isa": Runtime(1).isa, "isas": list(Runtime.available_isas()), "threads": Runtime().threads}
     seen: dict[str, object] = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
-    for package in ("transformers", "triton", "numpy", "pytest", "pytest-xdist", "hypothesis"):
-        try:
-            seen[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            seen[package] = "missing"
     if torch.cuda.is_available():
         own = torch.cuda.get_device_properties(0)
-        seen |= {"gpu": own.name, "memory": own.total_memory, "multiprocessors": own.multi_processor_count, "l2": own.L2_cache_size}
-        seen |= {"capability": f"{own.major}.{own.minor}", "registers": own.regs_per_multiprocessor}
+        names = ("name", "major", "minor", "total_memory", "multi_processor_count", "L2_cache_size", "regs_per_multiprocessor")
+        seen |= {name: getattr(own, name, None) for name in names}
     yield seen
     if not session.emulated and not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU: the phases that follow skip what needs one; --device emulated runs without")
 
 
-def has_amx() -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.exists() and "amx_tile" in info.read_text()
-
-
-def amx(session: Session) -> None:
+def amx(session: Session) -> list[Case]:
     """The CPU kernels' tests on this host, and one layer's times."""
     from _gpu_tests import run_tests
 
+    def needs_amx(run: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+        if "amx_tile" not in Path("/proc/cpuinfo").read_text():
+            raise SkippedError("this host has no AMX")
+        return run()
+
     def layer() -> Iterator[Row]:
-        command = [
-            sys.executable,
-            str(ROOT / "benchmarks/cpu_experts.py"),
-            "--no-write",
-            "--rounds",
-            "0.2",
-            "--tokens",
-            "1",
-            "16",
-            "64",
-            "512",
-        ]
+        options = ["--no-write", "--rounds", "0.2", "--tokens", "1", "16", "64", "512"]
+        command = [sys.executable, str(ROOT / "benchmarks/cpu_experts.py"), *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None, "its output is piped"
             for line in process.stdout:
@@ -460,23 +479,14 @@ def amx(session: Session) -> None:
         if process.returncode:
             raise RuntimeError(f"cpu_experts.py ended with exit code {process.returncode}")
 
-    def needs_amx() -> None:
-        if not has_amx():
-            raise SkippedError("this host has no AMX")
-
-    def tests() -> Iterator[Row]:
-        needs_amx()
-        yield from run_tests(session, ["tests/cpu_backend"], workers=min(8, os.cpu_count() or 1))
-
-    def benchmark() -> Iterator[Row]:
-        needs_amx()
-        yield from layer()
-
-    session.case("layer", benchmark, limit_s=session.left_s / 2)
-    session.case("tests", tests, limit_s=session.left_s)
+    tests = partial(run_tests, session, ["tests/cpu_backend"], workers=min(8, os.cpu_count() or 1))
+    return [
+        Case("layer", partial(needs_amx, layer), limit_s=session.left_s / 2),
+        Case("tests", partial(needs_amx, tests), limit_s=session.left_s),
+    ]
 
 
-def sanitizer(session: Session) -> None:
+def sanitizer(session: Session) -> list[Case]:
     """compute-sanitizer over the tests that exercise slots and transfers, one tool at a time."""
     tests = ["tests/operators/kernels/test_slots.py", "tests/operators/offload/test_queue.py", "tests/operators/offload/test_step_graph.py"]
 
@@ -497,43 +507,33 @@ def sanitizer(session: Session) -> None:
         if code:
             raise RuntimeError(f"{tool} ended with exit code {code}; see {SANITIZER}")
 
-    for tool in ("memcheck", "racecheck"):
-        session.case(tool, partial(check, tool), limit_s=session.left_s / (2 if tool == "memcheck" else 1))
+    return [
+        Case("memcheck", partial(check, "memcheck"), limit_s=session.left_s / 2),
+        Case("racecheck", partial(check, "racecheck"), limit_s=session.left_s),
+    ]
 
 
-def day(out: Path, device: str, minutes: float, names: Sequence[str], call: str) -> None:
+def day(out: Path, device: str, minutes: float, names: Sequence[str], call: str, only: str) -> None:
     """Run phases one after another, each for its share of what is left, with a summary after each."""
     end = time.time() + 60 * minutes - RESERVE_S
     rows = Rows(out)
     for number, name in enumerate(names):
         left_s = end - time.time()
-        share = PHASES[name].share / sum(PHASES[each].share for each in names[number:])
-        limit_s = min(left_s, max(share * left_s, PHASES[name].least_s))
-        if complete(rows.read(), name, ("done",)) and not PHASES[name].again:
-            print(f"{name}: done in an earlier call", flush=True)
-            continue
+        limit_s = left_s * PHASES[name].budget_s / sum(PHASES[each].budget_s for each in names[number:])
         if limit_s < 2:
             rows.append({"phase": name, "call": call, "state": "left", "reason": "no time was left for it"})
         else:
             print(f"{name}: {PHASES[name].about}; at most {limit_s:.0f} s", flush=True)
-            supervise(name, out, device, limit_s, call, environment_of(rows.read(), device, call))
-        keep_limits(out)
-        (out / SUMMARY).write_text(summary(rows.read(), names), encoding="utf-8")
+            session = Session(name, out, device, time.time() + limit_s, call, only)
+            supervise(session, limit_s, environment_of(device))
+        report(out, names)
 
 
-def environment_of(rows: Iterable[Row], device: str, call: str) -> dict[str, str]:
-    """Return the environment of a phase: with the way to moegraft where it could not be installed."""
-    linked = [str(row["path"]) for row in rows if row.get("way") == "links" and row.get("call") == call]
-    paths = [*linked, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if paths:
-        own["PYTHONPATH"] = os.pathsep.join(paths)
+def environment_of(device: str) -> dict[str, str]:
+    """Return the environment of a phase."""
+    own = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    own["TOKENIZERS_PARALLELISM"] = "false"
+    own["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if device == "emulated":
         own["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
         own["OMP_NUM_THREADS"] = "1"  # PyTorch's, at small sizes
@@ -544,18 +544,24 @@ def environment_of(rows: Iterable[Row], device: str, call: str) -> dict[str, str
 
 def states(rows: Iterable[Row], name: str) -> dict[str, Row]:
     """Return the last state of each case of a phase, and under "" that of the phase."""
-    return {str(row.get("case", "")): row for row in rows if row["phase"] == name and row.get("state", "begun") != "begun"}
+    return {str(row.get("case", "")): row for row in rows if row["phase"] == name and ended(row)}
 
 
-def complete(rows: Iterable[Row], name: str, enough: Sequence[str] = ("done", "skipped")) -> bool:
-    """Whether a phase ran to its end and every case of it is in one of the states `enough`."""
+def complete(rows: Iterable[Row], name: str) -> bool:
+    """Whether a phase ran to its end and every case of it is done or skipped."""
     last = states(rows, name)
-    return last.pop("", {}).get("state") == "finished" and all(row["state"] in enough for row in last.values())
+    return last.pop("", {}).get("state") == "finished" and all(row["state"] in ("done", "skipped") for row in last.values())
+
+
+def kept(out: Path) -> list[Path]:
+    """Return the files that are an output's."""
+    return [path for pattern in FILES for path in sorted(out.glob(pattern)) if path.is_file()]
 
 
 def keep_limits(out: Path) -> None:
     """Remove what would make the output more, or larger, than may be brought back; a row names it."""
-    found = sorted((path for path in out.iterdir()), key=lambda path: (path.name not in FILES, path.name))
+    own = kept(out)
+    found = [*own, *sorted(path for path in out.iterdir() if path not in own)]
     for number, path in enumerate(found):
         size = path.stat().st_size
         reason = "files" if number >= MOST_FILES or not path.is_file() else "bytes" if size > MOST_BYTES else None
@@ -565,18 +571,25 @@ def keep_limits(out: Path) -> None:
             Rows(out).append({"phase": "output", "case": path.name, "state": "failed", "reason": f"left out: {limit}"})
 
 
+def report(out: Path, names: Sequence[str]) -> str:
+    """Keep the limits of the output, and write its summary and return it."""
+    keep_limits(out)
+    text = summary(Rows(out).read(), names)
+    (out / SUMMARY).write_text(text, encoding="utf-8")
+    return text
+
+
 def summary(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return the state of each phase, what failed and what was skipped with the reasons, and every measured row, for people."""
-    lines = ["# A day with a GPU", "", "| phase | state | s | done | skipped | failed |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["# A day with a GPU", "", "| phase | state | s | done | skipped | failed | left |", f"|{' --- |' * 7}"]
     shown = [name for name in (*PHASES, "output") if name in names or any(row["phase"] == name for row in rows)]
     for name in shown:
         last = states(rows, name)
         own = last.pop("", {})
-        counts = [
-            sum(row["state"] in kinds for row in last.values()) for kinds in (("done",), ("skipped",), ("failed", "died", "timed out"))
-        ]
+        columns: tuple[tuple[str, ...], ...] = (("done",), ("skipped",), ("failed", "died", "timed out"), ("left",))
+        counts = [sum(row["state"] in each for row in last.values()) for each in columns]
         lines.append(f"| {name} | {own.get('state', '')} | {own.get('seconds', '')} | {' | '.join(map(str, counts))} |")
-    for title, kinds in (("Failed", ("failed", "died", "timed out", "left")), ("Skipped", ("skipped",))):
+    for title, kinds in (("Failed", ("failed", "died", "timed out")), ("Left for lack of time", ("left",)), ("Skipped", ("skipped",))):
         found = [(name, case, row) for name in shown for case, row in states(rows, name).items() if row["state"] in kinds]
         lines += ["", f"## {title}", ""] if found else []
         for name, case, row in found:
@@ -594,20 +607,25 @@ def summary(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [*CALLS, *PHASES]
+    parser.add_argument("parts", nargs="+", choices=known, metavar="PART", help=f"calls or phases: {', '.join(known)}")
     parser.add_argument("--out", type=Path, required=True, help="an empty folder, or that of --resume")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of it; phases share them")
-    parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES), metavar="PHASE", help=f"of {', '.join(PHASES)}")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose names match, such as 'captured'")
     parser.add_argument("--resume", type=Path, help="the output of an earlier call: its rows are kept, and what they have is not run again")
     parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
-    parser.add_argument("--run", choices=list(PHASES), help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of the process of a phase
     parser.add_argument("--call", default="", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     out: Path = given.out.resolve()
-    if given.run is not None:
+    try:
+        re.compile(given.only)
+    except re.error as error:
+        parser.error(f"--only {given.only}: not a regular expression: {error}")
+    if given.until is not None:
         import gpu_day  # as the phases' modules import it: the same exceptions
 
-        return gpu_day.run_phase(given.run, out, given.device, given.until, given.call)
+        return gpu_day.run_phase(gpu_day.Session(given.parts[0], out, given.device, given.until, given.call, given.only))
     out.mkdir(parents=True, exist_ok=True)
     resumed = given.resume.resolve() if given.resume else None
     if resumed != out and any(out.iterdir()):
@@ -615,19 +633,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if resumed is not None and not (resumed / ROWS).is_file():
         parser.error(f"{resumed} has no {ROWS}: it is not the output of an earlier call")
     if resumed is not None and resumed != out:
-        for name in (name for name in FILES if (resumed / name).is_file()):
-            (out / name).write_bytes((resumed / name).read_bytes())
-    names = [name for name in PHASES if name in given.phases]
+        for path in kept(resumed):
+            (out / path.name).write_bytes(path.read_bytes())
+    wanted = {name for part in given.parts for name in CALLS.get(part, (part,))}
+    names = [name for name in PHASES if name in wanted]
     call = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f" {os.getpid()}"
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        day(out, given.device, given.minutes, names, call)
+        day(out, given.device, given.minutes, names, call, given.only)
     finally:
-        found = Rows(out).read()
-        keep_limits(out)
-        text = summary(found, names)
-        (out / SUMMARY).write_text(text, encoding="utf-8")
-        print(text[:6000])
+        print(report(out, names)[:6000])
+    found = Rows(out).read()
     return 0 if all(complete(found, name) for name in names) else 1
 
 

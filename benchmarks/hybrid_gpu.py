@@ -55,9 +55,9 @@ class Stamps(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def token_ms(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> list[float]:
+def token_ms(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, stamps: Stamps | None = None) -> list[float]:
     """Return the ms of each token; the first includes the prompt."""
-    stamps = Stamps()
+    stamps = stamps or Stamps()
     settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stamps], **settings)
     return [1e3 * (after - before) for before, after in pairwise(stamps.at_s)]
@@ -79,7 +79,8 @@ def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
 
 
 def engines_of(model: PreTrainedModel) -> list[Engine]:
-    return list(model.moegraft.context.gpu_engines)
+    """None in a stock model."""
+    return list(model.moegraft.context.gpu_engines) if hasattr(model, "moegraft") else []
 
 
 def measure(model: PreTrainedModel, about: Mapping[str, object], arguments: argparse.Namespace) -> list[Row]:
