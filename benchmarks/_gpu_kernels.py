@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
 from functools import cache, partial
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -98,25 +98,9 @@ def measure(calls: Sequence[Call], device: torch.device, replays: int = 15) -> l
         for call in calls:
             call()
         return [(time.perf_counter() - start) * 1e3 / len(calls)]
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        for call in calls:  # compiles
-            call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for call in calls:
-                call()
-        for _ in range(3):
-            graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-        for event in events[:-1]:
-            event.record(stream)
-            graph.replay()
-        events[-1].record(stream)
-        stream.synchronize()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return [start.elapsed_time(end) / len(calls) for start, end in pairwise(events)]
+    from moegraft.operators.sparse.slots import replay_ms
+
+    return replay_ms(calls, device, replays)
 
 
 @cache

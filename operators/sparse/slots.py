@@ -399,7 +399,7 @@ def synthetic_slot_calls(
     return calls
 
 
-def replay_ms(calls: Sequence[Callable[[], None]], device: torch.device, replays: int = REPLAYS) -> list[float]:
+def replay_ms(calls: Sequence[Callable[[], object]], device: torch.device, replays: int = REPLAYS) -> list[float]:
     """Return the milliseconds of one of `calls`, for each replay of a graph that runs them all once."""
 
     def run() -> None:
