@@ -21,11 +21,16 @@ Reasoning = Literal["begun", "possible", "none"]  # in an answer: by the prompt,
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """A part of a message: text of its content or reasoning, or a complete call with the tool's name and JSON arguments."""
+    """A part of a message: text of its content or reasoning, or a complete call with the tool's name and JSON arguments.
+
+    Attributes:
+        start: of content, where its text begins in the answer's.
+    """
 
     kind: Literal["content", "reasoning", "tool_call"]
     text: str
     name: str = ""
+    start: int = 0
 
 
 def response_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
@@ -147,55 +152,76 @@ class AnswerParser:
         reasoning_tokens: tokens of the answer that have brought reasoning, with the marks around it.
 
     Args:
-        prompt: the text of the prompt: templates of chats may begin the answer, such as its reasoning.
+        opening: what the chat template begins the answer with, such as its reasoning.
         single_tool_call: whether calls after the first are left out.
     """
 
     def __init__(
-        self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]], *, single_tool_call: bool = False
+        self, template: Mapping[str, Any], opening: str, tools: Sequence[Mapping[str, Any]], *, single_tool_call: bool = False
     ) -> None:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        self._parser: Any = ResponseParser(dict(template), prefix=prompt, tools=[dict(tool) for tool in tools] or None)
-        self._inside = ended = False  # of the reasoning
+        spec = load_response_template(dict(template))
+        begun = spec.truncate_past_last_anchor(opening)
+
+        def parser(prefix: str) -> Any:
+            return ResponseParser(spec, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+
+        whole, trimmed = parser(begun), parser(begun.rstrip())
+        # White space of the prompt that is undecided, as perhaps before a mark, would be passed on as the answer's.
+        self._parser: Any = trimmed if trimmed.initial_events == whole.initial_events else whole
+        self._fields: Mapping[str, Any] = template["fields"]
+        self._field: str | None = None  # to which text belongs now; None: no text has come since the last mark
+        self._rest = ""  # behind the last text of content or reasoning
+        self._marked = ended = False  # whether there is a mark in the rest
         for event in self._parser.initial_events:
-            self._inside, left = self._follow(event), self._inside
+            left = self._inside
+            self._follow(event)
             ended |= left and not self._inside
-        known = any(name in template["fields"] for name in REASONING)
+        known = any(name in self._fields for name in REASONING)
         self.reasoning: Reasoning = "begun" if self._inside else "none" if ended or not known else "possible"
         self.reasoning_tokens = self._undecided = 0
+        self._has_tools = bool(tools)
         self._single = single_tool_call
         self._calls = 0
-        self._unparsed = ""  # fed since the last event
+        self._fed = self._called = 0  # characters so far, and up to the last call
+        self._marked = False  # by marks of the prompt
 
-    def feed(self, text: str, *, last: bool, tokens: int = 0) -> Iterator[ParsedDelta]:
-        """Yield the parts that are complete with `text`, which `tokens` tokens have brought."""
+    @property
+    def _inside(self) -> bool:
+        return self._field in REASONING
+
+    def feed(self, text: str, *, last: bool, cut: bool = False, tokens: int = 0) -> Iterator[ParsedDelta]:
+        """Yield the parts that are complete with `text`, which `tokens` tokens have brought.
+
+        Args:
+            cut: whether the answer was cut off: then an unfinished call, or half of a call's mark, is left out at its end.
+        """
+        self._fed += len(text)
         if self._parser is None:
             if text:
-                yield ParsedDelta("content", text)
+                yield ParsedDelta("content", text, start=self._fed - len(text))
             return
-        self._unparsed += text
+        self._rest += text
+        self._undecided += tokens
         try:
-            events = list(self._parser.feed(text)) if text else []
-            if last:
-                events += self._parser.finalize()[1]
-            reasons = self._inside
-            for event in events:
-                self._inside = self._follow(event)
+            reasons = decided = self._inside
+            for event in self._events(text, last=last, cut=cut):
+                if (delta := self._delta(event)) is not None:
+                    yield delta
+                self._follow(event)
                 reasons |= self._inside
-            self._undecided += tokens  # without an event: perhaps the beginning of a mark
-            if events or reasons:
+                decided = True
+            if decided:  # without an event it is perhaps the beginning of a mark
                 self.reasoning_tokens += self._undecided if reasons else 0
                 self._undecided = 0
-            deltas = [delta for event in events if (delta := self._delta(event)) is not None]
         except UNPARSED as error:
             logger.warning("serve: an answer does not follow the model's response template (%s); the rest is sent as text", error)
             self._parser = None
-            yield ParsedDelta("content", self._unparsed)
-            return
-        if deltas:
-            self._unparsed = ""
-        yield from deltas
+            start = max(self._called, self._fed - len(self._rest))
+            if start < self._fed:
+                yield ParsedDelta("content", self._rest[start - self._fed :], start=start)
 
     def reasons(self, text: str) -> bool | None:
         """Take text instead of `feed`; return whether all that was undecided is reasoning with its marks, None while it is undecided."""
@@ -208,26 +234,50 @@ class AnswerParser:
             self._parser = None
             return False
         for event in events:
-            self._inside = self._follow(event)
+            self._follow(event)
             reasons |= self._inside
         return reasons if events else None
 
-    def _follow(self, event: Mapping[str, Any]) -> bool:
-        """Return whether the text after an event is reasoning."""
-        if event["type"] in ("region_open", "region_close"):
-            return event["type"] == "region_open" and event.get("field") in REASONING
-        return self._inside
+    def _events(self, text: str, *, last: bool, cut: bool) -> Iterator[Mapping[str, Any]]:
+        yield from self._parser.feed(text)
+        if not last:
+            return
+        try:
+            held = self._parser.finalize()[1]
+        except UNPARSED:
+            if cut:
+                return
+            raise
+        for event in held:
+            half = event["type"] == "region_chunk" and not event["text"].isspace() and (self._has_tools or self._inside)
+            # Of other forms than JSON it is not known whether a call is complete.
+            unfinished = event["type"] == "region_close" and self._fields[event["field"]].get("content") != "json"
+            if not cut or not (half or unfinished):
+                yield event
+
+    def _follow(self, event: Mapping[str, Any]) -> None:
+        """Note which text follows an event, and whether it stands behind a mark."""
+        if event["type"] == "region_open":
+            self._field = event["field"]
+            self._marked |= not {"open", "open_pattern"}.isdisjoint(self._fields[event["field"]])
+        elif event["type"] == "region_close":
+            self._field, self._marked = None, True
 
     def _delta(self, event: Mapping[str, Any]) -> ParsedDelta | None:
         field = event.get("field")
         if event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
             if field == "content" or field in REASONING:
-                return ParsedDelta("content" if field == "content" else "reasoning", event["text"])
+                text = event["text"]
+                begin = max(0, self._rest.rfind(text)) if self._marked else 0
+                start = self._fed - len(self._rest) + begin
+                self._rest, self._marked = self._rest[begin + len(text) :], False
+                return ParsedDelta("content" if field == "content" else "reasoning", text, start=start)
         elif event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
             arguments, name = function["arguments"], function["name"]
             name.encode()  # a model may write a lone surrogate as JSON, or a number
             self._calls += 1
+            self._called = self._fed
             if not self._single or self._calls == 1:
                 return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), name)
         return None
@@ -236,8 +286,8 @@ class AnswerParser:
 class ReasoningParts:
     """Divides an answer's text, as it arrives, into its reasoning, with the marks around it, and the rest."""
 
-    def __init__(self, template: Mapping[str, Any], prompt: str) -> None:
-        self._parser = AnswerParser(template, prompt, ())
+    def __init__(self, template: Mapping[str, Any], opening: str) -> None:
+        self._parser = AnswerParser(template, opening, ())
         self._undecided = ""  # perhaps the beginning of a mark
 
     def feed(self, text: str) -> Iterator[tuple[str, bool]]:

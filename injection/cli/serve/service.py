@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
-from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
+from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, answer_opening, encode_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import OptionsError
 from moegraft.injection.cli.serve.answer_parser import (
@@ -166,14 +166,14 @@ class Service:
         ask = self._ask(request, token_ids)
         template = None if request.kind == "text" else self._response_template
         reasons = template is not None and any(name in template["fields"] for name in REASONING)
+        opening = "" if template is None or tokenizer.chat_template is None else answer_opening(*self._chat(request))
         found: list[Choice] = []
         form: Constraint | None = None
         for index in range(request.n):
             parser = parts = None
             if template is not None:
-                prompt = str(tokenizer.decode(token_ids))
-                parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
-                parts = ReasoningParts(template, prompt) if ask.stop and reasons else None
+                parser = AnswerParser(template, opening, request.tools, single_tool_call=request.single_tool_call)
+                parts = ReasoningParts(template, opening) if ask.stop and reasons else None
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
             if not index:
                 form = self._constraint(request, "none" if parser is None else parser.reasoning)
@@ -191,7 +191,7 @@ class Service:
             before = ""
             if request.echo:
                 before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
-            found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
+            found.append(Choice(request.kind, index, job, tokenizer, parser, before))
         return found
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
@@ -270,20 +270,24 @@ class Service:
             conversation = Conversation(tokenizer)
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
             return conversation.prompt(0).token_ids
-        variables = request.template_variables
-        if request.reasoning_effort is not None:
-            off = {"enable_thinking": False, "thinking": False} if request.reasoning_effort == "none" else {}
-            variables = {"reasoning_effort": request.reasoning_effort, **off, **variables}
-        token_ids = encode_chat(tokenizer, request.messages, request.tools, variables)
+        token_ids = encode_chat(*self._chat(request))
         if not token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
-        if request.tools and token_ids == encode_chat(tokenizer, request.messages, variables=variables):
+        if request.tools and token_ids == encode_chat(*self._chat(replace(request, tools=[]))):
             raise RequestError(422, "this model's chat template has no place for tools", param="tools")
         if request.tools and self._response_template is None:
             raise RequestError(
                 422, "calls of tools cannot be recognised in this model's answers: it has no response template", param="tools"
             )
         return token_ids
+
+    def _chat(self, request: Request) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+        """Return what a chat template takes."""
+        variables = dict(request.template_variables)
+        if request.reasoning_effort is not None:
+            off = {"enable_thinking": False, "thinking": False} if request.reasoning_effort == "none" else {}
+            variables = {"reasoning_effort": request.reasoning_effort, **off, **variables}
+        return self.loaded.tokenizer, request.messages, request.tools, variables
 
     def _ask(self, request: Request, token_ids: list[int]) -> Ask:
         context, limit = self.loaded.context_tokens, self.limits.max_tokens

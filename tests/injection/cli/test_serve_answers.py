@@ -16,19 +16,44 @@ from urllib.request import Request, urlopen
 import jsonschema
 import pytest
 import torch
-from support.serving import CALL, IN_JSON, IN_MARK, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until, with_tools
+from support.serving import (
+    CALL,
+    IN_JSON,
+    IN_MARK,
+    PATIENCE_S,
+    SCHEMA,
+    WEATHER,
+    Server,
+    ask,
+    messages,
+    openai,
+    scripted,
+    serving,
+    until,
+    with_tools,
+)
 from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
 from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.protocol import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.demo import demo_path
 
 
 @pytest.fixture
 def server(loaded: LoadedModel) -> Iterator[Server]:
     with serving(loaded) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Server]:
+    """The bundled model, whose chat template has none of the marks that the response template of its type looks for."""
+    model = AutoModelForCausalLM.from_pretrained(demo_path()).eval()
+    with serving(LoadedModel("bundled", model, AutoTokenizer.from_pretrained(demo_path()), lambda: [])) as running:
         yield running
 
 
@@ -65,6 +90,45 @@ def test_logprobs_are_the_models(server: Server, loaded: LoadedModel, stream: bo
         expected = loaded.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     torch.testing.assert_close(torch.tensor([entry.logprob for entry in scores]), expected.gather(1, torch.tensor(answer)[:, None])[:, 0])
     torch.testing.assert_close(torch.tensor([[top.logprob for top in entry.top_logprobs] for entry in scores]), expected.topk(3).values)
+
+
+def together(reply: Any, *, stream: bool) -> tuple[str, str, str]:
+    """The content of an answer, the tokens with scores as one text, and their bytes as one."""
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+    said = [choice.delta if stream else choice.message for choice in choices]
+    scores = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    return (
+        "".join(each.content or "" for each in said),
+        "".join(entry.token for entry in scores),
+        b"".join(map(bytes, (entry.bytes for entry in scores))).decode(),
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 2.0, "seed": 3, "max_tokens": 200},  # with characters of several tokens, and half ones
+        {"temperature": 0, "stop": "er"},  # within a token
+        {"temperature": 0, "response_format": {"type": "json_object"}},
+    ],
+    ids=["text", "any characters", "stop string", "JSON"],
+)
+def test_tokens_with_scores_add_up_to_the_content(bundled: Server, options: dict[str, Any], stream: bool) -> None:
+    content, tokens, signs = together(ask(bundled, "Speak!", **{"max_tokens": 30, **options}, logprobs=True, stream=stream), stream=stream)
+    assert content and tokens == signs == content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, "ou"])
+def test_tokens_with_scores_are_those_of_the_content_alone(loaded: LoadedModel, stop: str | None, stream: bool) -> None:
+    """Characters of several tokens are whole, and neither reasoning nor calls, nor the marks around them, are content."""
+    with scripted(loaded, f"<think>\nRomé?</think>Já, ich <schau>.\n{CALL}so <und> ou 中") as server:
+        reply = ask(server, "weather?", tools=[WEATHER], max_tokens=300, logprobs=True, top_logprobs=2, stop=stop, stream=stream)
+        content, tokens, signs = together(reply, stream=stream)
+    assert content == f"Já, ich <schau>.so <und> {'' if stop else 'ou 中'}"
+    assert tokens == signs == content
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -140,6 +204,36 @@ def test_calls_of_tools_and_reasoning_are_found(loaded: LoadedModel) -> None:
         assert [(each.index, each.function.name, json.loads(each.function.arguments)) for each in calls] == [
             (0, "weather", {"city": "Rome"})
         ]
+
+
+MARKS = ["<think>", "say </think> now <think> x", "<|im_start|>assistant\n<think>\n", "a <tool_call> b", "</think>"]
+
+
+@pytest.mark.parametrize("text", MARKS)
+def test_marks_in_a_message_do_not_change_how_the_answer_is_parsed(bundled: Server, text: str) -> None:
+    client, model = bundled.client(), bundled.service.model_id
+    prompt = bundled.service.tokenize(TokenizeBody(messages=messages(text)))["tokens"]
+    options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 20}
+    wanted = client.completions.create(prompt=prompt, **options).choices[0].text
+    message = ask(bundled, text, **options).choices[0].message
+    assert (message.content, getattr(message, "reasoning_content", None), message.tool_calls) == (wanted, None, None)
+    reply = client.responses.create(model=model, input=text, temperature=0, max_output_tokens=20)
+    assert [item.type for item in reply.output] == ["message"] and reply.output_text == wanted
+    form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    content = ask(bundled, text, max_tokens=200, response_format=form).choices[0].message.content
+    assert content.startswith("{") and jsonschema.validate(json.loads(content), SCHEMA) is None
+
+
+@pytest.mark.parametrize("start", ["<|im_start|>assistant\n", "<assistant>"], ids=["with the anchor", "without"])
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>\n\n</think>\n\n", ""], ids=["begun", "ended", "none"])
+def test_what_the_chat_template_begins_is_known_from_it_alone(loaded: LoadedModel, opening: str, start: str) -> None:
+    answer, reasoning = ("Rome?</think>It rains.", "Rome?") if opening == "<think>\n" else ("It rains.", None)
+    with scripted(loaded, answer, opening=start + opening) as server:
+        for text in MARKS:
+            turns: Any = [{"role": role, "content": text} for role in ("system", "user", "assistant", "tool", "user")]
+            reply = server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=100, stop="never")
+            message = reply.choices[0].message
+            assert (message.content, getattr(message, "reasoning_content", None)) == ("It rains.", reasoning)
 
 
 def test_an_agent_goes_on_with_the_result_of_a_tool(loaded: LoadedModel) -> None:
@@ -310,6 +404,52 @@ def test_a_parser_finds_the_same_in_any_pieces(loaded: LoadedModel, size: int, s
             found[delta.kind] += delta.name + delta.text
     assert (found["content"].strip(), found["reasoning"].strip()) == ("first", "hm")
     assert found["tool_call"] == 'weather{"city": "Rome"}' * (1 if single else 2)
+
+
+INLINE = copy.deepcopy(IN_MARK)
+INLINE["fields"]["tool_calls"] |= {  # calls of which half would be one as well
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>[^<]*)</\w+>"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (None, CALL),
+        (IN_MARK, '[call:weather]{"city": "Rome"}[/call]'),
+        (INLINE, "[call:weather]<city>Rome</city><days>3</days>[/call]"),
+    ],
+    ids=["names in JSON", "names in the mark", "XML"],
+)
+@pytest.mark.parametrize("cut", ["length", "stop"])
+def test_a_call_that_is_cut_off_is_left_out(
+    loaded: LoadedModel, template: dict[str, Any] | None, call: str, cut: str, stream: bool
+) -> None:
+    """Wherever it is cut; what came before it, complete calls included, is reported."""
+    text = f"I look.{call}\n{call}"
+    whole = {"city": "Rome", "days": "3"} if template is INLINE else {"city": "Rome"}
+    with scripted(loaded, text) as server:
+        server.service._response_template = template or server.service._response_template
+        for size in range(len("I look.") - 1, len(text), 8):
+            # a stop string that ends the answer at the same place
+            options = {"max_tokens": size} if cut == "length" else {"max_tokens": 300, "stop": text[size : size + 40]}
+            reply = ask(server, "weather?", tools=[WEATHER], stream=stream, **options)
+            choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+            said = [choice.delta if stream else choice.message for choice in choices]
+            assert "".join(each.content or "" for each in said).strip() == "I look."[:size], text[:size]
+            calls = [found for each in said for found in each.tool_calls or []]
+            assert all(found.function.name == "weather" and json.loads(found.function.arguments) == whole for found in calls)
+            if cut == "length":
+                assert choices[-1].finish_reason == "length"
+                assert text[:size].count(call) <= len(calls) <= text[:size].count(call[: call.rfind("}") + 1 or None])
+            client: Any = server.client().responses
+            if cut == "length" and not stream:
+                flat = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+                answer = client.create(model="scripted", input="weather?", tools=[flat], max_output_tokens=size)
+                assert answer.output_text.strip() == "I look."[:size] and answer.status == "incomplete"
+                assert [item.type for item in answer.output] == ["message", *["function_call"] * len(calls)]
 
 
 def test_a_call_that_is_no_json_is_passed_on_as_text(loaded: LoadedModel) -> None:
