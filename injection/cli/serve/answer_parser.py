@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moegraft.injection.cli.serve.constraints import grammars, with_whitespace
+from moegraft.injection.cli.serve.constraints import compact, grammars
 
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
@@ -94,7 +94,7 @@ class AnswerGrammar:
             return f"start: {rest}"
         one_token = f"thought: /(?s:.*)/ {self._spell(close)}"
         thought = one_token if close in self._tokens else f"thought[suffix={json.dumps(close)}]: /(?s:.*)/"
-        begin = r'thought "\n"*' if reasoning == "begun" else rf'({self._spell(opening)} thought "\n"*)?'
+        begin = r"thought /\n{0,2}/" if reasoning == "begun" else rf"({self._spell(opening)} thought /\n{{0,2}}/)?"
         return f"start: {begin} {rest}\n{thought}"
 
     def _call(self, function: Mapping[str, Any]) -> str:
@@ -117,7 +117,7 @@ class AnswerGrammar:
         if not name.startswith("content."):
             captures[name] = function["name"]
         opening, closing = (self._spell(_literal(field, key, captures)) for key in ("open", "close"))
-        return rf'{opening} "\n"? %json {json.dumps(with_whitespace(schema))} "\n"? {closing}'
+        return rf'{opening} "\n"? %json {json.dumps(compact(schema))} "\n"? {closing}'
 
     def _spell(self, text: str) -> str:
         """Return a text as a rule."""

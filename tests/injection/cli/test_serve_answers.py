@@ -355,6 +355,35 @@ def test_a_call_that_cannot_be_forced_is_refused(loaded: LoadedModel) -> None:
                 ask(server, "weather?", extra_body={"tools": [WEATHER], **options})
 
 
+def test_forced_json_leaves_no_room_for_white_space(loaded: LoadedModel) -> None:
+    """A model that would write nothing else gets at most one space behind a comma or a colon."""
+    blanks = {str(token): 100 for token in loaded.tokenizer(" \n\t")["input_ids"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "enums", "schema": schema}}
+    with with_tools(loaded, IN_JSON) as server:
+        content = ask(server, "hello", response_format=form, max_tokens=60, logit_bias=blanks).choices[0].message.content
+        assert content == json.dumps(json.loads(content))
+        reply = server.client().responses.create(
+            model=server.service.model_id,
+            input="hello",
+            max_output_tokens=60,
+            text={"format": {"type": "json_schema", "name": "enums", "schema": schema}},
+            extra_body={"logit_bias": blanks},
+        )
+        assert reply.output_text == content
+        anything = ask(server, "hello", response_format={"type": "json_object"}, max_tokens=60, logit_bias=blanks)
+        assert re.match(r'\{(}|" )', anything.choices[0].message.content), "only in a text are there spaces"
+        forced = ask(server, "hello", tools=[LOOK_UP], tool_choice="required", max_tokens=90, logit_bias=blanks, parallel_tool_calls=False)
+        [call] = forced.choices[0].message.tool_calls
+        longest = f'<tool_call>\n{{"name": "look_up", "arguments": {call.function.arguments}}}\n</tool_call>'
+        assert forced.usage.completion_tokens <= len(longest) + 1
+
+
 def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> None:
     tokenizer: Any = copy.deepcopy(loaded.tokenizer)
     marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
