@@ -174,13 +174,12 @@ class AnswerParser:
         self._fields: Mapping[str, Any] = template["fields"]
         self._field: str | None = None  # to which text belongs now; None: no text has come since the last mark
         self._rest = ""  # behind the last text of content or reasoning
-        self._marked = ended = False  # whether there is a mark in the rest
+        self._marked = False  # whether there is a mark in the rest
+        self._reasoned = False  # and no content has come since: it begins behind white space
         for event in self._parser.initial_events:
-            left = self._inside
             self._follow(event)
-            ended |= left and not self._inside
         known = any(name in self._fields for name in REASONING)
-        self.reasoning: Reasoning = "begun" if self._inside else "none" if ended or not known else "possible"
+        self.reasoning: Reasoning = "begun" if self._inside else "none" if self._reasoned or not known else "possible"
         self.reasoning_tokens = self._undecided = 0
         self._has_tools = bool(tools)
         self._single = single_tool_call
@@ -261,6 +260,7 @@ class AnswerParser:
             self._field = event["field"]
             self._marked |= not {"open", "open_pattern"}.isdisjoint(self._fields[event["field"]])
         elif event["type"] == "region_close":
+            self._reasoned |= self._inside
             self._field, self._marked = None, True
 
     def _delta(self, event: Mapping[str, Any]) -> ParsedDelta | None:
@@ -271,7 +271,11 @@ class AnswerParser:
                 begin = max(0, self._rest.rfind(text)) if self._marked else 0
                 start = self._fed - len(self._rest) + begin
                 self._rest, self._marked = self._rest[begin + len(text) :], False
-                return ParsedDelta("content" if field == "content" else "reasoning", text, start=start)
+                if field in REASONING:
+                    return ParsedDelta("reasoning", text)
+                shown = text.lstrip() if self._reasoned else text
+                self._reasoned &= not shown
+                return ParsedDelta("content", shown, start=start + len(text) - len(shown)) if shown else None
         elif event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
             arguments, name = function["arguments"], function["name"]

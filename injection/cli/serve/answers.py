@@ -262,7 +262,7 @@ class ResponseReply:
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def fail(self, message: str) -> Iterator[str]:
-        yield from self._close()
+        yield from self._close("incomplete")
         failed = {**self._response("failed"), "error": {"code": "server_error", "message": message}}
         yield self._event("response.failed", response=failed)
 
@@ -272,7 +272,7 @@ class ResponseReply:
             yield from self.part({"delta": self._choice.whole()["message"]})
         if not self._items:
             yield from self._grow("message", "")
-        yield from self._close()
+        yield from self._close("incomplete" if self._choice.job.ending == "length" else "completed")
 
     def _grow(self, kind: str, text: str) -> Iterator[str]:
         """Add text to the item that grows, or to a new one if that is of another type."""
@@ -290,12 +290,12 @@ class ResponseReply:
             extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._event(f"response.{part}.delta", **self._place(), delta=text, **extra)
 
-    def _close(self) -> Iterator[str]:
+    def _close(self, status: str = "completed") -> Iterator[str]:
         """End the item that grows."""
         if self._open is None:
             return
         item, part = self._items[-1], self._items[-1]["content"][0]
-        item["status"] = "completed"
+        item["status"] = status
         extra: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
         self._open = None
         yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **extra)

@@ -443,6 +443,15 @@ INLINE["fields"]["tool_calls"] |= {  # calls of which half would be one as well
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thought", ["<think>hm</think>", "hm</think>"], ids=["the model reasons", "the prompt begins it"])
+def test_white_space_behind_reasoning_is_no_content(loaded: LoadedModel, thought: str, stream: bool) -> None:
+    opening = "<assistant>" if thought.startswith("<") else "<|im_start|>assistant\n<think>\n"
+    with scripted(loaded, f"{thought}\n\n It rains.\n\nIt pours. ", opening=opening) as server:
+        reply = ask(server, "weather?", max_tokens=100, logprobs=True, stream=stream)
+        assert together(reply, stream=stream) == ("It rains.\n\nIt pours. ",) * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("template", "call"),
     [
@@ -473,12 +482,15 @@ def test_a_call_that_is_cut_off_is_left_out(
             if cut == "length":
                 assert choices[-1].finish_reason == "length"
                 assert text[:size].count(call) <= len(calls) <= text[:size].count(call[: call.rfind("}") + 1 or None])
-            client: Any = server.client().responses
-            if cut == "length" and not stream:
-                flat = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
-                answer = client.create(model="scripted", input="weather?", tools=[flat], max_output_tokens=size)
-                assert answer.output_text.strip() == "I look."[:size] and answer.status == "incomplete"
-                assert [item.type for item in answer.output] == ["message", *["function_call"] * len(calls)]
+                flat: Any = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+                create = server.client().responses.create
+                given: Any = create(model="scripted", input="weather?", tools=[flat], max_output_tokens=size, stream=stream)
+                events = list(given) if stream else []
+                response = events[-1].response if stream else given
+                assert response.output_text.strip() == "I look."[:size] and response.status == "incomplete"
+                assert [item.type for item in response.output] == ["message", *["function_call"] * len(calls)]
+                shown = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                assert shown == (response.output_text if stream else "")
 
 
 def test_a_call_that_is_no_json_is_passed_on_as_text(loaded: LoadedModel) -> None:
