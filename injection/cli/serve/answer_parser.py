@@ -171,10 +171,8 @@ class AnswerParser:
         whole, trimmed = parser(begun), parser(begun.rstrip())
         # White space of the prompt that is undecided, as perhaps before a mark, would be passed on as the answer's.
         self._parser: Any = trimmed if trimmed.initial_events == whole.initial_events else whole
-        self._fields: Mapping[str, Any] = template["fields"]
+        self._fields = spec.fields
         self._field: str | None = None  # to which text belongs now; None: no text has come since the last mark
-        self._rest = ""  # behind the last text of content or reasoning
-        self._marked = False  # whether there is a mark in the rest
         self._reasoned = False  # and no content has come since: it begins behind white space
         for event in self._parser.initial_events:
             self._follow(event)
@@ -184,8 +182,8 @@ class AnswerParser:
         self._has_tools = bool(tools)
         self._single = single_tool_call
         self._calls = 0
-        self._fed = self._called = 0  # characters so far, and up to the last call
-        self._marked = False  # by marks of the prompt
+        self._text = ""
+        self._at = self._passed = 0  # in the text: behind the last event, and behind what the last delta stands for
 
     @property
     def _inside(self) -> bool:
@@ -197,16 +195,16 @@ class AnswerParser:
         Args:
             cut: whether the answer was cut off: then an unfinished call, or half of a call's mark, is left out at its end.
         """
-        self._fed += len(text)
+        self._text += text
         if self._parser is None:
             if text:
-                yield ParsedDelta("content", text, start=self._fed - len(text))
+                yield ParsedDelta("content", text, start=len(self._text) - len(text))
             return
-        self._rest += text
         self._undecided += tokens
         try:
             reasons = decided = self._inside
             for event in self._events(text, last=last, cut=cut):
+                self._move(event)
                 if (delta := self._delta(event)) is not None:
                     yield delta
                 self._follow(event)
@@ -218,9 +216,8 @@ class AnswerParser:
         except UNPARSED as error:
             logger.warning("serve: an answer does not follow the model's response template (%s); the rest is sent as text", error)
             self._parser = None
-            start = max(self._called, self._fed - len(self._rest))
-            if start < self._fed:
-                yield ParsedDelta("content", self._rest[start - self._fed :], start=start)
+            if rest := self._text[self._passed :]:
+                yield ParsedDelta("content", rest, start=self._passed)
 
     def reasons(self, text: str) -> bool | None:
         """Take text instead of `feed`; return whether all that was undecided is reasoning with its marks, None while it is undecided."""
@@ -250,38 +247,43 @@ class AnswerParser:
         for event in held:
             half = event["type"] == "region_chunk" and not event["text"].isspace() and (self._has_tools or self._inside)
             # Of other forms than JSON it is not known whether a call is complete.
-            unfinished = event["type"] == "region_close" and self._fields[event["field"]].get("content") != "json"
+            unfinished = event["type"] == "region_close" and self._fields[event["field"]].content != "json"
             if not cut or not (half or unfinished):
                 yield event
 
     def _follow(self, event: Mapping[str, Any]) -> None:
-        """Note which text follows an event, and whether it stands behind a mark."""
+        """Note to which field the text after an event belongs."""
         if event["type"] == "region_open":
             self._field = event["field"]
-            self._marked |= not {"open", "open_pattern"}.isdisjoint(self._fields[event["field"]])
         elif event["type"] == "region_close":
             self._reasoned |= self._inside
-            self._field, self._marked = None, True
+            self._field = None
+
+    def _move(self, event: Mapping[str, Any]) -> None:
+        """Move to the end of an event's text or mark: an event does not report where it stands."""
+        field = self._fields[event["field"]]
+        if event["type"] == "region_chunk":
+            self._at = max(self._at, self._text.find(event["text"], self._at)) + len(event["text"])
+            return
+        pattern = field.open_re if event["type"] == "region_open" else field.close_re
+        mark = None if pattern is None else pattern.match(self._text, self._at)
+        self._at = self._at if mark is None else mark.end()
 
     def _delta(self, event: Mapping[str, Any]) -> ParsedDelta | None:
-        field = event.get("field")
-        if event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
-            if field == "content" or field in REASONING:
-                text = event["text"]
-                begin = max(0, self._rest.rfind(text)) if self._marked else 0
-                start = self._fed - len(self._rest) + begin
-                self._rest, self._marked = self._rest[begin + len(text) :], False
-                if field in REASONING:
-                    return ParsedDelta("reasoning", text)
-                shown = text.lstrip() if self._reasoned else text
-                self._reasoned &= not shown
-                return ParsedDelta("content", shown, start=start + len(text) - len(shown)) if shown else None
-        elif event["type"] == "region_close" and field == "tool_calls":
+        field = event["field"]
+        if event["type"] == "region_chunk" and (field == "content" or field in REASONING):
+            text, self._passed = event["text"], self._at
+            if field in REASONING:
+                return ParsedDelta("reasoning", text)
+            shown = text.lstrip() if self._reasoned else text
+            self._reasoned &= not shown
+            return ParsedDelta("content", shown, start=self._at - len(shown)) if shown else None
+        if event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
             arguments, name = function["arguments"], function["name"]
             name.encode()  # a model may write a lone surrogate as JSON, or a number
             self._calls += 1
-            self._called = self._fed
+            self._passed = self._at
             if not self._single or self._calls == 1:
                 return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), name)
         return None

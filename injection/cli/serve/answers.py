@@ -39,7 +39,7 @@ class Choice:
         self._before = before
         self._scores: list[TokenScore] = []
         self._waiting = deque[tuple[TokenScore, str]]()  # scores of text to come, each with as much of its text as is content
-        self._waited = 0  # characters of the job's text before the first of them
+        self._waited = self._received = 0  # characters of the job's text before the first of them, and so far
         self._offset = 0  # in the text, of the next token with a score
         self._started = False
 
@@ -80,7 +80,8 @@ class Choice:
             if self._parser is not None:
                 deltas = self._parser.feed(piece.text, last=last, cut=last and self.job.cut, tokens=piece.tokens)
             else:
-                deltas = iter([ParsedDelta("content", piece.text, start=len(self.text) - len(self._before))] if piece.text else [])
+                deltas = iter([ParsedDelta("content", piece.text, start=self._received)] if piece.text else [])
+            self._received += len(piece.text)
             for delta in deltas:
                 scores = self._scored(delta) if delta.kind == "content" else []
                 if found and found[-1][0].kind == delta.kind != "tool_call":

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -32,12 +32,14 @@ from support.serving import (
     until,
     with_tools,
 )
-from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
+from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.constraints import Grammars
+from moegraft.injection.cli.serve.job import Ask, Job, Piece, TokenScore
 from moegraft.injection.cli.serve.protocol import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.demo import demo_path
@@ -129,6 +131,35 @@ def test_tokens_with_scores_are_those_of_the_content_alone(loaded: LoadedModel, 
         content, tokens, signs = together(reply, stream=stream)
     assert content == f"Já, ich <schau>.so <und> {'' if stop else 'ou 中'}"
     assert tokens == signs == content
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_pieces_that_come_together_keep_the_scores_of_their_tokens(kind: Literal["chat", "text"], size: int) -> None:
+    """Also with a tokenizer that leaves out the space of a text's first word, which alternatives have."""
+    words = {"<s>": 0, "▁the": 1, "▁king": 2, "s": 3, "▁men": 4}
+    fast = Tokenizer(models.WordLevel(vocab=words, unk_token="<s>"))
+    fast.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<s>")
+    pieces: list[Piece] = []
+    job = Job(Ask([4], 5, logprobs=2), tokenizer, [0], pieces.append)
+    for token in (1, 2, 3, 4, 0):
+        job.take(token, TokenScore(token, -1.0, ((token, -1.0), (2, -2.0))))
+    job.report_end()
+    choice = Choice(kind, 0, job, tokenizer, None, "")
+    parts = [part for start in range(0, len(pieces), size) for part in choice.add(pieces[start : start + size])]
+    whole = choice.whole()
+    wanted = ["the", " king", "s", " men"]
+    if kind == "text":
+        assert whole["text"] == "the kings men"
+        found = whole["logprobs"]
+        assert found["tokens"] == wanted and found["text_offset"] == [0, 3, 8, 9]
+        assert [*found["top_logprobs"][0]] == ["the", " king"]
+        assert [text for part in parts if part["logprobs"] for text in part["logprobs"]["tokens"]] == wanted
+    else:
+        assert whole["message"]["content"] == "the kings men"
+        assert [entry["token"] for entry in whole["logprobs"]["content"]] == wanted
+        assert [entry["token"] for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]] == wanted
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -425,13 +456,14 @@ def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> 
 def test_a_parser_finds_the_same_in_any_pieces(loaded: LoadedModel, size: int, single: bool) -> None:
     template = response_template(loaded.model, loaded.tokenizer)
     assert template is not None
-    text = f"<think>\nhm</think>first{CALL}{CALL}"
+    text = f"<think>\nhm</think>t < < <first{CALL}{CALL}"
     parser = AnswerParser(template, "", [WEATHER], single_tool_call=single)
     found: dict[str, str] = {"content": "", "reasoning": "", "tool_call": ""}
     for start in range(0, len(text), size):
         for delta in parser.feed(text[start : start + size], last=start + size >= len(text)):
             found[delta.kind] += delta.name + delta.text
-    assert (found["content"].strip(), found["reasoning"].strip()) == ("first", "hm")
+            assert delta.kind != "content" or text.startswith(delta.text, delta.start)
+    assert (found["content"].strip(), found["reasoning"].strip()) == ("t < < <first", "hm")
     assert found["tool_call"] == 'weather{"city": "Rome"}' * (1 if single else 2)
 
 
