@@ -219,20 +219,26 @@ class AnswerParser:
             if rest := self._text[self._passed :]:
                 yield ParsedDelta("content", rest, start=self._passed)
 
-    def reasons(self, text: str) -> bool | None:
-        """Take text instead of `feed`; return whether all that was undecided is reasoning with its marks, None while it is undecided."""
-        if self._parser is None:
-            return False
-        reasons = self._inside
+    def spans(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Take text instead of `feed`; yield what is decided, in parts, each with whether it is reasoning or one of its marks."""
+        self._text += text
+        begin = self._at
         try:
-            events = self._parser.feed(text)
+            for event in self._parser.feed(text) if self._parser is not None else ():
+                inside = self._inside
+                self._move(event)
+                self._follow(event)
+                yield self._text[begin : self._at], inside or self._inside
+                begin = self._at
         except UNPARSED:
             self._parser = None
-            return False
-        for event in events:
-            self._follow(event)
-            reasons |= self._inside
-        return reasons if events else None
+        if self._parser is None:
+            yield self.rest(), False
+
+    def rest(self) -> str:
+        """Return the text that is undecided, perhaps the beginning of a mark; at the end of an answer it is no reasoning."""
+        rest, self._at = self._text[self._at :], len(self._text)
+        return rest
 
     def _events(self, text: str, *, last: bool, cut: bool) -> Iterator[Mapping[str, Any]]:
         yield from self._parser.feed(text)
@@ -287,24 +293,3 @@ class AnswerParser:
             if not self._single or self._calls == 1:
                 return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), name)
         return None
-
-
-class ReasoningParts:
-    """Divides an answer's text, as it arrives, into its reasoning, with the marks around it, and the rest."""
-
-    def __init__(self, template: Mapping[str, Any], opening: str) -> None:
-        self._parser = AnswerParser(template, opening, ())
-        self._undecided = ""  # perhaps the beginning of a mark
-
-    def feed(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the next parts, each with whether it is reasoning."""
-        for sign in text:  # as the parser does not report where in a text a mark ends
-            self._undecided += sign
-            reasons = self._parser.reasons(sign)
-            if reasons is not None:
-                yield self.rest(), reasons
-
-    def rest(self) -> str:
-        """Return the text that is undecided; at the end of an answer it is no reasoning."""
-        rest, self._undecided = self._undecided, ""
-        return rest

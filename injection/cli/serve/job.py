@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.options import is_greedy
-from moegraft.injection.cli.serve.answer_parser import ReasoningParts
+from moegraft.injection.cli.serve.answer_parser import AnswerParser
 from moegraft.injection.cli.serve.constraints import Constraint
 
 
@@ -161,7 +161,7 @@ class Job:
         listener: Callable[[Piece], None] | None = None,
         *,
         raw: bool = False,
-        parts: ReasoningParts | None = None,
+        parts: AnswerParser | None = None,
         constraint: Constraint | None = None,
         client: str = "",
         scope: str = "",
@@ -283,7 +283,7 @@ class Job:
         if self._scores:
             self._scores[-1] = replace(self._scores[-1], text=text)
         shown = ""
-        for part, reasons in [(text, False)] if self._parts is None else self._parts.feed(text):
+        for part, reasons in [(text, False)] if self._parts is None else self._parts.spans(text):
             shown += self._stop.rest() + part if reasons and not self._stop.stopped else self._stop.feed(part)
         self._show(shown)
 

@@ -20,7 +20,6 @@ from moegraft.injection.cli.serve.answer_parser import (
     AnswerGrammar,
     AnswerParser,
     Reasoning,
-    ReasoningParts,
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
@@ -173,7 +172,7 @@ class Service:
             parser = parts = None
             if template is not None:
                 parser = AnswerParser(template, opening, request.tools, single_tool_call=request.single_tool_call)
-                parts = ReasoningParts(template, opening) if ask.stop and reasons else None
+                parts = AnswerParser(template, opening, ()) if ask.stop and reasons else None
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
             if not index:
                 form = self._constraint(request, "none" if parser is None else parser.reasoning)
