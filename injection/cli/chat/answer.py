@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -190,6 +190,22 @@ class AnswerStreamer(BaseStreamer):
         text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         assert isinstance(text, str), "one sequence decodes to one string"
         return text
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text of all; of several tokens that make one character, the last adds it."""
+    texts: list[str] = []
+
+    def add(text: str) -> None:
+        texts[-1] += text
+
+    streamer = AnswerStreamer(tokenizer, add, skip_special_tokens=False)
+    streamer.put(torch.empty(0))  # the first call is for a prompt
+    for token in token_ids:
+        texts.append("")
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    return texts
 
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,16 +128,44 @@ def encode_chat(
     Raises:
         PromptRefusedError: the template refuses the messages, or a variable has the name of an argument of `apply_chat_template`.
     """
+    return list(_templated(tokenizer, messages, tools, variables, return_dict=True)["input_ids"])
+
+
+def answer_opening(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Return what the chat template writes after the last message, such as a mark that begins the answer's reasoning.
+
+    It is found behind a mark of this call's own, so that no text of a message can be taken for it.
+
+    Raises:
+        PromptRefusedError: as `encode_chat` does.
+    """
+    mark = uuid.uuid4().hex
+    marked = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
+    _, found, opening = str(_templated(tokenizer, marked, tools, variables, tokenize=False)).rpartition(mark)
+    return opening if found else ""
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    **form: bool,
+) -> Any:
     given: Any = tokenizer
     variables = variables or {}
     if taken := sorted(variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
         raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
     try:
-        encoded = given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, return_dict=True, **variables)
+        return given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, **form, **variables)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
         # Templates raise what Python does for messages and tools of a form that they do not expect.
         raise PromptRefusedError(f"the model's chat template refuses this conversation: {error or type(error).__name__}") from error
-    return list(encoded["input_ids"])
 
 
 def _joined(messages: list[Message]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moegraft.injection.cli.serve.constraints import grammars, with_whitespace
+from moegraft.injection.cli.serve.constraints import compact, grammars
 
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
@@ -21,11 +21,16 @@ Reasoning = Literal["begun", "possible", "none"]  # in an answer: by the prompt,
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """A part of a message: text of its content or reasoning, or a complete call with the tool's name and JSON arguments."""
+    """A part of a message: text of its content or reasoning, or a complete call with the tool's name and JSON arguments.
+
+    Attributes:
+        start: of content, where its text begins in the answer's.
+    """
 
     kind: Literal["content", "reasoning", "tool_call"]
     text: str
     name: str = ""
+    start: int = 0
 
 
 def response_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
@@ -89,7 +94,7 @@ class AnswerGrammar:
             return f"start: {rest}"
         one_token = f"thought: /(?s:.*)/ {self._spell(close)}"
         thought = one_token if close in self._tokens else f"thought[suffix={json.dumps(close)}]: /(?s:.*)/"
-        begin = r'thought "\n"*' if reasoning == "begun" else rf'({self._spell(opening)} thought "\n"*)?'
+        begin = r"thought /\n{0,2}/" if reasoning == "begun" else rf"({self._spell(opening)} thought /\n{{0,2}}/)?"
         return f"start: {begin} {rest}\n{thought}"
 
     def _call(self, function: Mapping[str, Any]) -> str:
@@ -112,7 +117,7 @@ class AnswerGrammar:
         if not name.startswith("content."):
             captures[name] = function["name"]
         opening, closing = (self._spell(_literal(field, key, captures)) for key in ("open", "close"))
-        return rf'{opening} "\n"? %json {json.dumps(with_whitespace(schema))} "\n"? {closing}'
+        return rf'{opening} "\n"? %json {json.dumps(compact(schema))} "\n"? {closing}'
 
     def _spell(self, text: str) -> str:
         """Return a text as a rule."""
@@ -147,108 +152,144 @@ class AnswerParser:
         reasoning_tokens: tokens of the answer that have brought reasoning, with the marks around it.
 
     Args:
-        prompt: the text of the prompt: templates of chats may begin the answer, such as its reasoning.
+        opening: what the chat template begins the answer with, such as its reasoning.
         single_tool_call: whether calls after the first are left out.
     """
 
     def __init__(
-        self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]], *, single_tool_call: bool = False
+        self, template: Mapping[str, Any], opening: str, tools: Sequence[Mapping[str, Any]], *, single_tool_call: bool = False
     ) -> None:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        self._parser: Any = ResponseParser(dict(template), prefix=prompt, tools=[dict(tool) for tool in tools] or None)
-        self._inside = ended = False  # of the reasoning
+        spec = load_response_template(dict(template))
+        begun = spec.truncate_past_last_anchor(opening)
+
+        def parser(prefix: str) -> Any:
+            return ResponseParser(spec, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+
+        whole, trimmed = parser(begun), parser(begun.rstrip())
+        # White space of the prompt that is undecided, as perhaps before a mark, would be passed on as the answer's.
+        self._parser: Any = trimmed if trimmed.initial_events == whole.initial_events else whole
+        self._fields = spec.fields
+        self._field: str | None = None  # to which text belongs now; None: no text has come since the last mark
+        self._reasoned = False  # and no content has come since: it begins behind white space
         for event in self._parser.initial_events:
-            self._inside, left = self._follow(event), self._inside
-            ended |= left and not self._inside
-        known = any(name in template["fields"] for name in REASONING)
-        self.reasoning: Reasoning = "begun" if self._inside else "none" if ended or not known else "possible"
+            self._follow(event)
+        known = any(name in self._fields for name in REASONING)
+        self.reasoning: Reasoning = "begun" if self._inside else "none" if self._reasoned or not known else "possible"
         self.reasoning_tokens = self._undecided = 0
+        self._has_tools = bool(tools)
         self._single = single_tool_call
         self._calls = 0
-        self._unparsed = ""  # fed since the last event
+        self._text = ""
+        self._at = self._passed = 0  # in the text: behind the last event, and behind what the last delta stands for
 
-    def feed(self, text: str, *, last: bool, tokens: int = 0) -> Iterator[ParsedDelta]:
-        """Yield the parts that are complete with `text`, which `tokens` tokens have brought."""
+    @property
+    def _inside(self) -> bool:
+        return self._field in REASONING
+
+    def feed(self, text: str, *, last: bool, cut: bool = False, tokens: int = 0) -> Iterator[ParsedDelta]:
+        """Yield the parts that are complete with `text`, which `tokens` tokens have brought.
+
+        Args:
+            cut: whether the answer was cut off: then an unfinished call, or half of a call's mark, is left out at its end.
+        """
+        self._text += text
         if self._parser is None:
             if text:
-                yield ParsedDelta("content", text)
+                yield ParsedDelta("content", text, start=len(self._text) - len(text))
             return
-        self._unparsed += text
+        self._undecided += tokens
         try:
-            events = list(self._parser.feed(text)) if text else []
-            if last:
-                events += self._parser.finalize()[1]
-            reasons = self._inside
-            for event in events:
-                self._inside = self._follow(event)
+            reasons = decided = self._inside
+            for event in self._events(text, last=last, cut=cut):
+                self._move(event)
+                if (delta := self._delta(event)) is not None:
+                    yield delta
+                self._follow(event)
                 reasons |= self._inside
-            self._undecided += tokens  # without an event: perhaps the beginning of a mark
-            if events or reasons:
+                decided = True
+            if decided:  # without an event it is perhaps the beginning of a mark
                 self.reasoning_tokens += self._undecided if reasons else 0
                 self._undecided = 0
-            deltas = [delta for event in events if (delta := self._delta(event)) is not None]
         except UNPARSED as error:
             logger.warning("serve: an answer does not follow the model's response template (%s); the rest is sent as text", error)
             self._parser = None
-            yield ParsedDelta("content", self._unparsed)
-            return
-        if deltas:
-            self._unparsed = ""
-        yield from deltas
+            if rest := self._text[self._passed :]:
+                yield ParsedDelta("content", rest, start=self._passed)
 
-    def reasons(self, text: str) -> bool | None:
-        """Take text instead of `feed`; return whether all that was undecided is reasoning with its marks, None while it is undecided."""
-        if self._parser is None:
-            return False
-        reasons = self._inside
+    def spans(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Take text instead of `feed`; yield what is decided, in parts, each with whether it is reasoning or one of its marks."""
+        self._text += text
+        begin = self._at
         try:
-            events = self._parser.feed(text)
+            for event in self._parser.feed(text) if self._parser is not None else ():
+                inside = self._inside
+                self._move(event)
+                self._follow(event)
+                yield self._text[begin : self._at], inside or self._inside
+                begin = self._at
         except UNPARSED:
             self._parser = None
-            return False
-        for event in events:
-            self._inside = self._follow(event)
-            reasons |= self._inside
-        return reasons if events else None
+        if self._parser is None:
+            yield self.rest(), False
 
-    def _follow(self, event: Mapping[str, Any]) -> bool:
-        """Return whether the text after an event is reasoning."""
-        if event["type"] in ("region_open", "region_close"):
-            return event["type"] == "region_open" and event.get("field") in REASONING
-        return self._inside
+    def rest(self) -> str:
+        """Return the text that is undecided, perhaps the beginning of a mark; at the end of an answer it is no reasoning."""
+        rest, self._at = self._text[self._at :], len(self._text)
+        return rest
+
+    def _events(self, text: str, *, last: bool, cut: bool) -> Iterator[Mapping[str, Any]]:
+        yield from self._parser.feed(text)
+        if not last:
+            return
+        try:
+            held = self._parser.finalize()[1]
+        except UNPARSED:
+            if cut:
+                return
+            raise
+        for event in held:
+            half = event["type"] == "region_chunk" and not event["text"].isspace() and (self._has_tools or self._inside)
+            # Of other forms than JSON it is not known whether a call is complete.
+            unfinished = event["type"] == "region_close" and self._fields[event["field"]].content != "json"
+            if not cut or not (half or unfinished):
+                yield event
+
+    def _follow(self, event: Mapping[str, Any]) -> None:
+        """Note to which field the text after an event belongs."""
+        if event["type"] == "region_open":
+            self._field = event["field"]
+        elif event["type"] == "region_close":
+            self._reasoned |= self._inside
+            self._field = None
+
+    def _move(self, event: Mapping[str, Any]) -> None:
+        """Move to the end of an event's text or mark: an event does not report where it stands."""
+        field = self._fields[event["field"]]
+        if event["type"] == "region_chunk":
+            self._at = max(self._at, self._text.find(event["text"], self._at)) + len(event["text"])
+            return
+        pattern = field.open_re if event["type"] == "region_open" else field.close_re
+        mark = None if pattern is None else pattern.match(self._text, self._at)
+        self._at = self._at if mark is None else mark.end()
 
     def _delta(self, event: Mapping[str, Any]) -> ParsedDelta | None:
-        field = event.get("field")
-        if event["type"] == "region_chunk" and not event.get("dirty") and event.get("text"):
-            if field == "content" or field in REASONING:
-                return ParsedDelta("content" if field == "content" else "reasoning", event["text"])
-        elif event["type"] == "region_close" and field == "tool_calls":
+        field = event["field"]
+        if event["type"] == "region_chunk" and (field == "content" or field in REASONING):
+            text, self._passed = event["text"], self._at
+            if field in REASONING:
+                return ParsedDelta("reasoning", text)
+            shown = text.lstrip() if self._reasoned else text
+            self._reasoned &= not shown
+            return ParsedDelta("content", shown, start=self._at - len(shown)) if shown else None
+        if event["type"] == "region_close" and field == "tool_calls":
             function = event["value"]["function"]
             arguments, name = function["arguments"], function["name"]
             name.encode()  # a model may write a lone surrogate as JSON, or a number
             self._calls += 1
+            self._passed = self._at
             if not self._single or self._calls == 1:
                 return ParsedDelta("tool_call", arguments if isinstance(arguments, str) else json.dumps(arguments), name)
         return None
-
-
-class ReasoningParts:
-    """Divides an answer's text, as it arrives, into its reasoning, with the marks around it, and the rest."""
-
-    def __init__(self, template: Mapping[str, Any], prompt: str) -> None:
-        self._parser = AnswerParser(template, prompt, ())
-        self._undecided = ""  # perhaps the beginning of a mark
-
-    def feed(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the next parts, each with whether it is reasoning."""
-        for sign in text:  # as the parser does not report where in a text a mark ends
-            self._undecided += sign
-            reasons = self._parser.reasons(sign)
-            if reasons is not None:
-                yield self.rest(), reasons
-
-    def rest(self) -> str:
-        """Return the text that is undecided; at the end of an answer it is no reasoning."""
-        rest, self._undecided = self._undecided, ""
-        return rest

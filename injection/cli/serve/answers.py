@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from moegraft.injection.cli.chat.answer import token_texts
 from moegraft.injection.cli.serve.answer_parser import AnswerParser, ParsedDelta
 from moegraft.injection.cli.serve.job import Job, Piece, TokenScore
 from moegraft.injection.cli.serve.protocol import Kind, Request, error_body
@@ -21,16 +26,20 @@ class Choice:
         before: text that the answer begins with.
     """
 
-    def __init__(self, kind: Kind, index: int, job: Job, spell: Callable[[int], str], parser: AnswerParser | None, before: str) -> None:
+    def __init__(
+        self, kind: Kind, index: int, job: Job, tokenizer: PreTrainedTokenizerBase, parser: AnswerParser | None, before: str
+    ) -> None:
         self.kind = kind
         self.index = index
         self.job = job
         self.text = self.reasoning = ""
         self.tool_calls: list[dict[str, Any]] = []
-        self._spell = spell
+        self._tokenizer = tokenizer
         self._parser = parser
         self._before = before
         self._scores: list[TokenScore] = []
+        self._waiting = deque[tuple[TokenScore, str]]()  # scores of text to come, each with as much of its text as is content
+        self._waited = self._received = 0  # characters of the job's text before the first of them, and so far
         self._offset = 0  # in the text, of the next token with a score
         self._started = False
 
@@ -45,36 +54,56 @@ class Choice:
     def add(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Take the next pieces, and return the parts of the answer that a stream sends for them."""
         parts: list[dict[str, Any]] = []
-        scores, before, ending = [score for piece in pieces for score in piece.scores], "", pieces[-1].ending
         if not self._started:
             self._started = True
-            scores, before = [*self.job.prompt_scores, *scores], self._before
+            self.text = self._before
             if self.kind != "text":
                 parts.append(self._part({"delta": {"role": "assistant", "content": ""}}, []))
-        if self.kind == "text" or self._parser is None:
-            text = before + "".join(piece.text for piece in pieces)
-            self.text += text
-            if text or scores:
-                parts.append(self._part({"text": text} if self.kind == "text" else {"delta": {"content": text}}, scores))
-        else:
-            for delta in self._deltas(self._parser, pieces):
-                parts.append(self._part({"delta": self._parsed(delta)}, scores))
-                scores = []
-            if scores:
-                parts.append(self._part({"delta": {}}, scores))
-        if ending is not None:
+            elif self._before or self.job.prompt_scores:
+                texts = token_texts(self._tokenizer, [score.token for score in self.job.prompt_scores])
+                scores = [replace(score, text=text) for score, text in zip(self.job.prompt_scores, texts, strict=True)]
+                parts.append(self._part({"text": self._before}, scores))
+        for delta, scores in self._deltas(pieces):
+            parts.append(self._part(self._shown(delta), scores))
+        if pieces[-1].ending is not None:
+            left = [replace(score, text=own) for score, own in self._waiting if own or not score.text]
             empty: dict[str, Any] = {"text": ""} if self.kind == "text" else {"delta": {}}
-            parts.append({**self._part(empty, []), "finish_reason": self.finish_reason})
+            parts.append({**self._part(empty, left), "finish_reason": self.finish_reason})
         return parts
 
-    def _deltas(self, parser: AnswerParser, pieces: Sequence[Piece]) -> list[ParsedDelta]:
-        """Return the parsed text of some pieces; that of several which are alike is one."""
-        found: list[ParsedDelta] = []
+    def _deltas(self, pieces: Sequence[Piece]) -> list[tuple[ParsedDelta, list[TokenScore]]]:
+        """Return the parts of some pieces with their scores; of several parts which are alike, one."""
+        found: list[tuple[ParsedDelta, list[TokenScore]]] = []
         for piece in pieces:  # each by itself, for the count of its tokens
-            for delta in parser.feed(piece.text, last=piece.ending is not None, tokens=piece.tokens):
-                if found and found[-1].kind == delta.kind != "tool_call":
-                    delta = ParsedDelta(delta.kind, found.pop().text + delta.text)
-                found.append(delta)
+            self._waiting += [(score, "") for score in piece.scores]
+            last = piece.ending is not None
+            if self._parser is not None:
+                deltas = self._parser.feed(piece.text, last=last, cut=last and self.job.cut, tokens=piece.tokens)
+            else:
+                deltas = iter([ParsedDelta("content", piece.text, start=self._received)] if piece.text else [])
+            self._received += len(piece.text)
+            for delta in deltas:
+                scores = self._scored(delta) if delta.kind == "content" else []
+                if found and found[-1][0].kind == delta.kind != "tool_call":
+                    before, earlier = found.pop()
+                    delta, scores = replace(before, text=before.text + delta.text), earlier + scores
+                found.append((delta, scores))
+        return found
+
+    def _scored(self, delta: ParsedDelta) -> list[TokenScore]:
+        """Return the scores of the tokens that end in a part of the content, and forget those before it."""
+        found = []
+        while self._waiting:
+            score, own = self._waiting[0]
+            begin, end = self._waited - delta.start, self._waited - delta.start + len(score.text)
+            own += delta.text[max(0, begin) : max(0, end)]
+            if end > len(delta.text):
+                self._waiting[0] = score, own
+                break
+            self._waiting.popleft()
+            self._waited += len(score.text)
+            if own or begin == end >= 0:
+                found.append(replace(score, text=own))
         return found
 
     def whole(self) -> dict[str, Any]:
@@ -90,41 +119,50 @@ class Choice:
 
     def _part(self, content: Mapping[str, Any], scores: list[TokenScore]) -> dict[str, Any]:
         offset = self._offset
-        self._offset += sum(len(self._spell(score.token)) for score in scores)
+        self._offset += sum(len(score.text) for score in scores)
         self._scores += scores
         return {"index": self.index, **content, "logprobs": self._logprobs(scores, offset), "finish_reason": None}
 
-    def _parsed(self, delta: ParsedDelta) -> dict[str, Any]:
+    def _shown(self, delta: ParsedDelta) -> dict[str, Any]:
         if delta.kind == "content":
             self.text += delta.text
-            return {"content": delta.text}
+            return {"text": delta.text} if self.kind == "text" else {"delta": {"content": delta.text}}
         if delta.kind == "reasoning":
             self.reasoning += delta.text
-            return {"reasoning_content": delta.text}
+            return {"delta": {"reasoning_content": delta.text}}
         function = {"name": delta.name, "arguments": delta.text}
         call = {"id": _new("call"), "type": "function", "function": function}
         self.tool_calls.append(call)
-        return {"tool_calls": [{"index": len(self.tool_calls) - 1, **call}]}
+        return {"delta": {"tool_calls": [{"index": len(self.tool_calls) - 1, **call}]}}
 
     def _logprobs(self, scores: list[TokenScore], offset: int) -> dict[str, Any] | None:
         if self.job.ask.logprobs is None or not scores:
             return None
+        tops = [[(score.text if token == score.token else self._spell(token), value) for token, value in score.top] for score in scores]
         if self.kind == "text":
-            texts = [self._spell(score.token) for score in scores]
+            texts = [score.text for score in scores]
             return {
                 "tokens": texts,
                 "token_logprobs": [score.logprob for score in scores],
-                "top_logprobs": [
-                    None if score.logprob is None else {self._spell(token): value for token, value in score.top} for score in scores
-                ],
+                "top_logprobs": [None if score.logprob is None else dict(top) for score, top in zip(scores, tops, strict=True)],
                 "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
             }
 
-        def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._spell(token)
+        def entry(text: str, logprob: float | None) -> dict[str, Any]:
             return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-        return {"content": [{**entry(s.token, s.logprob), "top_logprobs": [entry(*top) for top in s.top]} for s in scores]}
+        return {
+            "content": [
+                {**entry(score.text, score.logprob), "top_logprobs": [entry(*each) for each in top]}
+                for score, top in zip(scores, tops, strict=True)
+            ]
+        }
+
+    def _spell(self, token: int) -> str:
+        """Return a token's text within a text: at the beginning, some tokenizers leave out its space."""
+        first = self.job.ask.token_ids[-1]
+        before, both = (str(self._tokenizer.decode(ids)) for ids in ([first], [first, token]))
+        return both[len(before) :]
 
 
 def _event(data: Mapping[str, Any], name: str | None = None) -> str:
@@ -225,7 +263,7 @@ class ResponseReply:
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def fail(self, message: str) -> Iterator[str]:
-        yield from self._close()
+        yield from self._close("incomplete")
         failed = {**self._response("failed"), "error": {"code": "server_error", "message": message}}
         yield self._event("response.failed", response=failed)
 
@@ -235,7 +273,7 @@ class ResponseReply:
             yield from self.part({"delta": self._choice.whole()["message"]})
         if not self._items:
             yield from self._grow("message", "")
-        yield from self._close()
+        yield from self._close("incomplete" if self._choice.job.ending == "length" else "completed")
 
     def _grow(self, kind: str, text: str) -> Iterator[str]:
         """Add text to the item that grows, or to a new one if that is of another type."""
@@ -253,12 +291,12 @@ class ResponseReply:
             extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._event(f"response.{part}.delta", **self._place(), delta=text, **extra)
 
-    def _close(self) -> Iterator[str]:
+    def _close(self, status: str = "completed") -> Iterator[str]:
         """End the item that grows."""
         if self._open is None:
             return
         item, part = self._items[-1], self._items[-1]["content"][0]
-        item["status"] = "completed"
+        item["status"] = status
         extra: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
         self._open = None
         yield self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **extra)

@@ -323,17 +323,17 @@ class Refusal(BaseModel):
 
 
 REFUSALS: dict[int | str, str] = {
-    400: "The request is malformed; the message names the field.",
+    400: "The request is malformed, too long, or asks for what is not supported; the message names the field.",
     401: "The key is missing or wrong.",
     403: "The Host header is not this server's.",
     404: "There is no such model or route.",
     408: "The body did not arrive.",
     413: "The body is too long.",
     415: "The body is not declared as JSON.",
-    422: "What the request asks for is not supported.",
     429: "Too many requests are waiting.",
     500: "The server failed on the request.",
     503: "The server is shutting down, or has to be restarted.",
+    "default": "Any other refusal.",
 }
 
 
@@ -448,7 +448,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
     except QueueFullError as error:
         raise _queue_full(error) from None
     except TooLongError as error:
-        raise RequestError(400, str(error), code="context_length_exceeded") from None
+        raise RequestError(400, str(error), code="context_length_exceeded", param=asked.asked_by) from None
     except StoppedError:
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     # Not by the stream itself, which never starts if the client leaves before it.

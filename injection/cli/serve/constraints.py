@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 TOKEN_S, SPARE_S = 0.01, 1.0  # CPU time of a grammar: for each token of an answer, and beyond that for all of them
-# Between the parts of a JSON text: a space, or a line break with an indentation. With any number, small models write nothing else.
-WHITESPACE = r"( |\n[ \t]{0,40})"
+# Of a JSON text: a space behind commas and colons, and no other. Where white space is free, weak models write little else.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 def grammars(start: Mapping[str, Any] | str, form: Mapping[str, Any] | str | None = None) -> str:
@@ -27,7 +27,7 @@ def grammars(start: Mapping[str, Any] | str, form: Mapping[str, Any] | str | Non
     return json.dumps(
         {
             "grammars": [
-                {**name, **({"lark_grammar": each} if isinstance(each, str) else {"json_schema": with_whitespace(each)})}
+                {**name, **({"lark_grammar": each} if isinstance(each, str) else {"json_schema": compact(each)})}
                 for name, each in zip(named, both, strict=False)
             ]
         }
@@ -52,9 +52,9 @@ def from_gbnf(grammar: str) -> str:
         raise GrammarError(f"the grammar in GBNF cannot be read: {error}") from error
 
 
-def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON Schema with the white space that is allowed between the parts of the text."""
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON Schema whose texts have little white space."""
+    return {**schema, "x-guidance": COMPACT}
 
 
 class GrammarError(ValueError):

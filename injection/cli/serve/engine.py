@@ -159,7 +159,8 @@ class Engine:
                 raise StoppedError
             if needed > memory.limit:
                 self.rejected += 1
-                raise TooLongError(f"the prompt and the answer's maximum of {jobs[0].most_tokens} tokens need {numbers}")
+                need = f"the prompt and the answer's maximum of {jobs[0].most_tokens} tokens need {numbers}"
+                raise TooLongError(f"{need}; this exceeds the available context size")  # llama.cpp's words, which clients know
             client = jobs[0].client
             waiting, own = self.waiting, len(self._queues.get(client, ()))
             if waiting and waiting + len(jobs) > self._max_queue:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.options import is_greedy
-from moegraft.injection.cli.serve.answer_parser import ReasoningParts
+from moegraft.injection.cli.serve.answer_parser import AnswerParser
 from moegraft.injection.cli.serve.constraints import Constraint
 
 
@@ -72,11 +72,16 @@ class BadLogitsError(AnswerError):
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """The log-probability of a token under the model's own distribution, and the likeliest tokens with theirs; None for a first token."""
+    """The log-probability of a token under the model's own distribution, and the likeliest tokens with theirs; None for a first token.
+
+    Attributes:
+        text: what the token adds to the text; of several tokens that make one character, the last adds it.
+    """
 
     token: int
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ class Job:
         listener: Callable[[Piece], None] | None = None,
         *,
         raw: bool = False,
-        parts: ReasoningParts | None = None,
+        parts: AnswerParser | None = None,
         constraint: Constraint | None = None,
         client: str = "",
         scope: str = "",
@@ -192,6 +197,11 @@ class Job:
     def most_tokens(self) -> int:
         """Tokens of the prompt and the longest answer."""
         return len(self.ask.token_ids) + self.ask.max_tokens
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer was cut off, by its maximum of tokens or a stop string, and not ended by the model."""
+        return self.ending == "length" or self._stop.stopped
 
     def cancel(self) -> None:
         """End the answer at the next step."""
@@ -270,8 +280,10 @@ class Job:
         return (self.completion_tokens - 1) / taken_s if self.completion_tokens > 1 and taken_s > 0 else None
 
     def _spell(self, text: str) -> None:
+        if self._scores:
+            self._scores[-1] = replace(self._scores[-1], text=text)
         shown = ""
-        for part, reasons in [(text, False)] if self._parts is None else self._parts.feed(text):
+        for part, reasons in [(text, False)] if self._parts is None else self._parts.spans(text):
             shown += self._stop.rest() + part if reasons and not self._stop.stopped else self._stop.feed(part)
         self._show(shown)
 

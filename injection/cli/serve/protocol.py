@@ -33,19 +33,23 @@ class RequestError(Exception):
         self.param = param
 
 
+CODES = {"extra_forbidden": "unknown_parameter", "unsupported": "unsupported_parameter"}  # OpenAI's, by pydantic's
+
+
 def refusal(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the refusal of a body that pydantic refused for `errors`: 422 for what is unsupported, else 400."""
+    """Return the refusal of a body that pydantic refused for `errors`."""
     messages = []
     kind, place = errors[0]["type"], errors[0]["loc"][1:]  # after "body"
     if kind == "json_invalid":
         return RequestError(400, "the body is not JSON")
-    if not place:  # of the body itself: a name with lone surrogates, or no object
-        unknown = kind == "string_unicode"
-        return RequestError(422 if unknown else 400, "unknown parameter" if unknown else "the body is not a JSON object")
+    if kind == "string_unicode" and not place:  # a name with lone surrogates
+        return RequestError(400, "unknown parameter", code="unknown_parameter")
+    if not place:
+        return RequestError(400, "the body is not a JSON object")
     for error in errors[:SHOWN_ERRORS]:
         path = ".".join(str(part) for part in error["loc"][1:] if "[" not in str(part))[:200]  # without the branches of unions
         messages.append(f"unknown parameter {path!r}" if error["type"] == "extra_forbidden" else f"{path}: {error['msg']}")
-    return RequestError(422 if kind in ("unsupported", "extra_forbidden") else 400, "; ".join(messages), param=str(place[0])[:60])
+    return RequestError(400, "; ".join(messages), code=CODES.get(kind), param=str(place[0])[:60])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,11 @@ class Request:
     form: dict[str, Any] | str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+
+    @property
+    def asked_by(self) -> str:
+        """The parameter that has the prompt."""
+        return {"chat": "messages", "text": "prompt", "response": "input"}[self.kind]
 
 
 class Off:
@@ -341,7 +350,7 @@ class Completion(Options):
 
 def _last_asks(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any]]:
     if not messages or messages[-1]["role"] == "assistant":
-        raise RequestError(422, f"{param}: the last message must not be the assistant's: an answer cannot be continued", param=param)
+        raise RequestError(400, f"{param}: the last message must not be the assistant's: an answer cannot be continued", param=param)
     return messages
 
 
@@ -407,7 +416,7 @@ class TextBody(Completion):
         prompt: Any = self.prompt
         if isinstance(prompt, list) and not isinstance(prompt[0], int):
             if len(prompt) > 1:
-                raise RequestError(422, "prompt: several prompts in one request are not supported; send one at a time", param="prompt")
+                raise RequestError(400, "prompt: several prompts in one request are not supported; send one at a time", param="prompt")
             prompt = prompt[0]
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(400, "max_tokens: 0 tokens can be asked for with echo only", param="max_tokens")

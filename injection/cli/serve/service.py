@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
-from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, encode_chat
+from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, answer_opening, encode_chat
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import OptionsError
 from moegraft.injection.cli.serve.answer_parser import (
@@ -20,7 +20,6 @@ from moegraft.injection.cli.serve.answer_parser import (
     AnswerGrammar,
     AnswerParser,
     Reasoning,
-    ReasoningParts,
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
@@ -160,20 +159,20 @@ class Service:
         if request.model is not None and request.model != self.model_id:
             raise RequestError(404, f"unknown model {request.model[:80]!r}; this server has {self.model_id!r}", code="model_not_found")
         if request.logprobs is not None and self.alone_because:
-            raise RequestError(422, f"logprobs are not available for this model: {self.alone_because}", param="logprobs")
+            raise RequestError(400, f"logprobs are not available for this model: {self.alone_because}", param="logprobs")
         tokenizer = self.loaded.tokenizer
         token_ids = self._token_ids(request)
         ask = self._ask(request, token_ids)
         template = None if request.kind == "text" else self._response_template
         reasons = template is not None and any(name in template["fields"] for name in REASONING)
+        opening = "" if template is None or tokenizer.chat_template is None else answer_opening(*self._chat(request))
         found: list[Choice] = []
         form: Constraint | None = None
         for index in range(request.n):
             parser = parts = None
             if template is not None:
-                prompt = str(tokenizer.decode(token_ids))
-                parser = AnswerParser(template, prompt, request.tools, single_tool_call=request.single_tool_call)
-                parts = ReasoningParts(template, prompt) if ask.stop and reasons else None
+                parser = AnswerParser(template, opening, request.tools, single_tool_call=request.single_tool_call)
+                parts = AnswerParser(template, opening, ()) if ask.stop and reasons else None
             own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
             if not index:
                 form = self._constraint(request, "none" if parser is None else parser.reasoning)
@@ -191,7 +190,7 @@ class Service:
             before = ""
             if request.echo:
                 before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
-            found.append(Choice(request.kind, index, job, lambda token: str(tokenizer.decode([token])), parser, before))
+            found.append(Choice(request.kind, index, job, tokenizer, parser, before))
         return found
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
@@ -200,7 +199,8 @@ class Service:
         Raises:
             RequestError: the form cannot be followed, or it is not known how a call of a tool is written.
         """
-        form, name = request.form, "grammar" if isinstance(request.form, str) else "response_format"
+        form = request.form
+        name = "grammar" if isinstance(form, str) else "text.format" if request.kind == "response" else "response_format"
         try:
             if request.forced_tools:
                 name = "tool_choice"
@@ -214,7 +214,7 @@ class Service:
                 grammar = self._answer_grammar().form(form, reasoning=reasoning) if chat else grammars(form)
             return self._grammars.constraint(grammar)
         except ValueError as error:
-            raise RequestError(422, f"{name}: {error}", param=name) from error
+            raise RequestError(400, f"{name}: {error}", param=name) from error
 
     def _answer_grammar(self) -> AnswerGrammar:
         assert self._response_template is not None, "tools are refused without it"
@@ -258,41 +258,48 @@ class Service:
         try:
             return self._chat_tokens(request)
         except PromptRefusedError as error:
-            raise RequestError(422, str(error), param="messages") from error
+            raise RequestError(400, str(error), param=request.asked_by) from error
 
     def _chat_tokens(self, request: Request) -> list[int]:
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template is None:
             if request.template_variables:
-                raise RequestError(422, "chat_template_kwargs: this model has no chat template", param="chat_template_kwargs")
+                raise RequestError(400, "chat_template_kwargs: this model has no chat template", param="chat_template_kwargs")
             if request.tools or any(message["role"] == "tool" for message in request.messages):
-                raise RequestError(422, "this model has no chat template, which tools need", param="tools")
+                raise RequestError(400, "this model has no chat template, which tools need", param="tools")
             conversation = Conversation(tokenizer)
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
             return conversation.prompt(0).token_ids
-        variables = request.template_variables
+        token_ids = encode_chat(*self._chat(request))
+        if not token_ids:
+            raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
+        if request.tools and token_ids == encode_chat(*self._chat(replace(request, tools=[]))):
+            raise RequestError(400, "this model's chat template has no place for tools", param="tools")
+        if request.tools and self._response_template is None:
+            raise RequestError(
+                400, "calls of tools cannot be recognised in this model's answers: it has no response template", param="tools"
+            )
+        return token_ids
+
+    def _chat(self, request: Request) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+        """Return what a chat template takes."""
+        variables = dict(request.template_variables)
         if request.reasoning_effort is not None:
             off = {"enable_thinking": False, "thinking": False} if request.reasoning_effort == "none" else {}
             variables = {"reasoning_effort": request.reasoning_effort, **off, **variables}
-        token_ids = encode_chat(tokenizer, request.messages, request.tools, variables)
-        if not token_ids:
-            raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
-        if request.tools and token_ids == encode_chat(tokenizer, request.messages, variables=variables):
-            raise RequestError(422, "this model's chat template has no place for tools", param="tools")
-        if request.tools and self._response_template is None:
-            raise RequestError(
-                422, "calls of tools cannot be recognised in this model's answers: it has no response template", param="tools"
-            )
-        return token_ids
+        return self.loaded.tokenizer, request.messages, request.tools, variables
 
     def _ask(self, request: Request, token_ids: list[int]) -> Ask:
         context, limit = self.loaded.context_tokens, self.limits.max_tokens
         if request.max_tokens is not None and request.max_tokens > limit:
-            raise RequestError(422, f"max_tokens is {request.max_tokens}, and this server's limit is {limit}", param="max_tokens")
+            name = "max_output_tokens" if request.kind == "response" else "max_tokens"
+            message = f"{name} is {request.max_tokens}, and this server's limit is {limit}"
+            raise RequestError(400, message, code="invalid_value", param=name)
         room = limit if context is None else context - len(token_ids)
         if room < 1:
-            message = f"the prompt has {len(token_ids)} tokens, and the model's context {context}, including the answer"
-            raise RequestError(422, message, code="context_length_exceeded")
+            # In OpenAI's words, by which clients recognise it.
+            message = f"This model's maximum context length is {context} tokens, including the answer; the prompt has {len(token_ids)}"
+            raise RequestError(400, message, code="context_length_exceeded", param=request.asked_by)
         size = self._vocabulary
         if not all(0 <= token < size for token in request.logit_bias):
             raise RequestError(400, f"logit_bias has tokens outside of the range from 0 to {size - 1}", param="logit_bias")

@@ -9,20 +9,39 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from support.serving import CALL, IN_JSON, IN_MARK, PATIENCE_S, SCHEMA, WEATHER, Server, ask, openai, scripted, serving, until, with_tools
-from tokenizers import AddedToken
+from support.serving import (
+    CALL,
+    IN_JSON,
+    IN_MARK,
+    PATIENCE_S,
+    SCHEMA,
+    WEATHER,
+    Server,
+    ask,
+    messages,
+    openai,
+    scripted,
+    serving,
+    until,
+    with_tools,
+)
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
+from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.constraints import Grammars
+from moegraft.injection.cli.serve.job import Ask, Job, Piece, TokenScore
 from moegraft.injection.cli.serve.protocol import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.demo import demo_path
 
 jsonschema = pytest.importorskip("jsonschema", reason="an extra for tests: pip install 'moegraft[test]'")
 
@@ -30,6 +49,14 @@ jsonschema = pytest.importorskip("jsonschema", reason="an extra for tests: pip i
 @pytest.fixture
 def server(loaded: LoadedModel) -> Iterator[Server]:
     with serving(loaded) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Server]:
+    """The bundled model, whose chat template has none of the marks that the response template of its type looks for."""
+    model = AutoModelForCausalLM.from_pretrained(demo_path()).eval()
+    with serving(LoadedModel("bundled", model, AutoTokenizer.from_pretrained(demo_path()), lambda: [])) as running:
         yield running
 
 
@@ -66,6 +93,74 @@ def test_logprobs_are_the_models(server: Server, loaded: LoadedModel, stream: bo
         expected = loaded.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     torch.testing.assert_close(torch.tensor([entry.logprob for entry in scores]), expected.gather(1, torch.tensor(answer)[:, None])[:, 0])
     torch.testing.assert_close(torch.tensor([[top.logprob for top in entry.top_logprobs] for entry in scores]), expected.topk(3).values)
+
+
+def together(reply: Any, *, stream: bool) -> tuple[str, str, str]:
+    """The content of an answer, the tokens with scores as one text, and their bytes as one."""
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+    said = [choice.delta if stream else choice.message for choice in choices]
+    scores = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    return (
+        "".join(each.content or "" for each in said),
+        "".join(entry.token for entry in scores),
+        b"".join(map(bytes, (entry.bytes for entry in scores))).decode(),
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 2.0, "seed": 3, "max_tokens": 200},  # with characters of several tokens, and half ones
+        {"temperature": 0, "stop": "er"},  # within a token
+        {"temperature": 0, "response_format": {"type": "json_object"}},
+    ],
+    ids=["text", "any characters", "stop string", "JSON"],
+)
+def test_tokens_with_scores_add_up_to_the_content(bundled: Server, options: dict[str, Any], stream: bool) -> None:
+    content, tokens, signs = together(ask(bundled, "Speak!", **{"max_tokens": 30, **options}, logprobs=True, stream=stream), stream=stream)
+    assert content and tokens == signs == content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, "ou"])
+def test_tokens_with_scores_are_those_of_the_content_alone(loaded: LoadedModel, stop: str | None, stream: bool) -> None:
+    """Characters of several tokens are whole, and neither reasoning nor calls, nor the marks around them, are content."""
+    with scripted(loaded, f"<think>\nRomé?</think>Já, ich <schau>.\n{CALL}so <und> ou 中") as server:
+        reply = ask(server, "weather?", tools=[WEATHER], max_tokens=300, logprobs=True, top_logprobs=2, stop=stop, stream=stream)
+        content, tokens, signs = together(reply, stream=stream)
+    assert content == f"Já, ich <schau>.so <und> {'' if stop else 'ou 中'}"
+    assert tokens == signs == content
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_pieces_that_come_together_keep_the_scores_of_their_tokens(kind: Literal["chat", "text"], size: int) -> None:
+    """Also with a tokenizer that leaves out the space of a text's first word, which alternatives have."""
+    words = {"<s>": 0, "▁the": 1, "▁king": 2, "s": 3, "▁men": 4}
+    fast = Tokenizer(models.WordLevel(vocab=words, unk_token="<s>"))
+    fast.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<s>")
+    pieces: list[Piece] = []
+    job = Job(Ask([4], 5, logprobs=2), tokenizer, [0], pieces.append)
+    for token in (1, 2, 3, 4, 0):
+        job.take(token, TokenScore(token, -1.0, ((token, -1.0), (2, -2.0))))
+    job.report_end()
+    choice = Choice(kind, 0, job, tokenizer, None, "")
+    parts = [part for start in range(0, len(pieces), size) for part in choice.add(pieces[start : start + size])]
+    whole = choice.whole()
+    wanted = ["the", " king", "s", " men"]
+    if kind == "text":
+        assert whole["text"] == "the kings men"
+        found = whole["logprobs"]
+        assert found["tokens"] == wanted and found["text_offset"] == [0, 3, 8, 9]
+        assert [*found["top_logprobs"][0]] == ["the", " king"]
+        assert [text for part in parts if part["logprobs"] for text in part["logprobs"]["tokens"]] == wanted
+    else:
+        assert whole["message"]["content"] == "the kings men"
+        assert [entry["token"] for entry in whole["logprobs"]["content"]] == wanted
+        assert [entry["token"] for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]] == wanted
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -116,7 +211,7 @@ def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(loaded: 
     message = r"logprobs are not available for this model: .*repetition_penalty"
     with (
         serving(LoadedModel("alone", alone, loaded.tokenizer, lambda: [])) as server,
-        pytest.raises(openai.UnprocessableEntityError, match=message),
+        pytest.raises(openai.BadRequestError, match=message),
     ):
         ask(server, "hello", logprobs=True)
 
@@ -143,6 +238,36 @@ def test_calls_of_tools_and_reasoning_are_found(loaded: LoadedModel) -> None:
         ]
 
 
+MARKS = ["<think>", "say </think> now <think> x", "<|im_start|>assistant\n<think>\n", "a <tool_call> b", "</think>"]
+
+
+@pytest.mark.parametrize("text", MARKS)
+def test_marks_in_a_message_do_not_change_how_the_answer_is_parsed(bundled: Server, text: str) -> None:
+    client, model = bundled.client(), bundled.service.model_id
+    prompt = bundled.service.tokenize(TokenizeBody(messages=messages(text)))["tokens"]
+    options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 20}
+    wanted = client.completions.create(prompt=prompt, **options).choices[0].text
+    message = ask(bundled, text, **options).choices[0].message
+    assert (message.content, getattr(message, "reasoning_content", None), message.tool_calls) == (wanted, None, None)
+    reply = client.responses.create(model=model, input=text, temperature=0, max_output_tokens=20)
+    assert [item.type for item in reply.output] == ["message"] and reply.output_text == wanted
+    form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    content = ask(bundled, text, max_tokens=200, response_format=form).choices[0].message.content
+    assert content.startswith("{") and jsonschema.validate(json.loads(content), SCHEMA) is None
+
+
+@pytest.mark.parametrize("start", ["<|im_start|>assistant\n", "<assistant>"], ids=["with the anchor", "without"])
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>\n\n</think>\n\n", ""], ids=["begun", "ended", "none"])
+def test_what_the_chat_template_begins_is_known_from_it_alone(loaded: LoadedModel, opening: str, start: str) -> None:
+    answer, reasoning = ("Rome?</think>It rains.", "Rome?") if opening == "<think>\n" else ("It rains.", None)
+    with scripted(loaded, answer, opening=start + opening) as server:
+        for text in MARKS:
+            turns: Any = [{"role": role, "content": text} for role in ("system", "user", "assistant", "tool", "user")]
+            reply = server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=100, stop="never")
+            message = reply.choices[0].message
+            assert (message.content, getattr(message, "reasoning_content", None)) == ("It rains.", reasoning)
+
+
 def test_an_agent_goes_on_with_the_result_of_a_tool(loaded: LoadedModel) -> None:
     with scripted(loaded, "It rains.") as server:
         function = {"name": "weather", "arguments": '{"city": "Rome"}'}
@@ -162,7 +287,7 @@ def test_what_a_template_cannot_take_is_refused(loaded: LoadedModel) -> None:
         calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": "[1]"}}]
         turns = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "user", "content": "weather?"}]
         server.service.loaded.tokenizer.chat_template += "{{ messages[0].tool_calls[0].function.arguments | length + none }}"
-        with pytest.raises(openai.UnprocessableEntityError, match="chat template refuses"):
+        with pytest.raises(openai.BadRequestError, match="chat template refuses"):
             server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=5)
 
 
@@ -258,8 +383,37 @@ def test_a_call_that_cannot_be_forced_is_refused(loaded: LoadedModel) -> None:
             ({"tool_choice": "required", "tools": []}, "tool_choice: there are no tools"),
             ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "contradict"),
         ):
-            with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=message):
+            with pytest.raises(openai.BadRequestError, match=message):
                 ask(server, "weather?", extra_body={"tools": [WEATHER], **options})
+
+
+def test_forced_json_leaves_no_room_for_white_space(loaded: LoadedModel) -> None:
+    """A model that would write nothing else gets at most one space behind a comma or a colon."""
+    blanks = {str(token): 100 for token in loaded.tokenizer(" \n\t")["input_ids"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "enums", "schema": schema}}
+    with with_tools(loaded, IN_JSON) as server:
+        content = ask(server, "hello", response_format=form, max_tokens=60, logit_bias=blanks).choices[0].message.content
+        assert content == json.dumps(json.loads(content))
+        reply = server.client().responses.create(
+            model=server.service.model_id,
+            input="hello",
+            max_output_tokens=60,
+            text={"format": {"type": "json_schema", "name": "enums", "schema": schema}},
+            extra_body={"logit_bias": blanks},
+        )
+        assert reply.output_text == content
+        anything = ask(server, "hello", response_format={"type": "json_object"}, max_tokens=60, logit_bias=blanks)
+        assert re.match(r'\{(}|" )', anything.choices[0].message.content), "only in a text are there spaces"
+        forced = ask(server, "hello", tools=[LOOK_UP], tool_choice="required", max_tokens=90, logit_bias=blanks, parallel_tool_calls=False)
+        [call] = forced.choices[0].message.tool_calls
+        longest = f'<tool_call>\n{{"name": "look_up", "arguments": {call.function.arguments}}}\n</tool_call>'
+        assert forced.usage.completion_tokens <= len(longest) + 1
 
 
 def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> None:
@@ -303,14 +457,73 @@ def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> 
 def test_a_parser_finds_the_same_in_any_pieces(loaded: LoadedModel, size: int, single: bool) -> None:
     template = response_template(loaded.model, loaded.tokenizer)
     assert template is not None
-    text = f"<think>\nhm</think>first{CALL}{CALL}"
+    text = f"<think>\nhm</think>t < < <first{CALL}{CALL}"
     parser = AnswerParser(template, "", [WEATHER], single_tool_call=single)
     found: dict[str, str] = {"content": "", "reasoning": "", "tool_call": ""}
     for start in range(0, len(text), size):
         for delta in parser.feed(text[start : start + size], last=start + size >= len(text)):
             found[delta.kind] += delta.name + delta.text
-    assert (found["content"].strip(), found["reasoning"].strip()) == ("first", "hm")
+            assert delta.kind != "content" or text.startswith(delta.text, delta.start)
+    assert (found["content"].strip(), found["reasoning"].strip()) == ("t < < <first", "hm")
     assert found["tool_call"] == 'weather{"city": "Rome"}' * (1 if single else 2)
+
+
+INLINE = copy.deepcopy(IN_MARK)
+INLINE["fields"]["tool_calls"] |= {  # calls of which half would be one as well
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>[^<]*)</\w+>"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thought", ["<think>hm</think>", "hm</think>"], ids=["the model reasons", "the prompt begins it"])
+def test_white_space_behind_reasoning_is_no_content(loaded: LoadedModel, thought: str, stream: bool) -> None:
+    opening = "<assistant>" if thought.startswith("<") else "<|im_start|>assistant\n<think>\n"
+    with scripted(loaded, f"{thought}\n\n It rains.\n\nIt pours. ", opening=opening) as server:
+        reply = ask(server, "weather?", max_tokens=100, logprobs=True, stream=stream)
+        assert together(reply, stream=stream) == ("It rains.\n\nIt pours. ",) * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (None, CALL),
+        (IN_MARK, '[call:weather]{"city": "Rome"}[/call]'),
+        (INLINE, "[call:weather]<city>Rome</city><days>3</days>[/call]"),
+    ],
+    ids=["names in JSON", "names in the mark", "XML"],
+)
+@pytest.mark.parametrize("cut", ["length", "stop"])
+def test_a_call_that_is_cut_off_is_left_out(
+    loaded: LoadedModel, template: dict[str, Any] | None, call: str, cut: str, stream: bool
+) -> None:
+    """Wherever it is cut; what came before it, complete calls included, is reported."""
+    text = f"I look.{call}\n{call}"
+    whole = {"city": "Rome", "days": "3"} if template is INLINE else {"city": "Rome"}
+    with scripted(loaded, text) as server:
+        server.service._response_template = template or server.service._response_template
+        for size in range(len("I look.") - 1, len(text), 8):
+            # a stop string that ends the answer at the same place
+            options = {"max_tokens": size} if cut == "length" else {"max_tokens": 300, "stop": text[size : size + 40]}
+            reply = ask(server, "weather?", tools=[WEATHER], stream=stream, **options)
+            choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+            said = [choice.delta if stream else choice.message for choice in choices]
+            assert "".join(each.content or "" for each in said).strip() == "I look."[:size], text[:size]
+            calls = [found for each in said for found in each.tool_calls or []]
+            assert all(found.function.name == "weather" and json.loads(found.function.arguments) == whole for found in calls)
+            if cut == "length":
+                assert choices[-1].finish_reason == "length"
+                assert text[:size].count(call) <= len(calls) <= text[:size].count(call[: call.rfind("}") + 1 or None])
+                flat: Any = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+                create = server.client().responses.create
+                given: Any = create(model="scripted", input="weather?", tools=[flat], max_output_tokens=size, stream=stream)
+                events = list(given) if stream else []
+                response = events[-1].response if stream else given
+                assert response.output_text.strip() == "I look."[:size] and response.status == "incomplete"
+                assert [item.type for item in response.output] == ["message", *["function_call"] * len(calls)]
+                shown = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                assert shown == (response.output_text if stream else "")
 
 
 def test_a_call_that_is_no_json_is_passed_on_as_text(loaded: LoadedModel) -> None:
@@ -415,7 +628,7 @@ def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> N
     ],
 )
 def test_what_no_answer_can_follow_is_refused(server: Server, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((openai.UnprocessableEntityError, openai.BadRequestError), match=message):
+    with pytest.raises(openai.BadRequestError, match=message):
         ask(server, "hello", extra_body=options)
 
 
@@ -429,7 +642,7 @@ def test_variables_of_the_chat_template_are_given_to_it(loaded: LoadedModel) -> 
         message = ask(server, "weather?", max_tokens=100, extra_body=off).choices[0].message
         assert message.content == "Rome?</think>It rains." and not getattr(message, "reasoning_content", None)
         for name in ("chat_template", "tokenize", "messages"):
-            with pytest.raises(openai.UnprocessableEntityError, match=name):
+            with pytest.raises(openai.BadRequestError, match=name):
                 ask(server, "weather?", extra_body={"chat_template_kwargs": {name: "x"}})
 
 
@@ -460,7 +673,7 @@ def test_variables_are_refused_without_a_chat_template(loaded: LoadedModel) -> N
     options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
     with (
         serving(LoadedModel("plain", loaded.model, tokenizer, lambda: [])) as server,
-        pytest.raises(openai.UnprocessableEntityError, match="chat_template_kwargs: this model has no chat template"),
+        pytest.raises(openai.BadRequestError, match="chat_template_kwargs: this model has no chat template"),
     ):
         ask(server, "weather?", extra_body=options)
     with serving(LoadedModel("plain", loaded.model, tokenizer, lambda: [])) as server:

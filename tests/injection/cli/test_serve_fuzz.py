@@ -192,7 +192,7 @@ def test_requests_made_from_the_document_leave_the_server_whole(loaded: LoadedMo
             send()
         until(lambda: server.service.engine.running == 0)
         assert server.service.engine.endings["failed"] == 0
-    assert seen[200] > sum(seen.values()) / 20 and seen[400] and seen[422]
+    assert seen[200] > sum(seen.values()) / 20 and seen[400]
 
 
 class Program:

@@ -30,7 +30,10 @@ def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
     assert {"type": "number", "minimum": 0, "maximum": 2} in [{**option} for option in chat["properties"]["temperature"]["anyOf"]]
     assert chat["properties"]["functions"]["description"] == "not supported"
     for path in posts:
-        assert {"400", "401", "413", "422", "429"} <= document["paths"][path]["post"]["responses"].keys()
+        assert {"400", "401", "413", "429"} <= document["paths"][path]["post"]["responses"].keys()
+    refusals = [reply for methods in document["paths"].values() for reply in methods.values() for reply in reply["responses"].items()]
+    assert all(json.dumps(reply).count("schemas/Refusal") == (status != "200") for status, reply in refusals)
+    assert "422" not in dict(refusals) and not any("Validation" in name for name in schemas)
 
 
 def test_the_docs_page_lists_them_and_needs_nothing_from_elsewhere(server: Server) -> None:

@@ -13,6 +13,7 @@ from support.serving import CALL, WEATHER, Server, ask, messages, scripted, serv
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.demo import demo_path
 
 
@@ -38,6 +39,19 @@ def test_litellm(server: Server, loaded: LoadedModel) -> None:
         options["tools"] = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
         reply = litellm.responses(model="openai/scripted", input="weather?", max_output_tokens=200, **options)
         assert [item.type for item in reply.output] == ["message", "function_call"]
+
+
+def test_litellm_recognises_a_prompt_that_is_too_long(loaded: LoadedModel) -> None:
+    """By the message; for the context of the model, and for the memory of the server."""
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed: pip install litellm")
+    for limits, said in ((Limits(), "hello" * 1000), (Limits(kv_memory=1 << 14), "hello" * 100)):
+        with serving(loaded, limits) as server:
+            options = {"api_base": f"{server.address}/v1", "api_key": "none", "model": f"openai/{server.service.model_id}"}
+            for stream in (False, True):
+                with pytest.raises(litellm.ContextWindowExceededError):
+                    litellm.completion(messages=messages(said), stream=stream, **options)
+            with pytest.raises(litellm.ContextWindowExceededError):
+                litellm.responses(input=said, **options)
 
 
 @pytest.mark.parametrize("interface", ["chat", "responses"])
