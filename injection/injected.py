@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.planning import Plan
-from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator
+from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
@@ -163,10 +163,13 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         if group is None:
             return own_generate(self, *args, **kwargs)
         if group.rank:
-            return group.await_result()
+            outputs = group.await_result()
+            arguments = call_arguments(functools.partial(base.generate, self), args, kwargs)  # type: ignore[attr-defined] # as below
+            stream(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences, arguments)
+            return outputs
         with group.result() as give:
             outputs = own_generate(self, *args, **kwargs)
-            give(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences)
+            give(outputs)
         return outputs
 
     def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +207,20 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     # Both names are kept: transformers looks classes up by name and source file, and users read them.
     return type(base.__name__, (InjectedModel, base), {**members, **names})
+
+
+def stream(sequences: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+    """Give the streamer of a finished call of `generate` the sequences (B, T) as that call would have: the prompt, each token, the end."""
+    streamer = arguments.get("streamer")
+    if streamer is None:
+        return
+    given = arguments.get("inputs", arguments.get("input_ids"))
+    if given is None:  # embeddings, which have no ids, or the token that begins a text
+        given = sequences[:, : 1 if arguments.get("inputs_embeds") is None else 0]
+    streamer.put(given.cpu())
+    for tokens in sequences[:, given.shape[1] :].unbind(1):
+        streamer.put(tokens)
+    streamer.end()
 
 
 def place(model: PreTrainedModel, path: str, operator: Operator) -> None:
