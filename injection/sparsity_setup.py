@@ -129,7 +129,7 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
         if reason is not None:
             raise ThresholdsError(f"{sparse.file}: {reason}; calibrate this model with moegraft calibrate")
     for path in files:
-        logger.info("sparsity: thresholds from %s", path)
+        logger.debug("sparsity: thresholds from %s", path)
     missing = any(sparse.file is None for sparse in layers)
     return SparsitySetup(tuple(layers), files, _bundled_windows(model, folder, trust_remote_code) if missing else ())
 
