@@ -26,6 +26,7 @@ from moegraft.injection.injected import Injection
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.model_source import find_model, read_tokenizer
 from moegraft.injection.planning import Plan
+from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
@@ -42,6 +43,7 @@ class LoadedModel:
 
     Attributes:
         name: as the user names it.
+        rules: the rule file, as the user names it.
         placement: returns lines of text on what runs where.
     """
 
@@ -49,6 +51,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     placement: Callable[[], list[str]]
+    rules: str = DEFAULT_RULES
 
     @property
     def context_tokens(self) -> int | None:
@@ -57,14 +60,14 @@ class LoadedModel:
         return bound if isinstance(bound, int) and bound > 0 else None
 
 
-def plan_only(options: ModelOptions) -> Plan:
+def plan_only(options: ModelOptions, terminal: Terminal) -> Plan:
     """Return the plan for these options, without reading weights.
 
     Raises:
         MoegraftError: the model cannot be loaded with these options.
     """
     quiet_libraries()
-    return optimize_and_load(model_of(options), options.rules, dry_run=True, **_load_arguments(options))
+    return optimize_and_load(model_of(options), options.rules, dry_run=True, progress=terminal.progress, **_load_arguments(options))
 
 
 def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None) -> LoadedModel:
@@ -80,10 +83,11 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         os.environ.setdefault(name, capacity)
     if options.threads:
         torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
-    progress = terminal.notices.is_terminal and not terminal.quiet
+    with terminal.stage("reading the tokenizer"):
+        tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
+    progress: bool | ProgressLine = talks_to_user() and terminal.progress
     arguments = _load_arguments(options) if rules is None else {**_load_arguments(options), "vars": None}
-    model = optimize_and_load(model_of(options), rules or options.rules, progress=progress, **arguments)
+    model = optimize_and_load(model_of(options), rules or options.rules or DEFAULT_RULES, progress=progress, **arguments)
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load sets model.moegraft"
     if injection.follows:
@@ -93,7 +97,7 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         raise typer.Exit
     if not talks_to_user():
         raise OptionsError("'parallel: {shares: none}' gives each process a whole model, and this program needs one: start one process")
-    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement)
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, options.rules or DEFAULT_RULES)
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
