@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
 
 from moegraft.injection.planning import Plan
 from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
@@ -175,9 +177,10 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
     def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
         operator = self.moegraft.model_operator
-        if operator is not None:
-            return operator.generate(self, stock, *args, **kwargs)
-        return self.moegraft.context.generate(self, stock, args, kwargs)
+        with _HELD_LOG.while_printing(call_arguments(stock, args, kwargs).get("streamer")):
+            if operator is not None:
+                return operator.generate(self, stock, *args, **kwargs)
+            return self.moegraft.context.generate(self, stock, args, kwargs)
 
     first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
 
@@ -221,6 +224,48 @@ def stream(sequences: torch.Tensor, arguments: Mapping[str, Any]) -> None:
     for tokens in sequences[:, given.shape[1] :].unbind(1):
         streamer.put(tokens)
     streamer.end()
+
+
+class _HeldLog(logging.Handler):
+    """Holds back what moegraft logs while a streamer prints a text: a record in the middle of it would be read as a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = threading.Lock()
+        self._texts = 0
+        self._records: list[logging.LogRecord] = []
+        self._replaced: tuple[list[logging.Handler], bool] = [], True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    @contextmanager
+    def while_printing(self, streamer: object) -> Iterator[None]:
+        """Hold records while the body runs, if the streamer prints; other streamers may be read elsewhere, by a server for instance."""
+        if getattr(type(streamer), "on_finalized_text", None) is not TextStreamer.on_finalized_text:
+            yield
+            return
+        logger = logging.getLogger("moegraft")
+        with self._guard:
+            if not self._texts:
+                self._replaced = logger.handlers, logger.propagate
+                logger.handlers, logger.propagate = [self], False
+            self._texts += 1
+        try:
+            yield
+        finally:
+            records: list[logging.LogRecord] = []
+            with self._guard:
+                self._texts -= 1
+                if not self._texts:
+                    added = [each for each in logger.handlers if each is not self]
+                    logger.handlers, logger.propagate = [*self._replaced[0], *added], self._replaced[1]
+                    records, self._records = self._records, []
+            for record in records:
+                logger.callHandlers(record)
+
+
+_HELD_LOG = _HeldLog()  # of this process, as the loggers are
 
 
 def place(model: PreTrainedModel, path: str, operator: Operator) -> None:
