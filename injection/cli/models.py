@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -19,9 +19,6 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, StatedMachine, talks_to_user
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.demo import demo_path
-from moegraft.injection.estimate.forecast import TargetMachine
-from moegraft.injection.estimate.measure import Measurements
-from moegraft.injection.estimate.planned import budget_of
 from moegraft.injection.injected import Injection
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.model_source import find_model, read_tokenizer
@@ -30,6 +27,10 @@ from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
+
+if TYPE_CHECKING:
+    from moegraft.injection.estimate.forecast import TargetMachine
+    from moegraft.injection.estimate.measure import Measurements
 
 MAX_TOKEN_CHARACTERS = 32  # characters per token of a text, on average
 # PyTorch keeps what oneDNN prepares for a matrix product in two caches of 1024 entries, here half a MiB for each number of rows, and so for
@@ -177,6 +178,9 @@ def target_machine(measured: Measurements | None, stated: StatedMachine) -> Targ
     Raises:
         OptionsError: a bandwidth is stated without a GPU.
     """
+    from moegraft.injection.estimate.forecast import TargetMachine
+    from moegraft.injection.estimate.planned import budget_of
+
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
     budget = budget_of(machine, stated.gpus, of_gpu, gbps=stated.gpu_bandwidth, link_gbps=stated.link_bandwidth)
