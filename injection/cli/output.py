@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -167,15 +166,15 @@ class Terminal:
         controls = CONTROLS if self.out.isatty() else {}
         encoding, errors = self.out.encoding, self.out.errors or "strict"
         crashes = not faulthandler.is_enabled()
-        with ExitStack() as restored, tempfile.TemporaryFile(buffering=0) as held:
+        with ExitStack() as restored, os.fdopen(os.memfd_create("moegraft-held"), "w+b", buffering=0) as held:
             _flush()
-            streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+            streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2) if _is_open(descriptor)}
             for descriptor, stream in streams.items():
                 restored.callback(os.close, stream)
                 restored.callback(os.dup2, stream, descriptor)
                 os.dup2(held.fileno(), descriptor)
             restored.callback(_flush)  # the first of these, into what is held
-            if crashes:
+            if crashes and 2 in streams:
                 faulthandler.enable(streams[2])  # what is held is lost if the process crashes
                 restored.callback(faulthandler.disable)
             try:
@@ -183,7 +182,7 @@ class Terminal:
             finally:
                 restored.close()
                 held.seek(0)
-                with suppress(OSError):  # nobody reads stderr
+                with suppress(OSError):  # nobody reads stderr, or it is closed
                     _write_all(2, held.read())
 
     def _print(self, text: str, style: str) -> None:
@@ -195,6 +194,14 @@ def _is_descriptor(stream: TextIO, descriptor: int) -> bool:
         return stream.fileno() == descriptor
     except (OSError, ValueError):  # it has none, or is closed
         return False
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _flush() -> None:

@@ -141,6 +141,14 @@ def test_in_one_pipe(chat_folder: Path) -> None:
     assert whole(shown)
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
+def test_without_a_place_for_notices(chat_folder: Path, closed: str) -> None:
+    command = f'exec "$0" "$@" {closed}'
+    arguments = [sys.executable, "-c", NOISY, "--model", str(chat_folder), "--prompt", "hello", "--quiet", *ANSWER]
+    shown = subprocess.run(["sh", "-c", command, *arguments], stdout=subprocess.PIPE, check=False).stdout.decode()
+    assert re.match(rf"[a-z]{{{TOKENS}}}\n", shown)
+
+
 def test_what_generate_logs_waits_for_a_streamer_that_prints(chat_folder: Path) -> None:
     model, tokenizer = optimize_and_load(chat_folder, "cpu", progress=False), AutoTokenizer.from_pretrained(chat_folder)
     ids = tokenizer("hello", return_tensors="pt").input_ids
