@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,6 +198,17 @@ def test_a_prompt_that_cannot_be(run: Run, tmp_path: Path) -> None:
 )
 def test_options_that_make_no_sense(run: Run, arguments: list[str], said: str) -> None:
     assert said in refused(run("--prompt", "hello", *arguments))
+
+
+def test_a_chat_on_the_cpu_imports_nothing_that_it_does_not_use(chat_folder: Path) -> None:
+    unused = ("moegraft.operators.offload.engine", "moegraft.injection.calibration", "moegraft.injection.verify", "fastapi", "matplotlib")
+    code = (
+        "import sys\nfrom moegraft.injection.cli.local_chat import app\napp(sys.argv[1:], standalone_mode=False)\n"
+        f"print([name for name in {unused} if name in sys.modules])"
+    )
+    arguments = ["--model", str(chat_folder), "--prompt", "hello", *ANSWER]
+    shown = subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, check=True).stdout.decode()
+    assert shown.endswith("\n[]\n"), shown
 
 
 def test_version() -> None:
