@@ -18,6 +18,7 @@ from rich.text import Text
 
 WIDTH, LINES = 100, 40
 PROMPT = re.compile(rb"> (\x1b\[[0-9;?]*[a-zA-Z])*$")
+ERASED = re.compile(r"[^\n]*\r?\n(\x1b\[\?25h)?\r?\x1b\[1A\x1b\[2K")  # a line of progress
 OVERWRITTEN = re.compile(r"[^\n\r]*\r(?!\n)")
 CONTROL = re.compile(r"\x1b\[\?[0-9]+[hl]|\x1b\[[0-9]*[GK]|\r")
 
@@ -52,7 +53,7 @@ def main() -> None:
     program = str(Path(sys.executable).with_name("local_chat"))
     shown = record([program, "--seed", "7", "--max-new-tokens", "60"], ["Speak to me of the king.", "/exit"], 120)
     console = Console(record=True, width=WIDTH, file=io.StringIO())
-    console.print(Text.from_ansi("$ local_chat\n" + CONTROL.sub("", OVERWRITTEN.sub("", shown)).rstrip()))
+    console.print(Text.from_ansi("$ local_chat\n" + CONTROL.sub("", OVERWRITTEN.sub("", ERASED.sub("", shown))).rstrip()))
     options.out.write_text(console.export_svg(title="local_chat"), encoding="utf-8")
 
 

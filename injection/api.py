@@ -22,6 +22,7 @@ from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
 from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
 from moegraft.injection.planning import Plan, plan
+from moegraft.injection.progress import ProgressLine, progress_line
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry, load_registry
@@ -29,6 +30,7 @@ from moegraft.operators.registry import OperatorRegistry, load_registry
 __all__ = ["build_meta_model", "graft", "load", "optimize_and_load", "plan", "read_rules"]
 
 logger = logging.getLogger(__name__)
+PLANNING, GRAFTING = "planning", "building the operators"
 Rules = str | os.PathLike[str] | RuleFile
 
 
@@ -42,7 +44,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     *,
     dtype: torch.dtype | str | None = None,
     vars: Mapping[str, object] | None = None,
-    progress: bool = True,
+    progress: bool | ProgressLine = True,
     dry_run: bool = False,
     threads: int = 0,
     device_map: str | dict[str, Any] | None = None,
@@ -61,7 +63,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         rules: the path of a rule file, the name of a shipped one (by default `cpu`), or a `RuleFile` from `read_rules`.
         dtype: the dtype of activations and of what is not replaced; by default the config's, else the checkpoint's.
         vars: values for the rule file's `${...}`; they override its own.
-        progress: whether to show a bar in bytes on stderr.
+        progress: whether to show on stderr what takes longer than two seconds, or the line to show it on.
         dry_run: read no weights, change nothing, and return the `Plan`.
         threads: CPU threads of the operators; 0: one for each physical core this process may use, less up to two that GPUs need.
         device_map, attn_implementation, trust_remote_code: as in `from_pretrained`, for what is not replaced.
@@ -114,16 +116,20 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
+    line = progress_line(progress)
     if started_together and rule_file.shares != "none":
-        return _load_divided(opened, rule_file, registry, options, progress=progress)
+        return _load_divided(opened, rule_file, registry, options, progress=line)
     if started_together:
         report_whole_model()
-    target = opened()
-    the_plan = plan(target, rule_file, registry=registry)
+    with line.stage(PLANNING):
+        target = opened()
+        the_plan = plan(target, rule_file, registry=registry)
     _log_notices(the_plan)
     if dry_run:
         return the_plan
-    return load(graft(target, the_plan, **options), progress=progress)
+    with line.stage(GRAFTING):
+        grafted = graft(target, the_plan, **options)
+    return load(grafted, progress=line)
 
 
 def _load_divided(
@@ -132,7 +138,7 @@ def _load_divided(
     registry: OperatorRegistry,
     options: dict[str, Any],
     *,
-    progress: bool,
+    progress: ProgressLine,
 ) -> PreTrainedModel:
     """Load this process's share of a model; where one process fails, all do."""
     with Processes() as processes:
@@ -146,7 +152,8 @@ def _load_divided(
                     "this model is in memory, and several processes share a checkpoint: pass its folder or hub id, or set "
                     "'parallel: {shares: none}' in the rule file for a whole model in each process"
                 )
-            whole = plan(target, rules, registry=registry)
+            with progress.stage(PLANNING):
+                whole = plan(target, rules, registry=registry)
         shares = processes.divide(rules.shares, whole)
         with processes.agreed():
             the_plan = plan(target, rules, registry=registry, shares=shares)

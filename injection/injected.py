@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
 
 from moegraft.injection.planning import Plan
-from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator
+from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
@@ -163,18 +165,22 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         if group is None:
             return own_generate(self, *args, **kwargs)
         if group.rank:
-            return group.await_result()
+            outputs = group.await_result()
+            arguments = call_arguments(functools.partial(base.generate, self), args, kwargs)  # type: ignore[attr-defined] # as below
+            stream(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences, arguments)
+            return outputs
         with group.result() as give:
             outputs = own_generate(self, *args, **kwargs)
-            give(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences)
+            give(outputs)
         return outputs
 
     def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
         operator = self.moegraft.model_operator
-        if operator is not None:
-            return operator.generate(self, stock, *args, **kwargs)
-        return self.moegraft.context.generate(self, stock, args, kwargs)
+        with _HELD_LOG.while_printing(call_arguments(stock, args, kwargs).get("streamer")):
+            if operator is not None:
+                return operator.generate(self, stock, *args, **kwargs)
+            return self.moegraft.context.generate(self, stock, args, kwargs)
 
     first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
 
@@ -204,6 +210,62 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     # Both names are kept: transformers looks classes up by name and source file, and users read them.
     return type(base.__name__, (InjectedModel, base), {**members, **names})
+
+
+def stream(sequences: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+    """Give the streamer of a finished call of `generate` the sequences (B, T) as that call would have: the prompt, each token, the end."""
+    streamer = arguments.get("streamer")
+    if streamer is None:
+        return
+    given = arguments.get("inputs", arguments.get("input_ids"))
+    if given is None:  # embeddings, which have no ids, or the token that begins a text
+        given = sequences[:, : 1 if arguments.get("inputs_embeds") is None else 0]
+    streamer.put(given.cpu())
+    for tokens in sequences[:, given.shape[1] :].unbind(1):
+        streamer.put(tokens)
+    streamer.end()
+
+
+class _HeldLog(logging.Handler):
+    """Holds back what moegraft logs while a streamer prints a text: a record in the middle of it would be read as a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = threading.Lock()
+        self._texts = 0
+        self._records: list[logging.LogRecord] = []
+        self._replaced: tuple[list[logging.Handler], bool] = [], True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    @contextmanager
+    def while_printing(self, streamer: object) -> Iterator[None]:
+        """Hold records while the body runs, if the streamer prints; other streamers may be read elsewhere, by a server for instance."""
+        if getattr(type(streamer), "on_finalized_text", None) is not TextStreamer.on_finalized_text:
+            yield
+            return
+        logger = logging.getLogger("moegraft")
+        with self._guard:
+            if not self._texts:
+                self._replaced = logger.handlers, logger.propagate
+                logger.handlers, logger.propagate = [self], False
+            self._texts += 1
+        try:
+            yield
+        finally:
+            records: list[logging.LogRecord] = []
+            with self._guard:
+                self._texts -= 1
+                if not self._texts:
+                    added = [each for each in logger.handlers if each is not self]
+                    logger.handlers, logger.propagate = [*self._replaced[0], *added], self._replaced[1]
+                    records, self._records = self._records, []
+            for record in records:
+                logger.callHandlers(record)
+
+
+_HELD_LOG = _HeldLog()  # of this process, as the loggers are
 
 
 def place(model: PreTrainedModel, path: str, operator: Operator) -> None:

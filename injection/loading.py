@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -15,15 +14,18 @@ from moegraft.injection.checkpoint.loader import CheckpointLoader
 from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.grafting import GraftedModel
 from moegraft.injection.injected import Injection, place
+from moegraft.injection.progress import ProgressLine, progress_line
 from moegraft.operators.base import Operator
 
+LOADING = "loading and packing the weights"
 
-def load(grafted: GraftedModel, *, progress: bool = True) -> PreTrainedModel:
+
+def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True) -> PreTrainedModel:
     """Fill a grafted model with its weights; a model in memory is changed in place.
 
     Args:
         grafted: from `graft`; it can be loaded once.
-        progress: whether to show a bar in bytes on stderr.
+        progress: whether to show a line on stderr, or the line.
 
     Returns:
         A PreTrainedModel of the stock class's name in eval mode, with `model.moegraft`.
@@ -36,19 +38,22 @@ def load(grafted: GraftedModel, *, progress: bool = True) -> PreTrainedModel:
     if grafted.loaded:
         raise ValueError("this grafted model has been loaded already; graft the plan again for another model")
     grafted.loaded = True
-    if grafted.checkpoint is not None:
-        model = _from_checkpoint(grafted, grafted.checkpoint, progress)
-    else:
-        assert grafted.model is not None, "a grafted model has a checkpoint or is in memory"
-        model = _in_memory(grafted, grafted.model, progress)
+    line = progress_line(progress)
+    with _library_bars_hidden():
+        if grafted.checkpoint is not None:
+            model = _from_checkpoint(grafted, grafted.checkpoint, line)
+        else:
+            assert grafted.model is not None, "a grafted model has a checkpoint or is in memory"
+            model = _in_memory(grafted, grafted.model, line)
     model.eval()
-    grafted.sparsity.apply(model)
-    for path, operator in grafted.injection.operators.items():
-        operator.on_model_loaded(model, path)
+    with line.stage("preparing the operators"):
+        grafted.sparsity.apply(model)
+        for path, operator in grafted.injection.operators.items():
+            operator.on_model_loaded(model, path)
     return model
 
 
-def _from_checkpoint(grafted: GraftedModel, checkpoint: CheckpointLoader, progress: bool) -> PreTrainedModel:
+def _from_checkpoint(grafted: GraftedModel, checkpoint: CheckpointLoader, line: ProgressLine) -> PreTrainedModel:
     injection = grafted.injection
     if injection.follows:
         with torch.device("meta"):
@@ -56,20 +61,20 @@ def _from_checkpoint(grafted: GraftedModel, checkpoint: CheckpointLoader, progre
         model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
         checkpoint.load_operators(lambda size: None)
         return model
-    with byte_bar(checkpoint.total_bytes, enabled=progress) as advance:
+    with line.stage(LOADING, checkpoint.total_bytes) as advance:
         model = checkpoint.load_rest(grafted.model_class, advance, operators=injection.replacing, **grafted.options)
         model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
         checkpoint.load_operators(advance)
     return model
 
 
-def _in_memory(grafted: GraftedModel, model: PreTrainedModel, progress: bool) -> PreTrainedModel:
+def _in_memory(grafted: GraftedModel, model: PreTrainedModel, line: ProgressLine) -> PreTrainedModel:
     """Replace modules one by one, so that each is freed as soon as its operator has its weights."""
     injection = grafted.injection
     total_bytes = sum(parameter.nbytes for path in injection.replacing for parameter in model.get_submodule(path).parameters())
     loaded: dict[str, Operator] = {}
     try:
-        with byte_bar(total_bytes, enabled=progress) as advance:
+        with line.stage(LOADING, total_bytes) as advance:
             for path, operator in injection.replacing.items():
                 operator.load(live_source(path, model.get_submodule(path)), advance)
                 place(model, path, operator)
@@ -89,13 +94,12 @@ def _mark(model: PreTrainedModel, grafted: GraftedModel, injection: Injection) -
 
 
 @contextmanager
-def byte_bar(total_bytes: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Yield `advance(bytes)`. The bar goes to stderr, and transformers' own bars are hidden while the body runs."""
+def _library_bars_hidden() -> Iterator[None]:
+    """Hide the progress bars of transformers while the body runs."""
     shown_before = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading", disable=not enabled) as bar:
-            yield lambda size: bar.update(size) and None
+        yield
     finally:
         if shown_before:
             transformers_logging.enable_progress_bar()

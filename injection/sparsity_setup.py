@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.calibration import CalibrationOptions, collect, sparse_layers, window_of
 from moegraft.injection.model_source import read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.texts import read_text
@@ -68,6 +67,10 @@ class SparsitySetup:
 
     def apply(self, model: PreTrainedModel) -> None:
         """Set the threshold of every sparse layer of the loaded model; calibrate the layers without a file."""
+        if not self.layers:
+            return
+        from moegraft.injection.calibration import sparse_layers
+
         states = sparse_layers(model)
         calibrated = self._calibrate(model) if self.windows else {}
         for sparse in self.layers:
@@ -82,6 +85,8 @@ class SparsitySetup:
 
     def _calibrate(self, model: PreTrainedModel) -> dict[str, list[float]]:
         """Return a threshold for each target of each layer, by path."""
+        from moegraft.injection.calibration import collect
+
         start = time.perf_counter()
         layers = [sparse for sparse in self.layers if sparse.file is None]
         made = collect(model, [sparse.layer for sparse in layers], self.windows)
@@ -129,7 +134,7 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
         if reason is not None:
             raise ThresholdsError(f"{sparse.file}: {reason}; calibrate this model with moegraft calibrate")
     for path in files:
-        logger.info("sparsity: thresholds from %s", path)
+        logger.debug("sparsity: thresholds from %s", path)
     missing = any(sparse.file is None for sparse in layers)
     return SparsitySetup(tuple(layers), files, _bundled_windows(model, folder, trust_remote_code) if missing else ())
 
@@ -138,6 +143,8 @@ def _bundled_windows(model: PreTrainedModel, folder: Path | None, trust_remote_c
     fix = "set 'thresholds' of 'sparsity' to a file that moegraft calibrate wrote"
     if folder is None:
         raise ThresholdsError(f"sparsity has no thresholds, and the model has no folder with a tokenizer to calibrate with; {fix}")
+    from moegraft.injection.calibration import CalibrationOptions, window_of
+
     try:
         tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
     except CheckpointError as error:

@@ -32,6 +32,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from transformers.generation import utils as outputs_of_generate
+from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import default_threads
 from moegraft.operators.cpu import ELEMENT_CODES, ELEMENTS
@@ -324,13 +326,17 @@ class ExpertGroup:
                 raise
 
     @contextmanager
-    def result(self) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Send the other ranks what the body gives to the yielded function, for those that wait for a result, or the body's error."""
-        found: list[torch.Tensor] = []
+    def result(self) -> Iterator[Callable[[torch.Tensor | ModelOutput], None]]:
+        """Send the other ranks what the body gives to the yielded function, for those that wait for a result, or the body's error.
+
+        The tensors of an output are sent; caches are not, and are None there.
+        """
+        found: list[torch.Tensor | ModelOutput] = []
         stream = io.BytesIO()
         try:
             yield found.append
-            torch.save(found[0].cpu(), stream)
+            outputs = found[0]
+            torch.save([type(outputs).__name__, _on_host(outputs)], stream)
         except BaseException as error:
             if not isinstance(error, GroupLostError):
                 self._send_result(FAILED, f"{type(error).__name__}: {error}".encode()[:REPORT_BYTES])
@@ -463,8 +469,8 @@ class ExpertGroup:
         while self._served() is not None:
             pass
 
-    def await_result(self) -> torch.Tensor:
-        """Compute for rank 0 until it has a result, and return that.
+    def await_result(self) -> torch.Tensor | ModelOutput:
+        """Compute for rank 0 until it has a result, and return that: token ids, or an output of the same class with its tensors.
 
         Raises:
             GroupLostError: rank 0 is lost, has closed the model, or failed; the message has its error.
@@ -476,7 +482,7 @@ class ExpertGroup:
             raise GroupLostError(f"rank 0 failed: {found}")
         return found
 
-    def _served(self) -> torch.Tensor | str | None:
+    def _served(self) -> torch.Tensor | ModelOutput | str | None:
         """Compute until rank 0 sends a result or an error, and return it; None when it closes the model."""
         peer, buffer = self._leader.peer, self._leader.buffer
         while not self._closed.is_set() and not self._ended[0]:
@@ -492,8 +498,8 @@ class ExpertGroup:
                 result = buffer.part(HEADER_BYTES, (count,)).numpy().tobytes()
                 if rows == FAILED:
                     return result.decode(errors="replace")
-                found: torch.Tensor = torch.load(io.BytesIO(result), weights_only=True)
-                return found
+                name, found = torch.load(io.BytesIO(result), weights_only=True)
+                return getattr(outputs_of_generate, name, ModelOutput)(**found) if isinstance(found, dict) else found
             elif kind == STOP:
                 break
         if not self._closed.is_set():
@@ -516,6 +522,17 @@ class ExpertGroup:
             logger.exception("layer %d failed", layer)
             report = torch.from_numpy(np.frombuffer(failure.encode()[:REPORT_BYTES].ljust(REPORT_BYTES), np.uint8).copy())
             self._guarded(self._leader.peer, lambda: self._group.send([report], 0, MESSAGES).wait())
+
+
+def _on_host(value: Any) -> Any:
+    """Return the tensors of a result in host memory, and nothing that is not data."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _on_host(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(map(_on_host, value))
+    return value if isinstance(value, str | int | float) else None
 
 
 class _Link:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions, VersionOption, option_name, takes_options, talks_to_user
-from moegraft.injection.cli.output import INTERRUPTED, Terminal, library_log, open_terminal, user_errors
+from moegraft.injection.cli.output import INTERRUPTED, Terminal, importing, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
 if TYPE_CHECKING:
@@ -41,11 +41,14 @@ class ChatOptions:
     prefill_chunk: Annotated[
         int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Compute long prompts in chunks of this many tokens; 0: whole.")
     ] = 2048
-    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show the speed after each answer.")] = True
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show tokens and speeds after each answer.")] = True
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline of GPU, CPU and transfers for Perfetto.")
     ] = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print answers and errors only.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show after each answer what runs where, and what operators report.")] = (
+        False
+    )
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit; no weights are read.")] = False
     version: VersionOption = False
 
@@ -54,6 +57,8 @@ class ChatOptions:
             raise ValueError("--prompt and --prompt-file exclude each other; give only one of them")
         if self.resume is not None and self.system is not None:
             raise ValueError("--resume restores the chat's own system message; remove --system")
+        if self.quiet and self.verbose:
+            raise ValueError("--quiet and --verbose exclude each other; give only one of them")
 
 
 class PromptError(MoegraftError):
@@ -74,12 +79,13 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
     """Chat with a mixture-of-experts model on this machine; by default with the small bundled one."""
     terminal = open_terminal(quiet=options.quiet)
     if options.dry_run:
-        from moegraft.injection.cli.models import plan_only
+        with importing(terminal):
+            from moegraft.injection.cli.models import plan_only
 
-        terminal.write(plan_only(model).describe() + "\n")
+        terminal.write(plan_only(model, terminal).describe() + "\n")
         return
     prompt = _prompt(options) if talks_to_user() else None
-    with library_log(terminal):
+    with library_log(terminal, verbose=options.verbose):
         session = _open_chat(model, sampling, options, terminal)
         with _traced(session.loaded, options.trace, terminal):
             if prompt is None:
@@ -116,17 +122,18 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions, terminal: Terminal) -> Chat:
-    from moegraft.injection.cli.chat.answer import Answerer
-    from moegraft.injection.cli.chat.conversation import Conversation
-    from moegraft.injection.cli.chat.session import Chat
-    from moegraft.injection.cli.models import load_model
+    with importing(terminal):
+        from moegraft.injection.cli.chat.answer import Answerer
+        from moegraft.injection.cli.chat.conversation import Conversation
+        from moegraft.injection.cli.chat.session import Chat
+        from moegraft.injection.cli.models import load_model
 
     loaded = load_model(model, terminal)
     conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
     if not conversation.has_template:
         terminal.notice("this model has no chat template: it continues the text that you type")
     answerer = Answerer(loaded, sampling, options.seed, prefill_chunk=options.prefill_chunk)
-    session = Chat(loaded, answerer, conversation, terminal, show_stats=options.stats)
+    session = Chat(loaded, answerer, conversation, terminal, show_stats=options.stats, verbose=options.verbose)
     if options.resume is not None:
         session.resume(options.resume)
     return session

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -19,16 +19,18 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, StatedMachine, talks_to_user
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.demo import demo_path
-from moegraft.injection.estimate.forecast import TargetMachine
-from moegraft.injection.estimate.measure import Measurements
-from moegraft.injection.estimate.planned import budget_of
 from moegraft.injection.injected import Injection
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.model_source import find_model, read_tokenizer
 from moegraft.injection.planning import Plan
+from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.registry import OperatorRegistry, load_registry
+
+if TYPE_CHECKING:
+    from moegraft.injection.estimate.forecast import TargetMachine
+    from moegraft.injection.estimate.measure import Measurements
 
 MAX_TOKEN_CHARACTERS = 32  # characters per token of a text, on average
 # PyTorch keeps what oneDNN prepares for a matrix product in two caches of 1024 entries, here half a MiB for each number of rows, and so for
@@ -42,6 +44,7 @@ class LoadedModel:
 
     Attributes:
         name: as the user names it.
+        rules: the rule file, as the user names it.
         placement: returns lines of text on what runs where.
     """
 
@@ -49,6 +52,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     placement: Callable[[], list[str]]
+    rules: str = DEFAULT_RULES
 
     @property
     def context_tokens(self) -> int | None:
@@ -57,14 +61,14 @@ class LoadedModel:
         return bound if isinstance(bound, int) and bound > 0 else None
 
 
-def plan_only(options: ModelOptions) -> Plan:
+def plan_only(options: ModelOptions, terminal: Terminal) -> Plan:
     """Return the plan for these options, without reading weights.
 
     Raises:
         MoegraftError: the model cannot be loaded with these options.
     """
     quiet_libraries()
-    return optimize_and_load(model_of(options), options.rules, dry_run=True, **_load_arguments(options))
+    return optimize_and_load(model_of(options), options.rules, dry_run=True, progress=terminal.progress, **_load_arguments(options))
 
 
 def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None) -> LoadedModel:
@@ -80,10 +84,11 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         os.environ.setdefault(name, capacity)
     if options.threads:
         torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
-    progress = terminal.notices.is_terminal and not terminal.quiet
+    with terminal.stage("reading the tokenizer"):
+        tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
+    progress: bool | ProgressLine = talks_to_user() and terminal.progress
     arguments = _load_arguments(options) if rules is None else {**_load_arguments(options), "vars": None}
-    model = optimize_and_load(model_of(options), rules or options.rules, progress=progress, **arguments)
+    model = optimize_and_load(model_of(options), rules or options.rules or DEFAULT_RULES, progress=progress, **arguments)
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load sets model.moegraft"
     if injection.follows:
@@ -93,7 +98,7 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         raise typer.Exit
     if not talks_to_user():
         raise OptionsError("'parallel: {shares: none}' gives each process a whole model, and this program needs one: start one process")
-    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement)
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, options.rules or DEFAULT_RULES)
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -173,6 +178,9 @@ def target_machine(measured: Measurements | None, stated: StatedMachine) -> Targ
     Raises:
         OptionsError: a bandwidth is stated without a GPU.
     """
+    from moegraft.injection.estimate.forecast import TargetMachine
+    from moegraft.injection.estimate.planned import budget_of
+
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
     budget = budget_of(machine, stated.gpus, of_gpu, gbps=stated.gpu_bandwidth, link_gbps=stated.link_bandwidth)

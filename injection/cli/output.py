@@ -6,13 +6,16 @@ program without a traceback.
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import gc
 import io
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +23,7 @@ from typing import Any, TextIO
 import typer
 from rich.console import Console
 
+from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import Diagnostic, RuleErrors
 from moegraft.operators.errors import MoegraftError, RuleFileError, error_sentence
 
@@ -86,7 +90,7 @@ class Terminal:
     quiet: bool = False
 
     def write(self, text: str) -> None:
-        """Write a piece of an answer to stdout and flush it.
+        """Write a result to stdout and flush it.
 
         Raises:
             BrokenPipeError: the reader of stdout is gone.
@@ -108,16 +112,109 @@ class Terminal:
         self._print(text, "red")
 
     @contextmanager
-    def waiting(self, text: str) -> Iterator[Callable[[], None]]:
-        """Show a spinner if the terminal supports it; yield a function that stops it before the body ends."""
-        if self.notices.is_terminal and not self.notices.is_dumb_terminal and self.out.isatty() and not self.quiet:
-            with self.notices.status(text, spinner_style="dim") as spinner:
-                yield spinner.stop
-        else:
-            yield lambda: None
+    def stage(self, text: str, total: int = 0, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
+        """Show on stderr what runs in the body, if it takes long; yield `advance(units)`. Nothing is shown with --quiet."""
+        with self.progress.stage(text, total, unit) as advance:
+            yield advance
+
+    @property
+    def progress(self) -> ProgressLine:
+        return ProgressLine(self.notices, enabled=not self.quiet)
+
+    @contextmanager
+    def answering(self, before: str) -> Iterator[Callable[[str], None]]:
+        """Yield a function that writes the next piece of an answer to stdout, and end the answer's last line after the body.
+
+        From the first piece on, everything else that this process writes to stdout and stderr, by whatever means, waits for the end of
+        the answer, and then goes to stderr: the two streams may be one screen, and one pipe.
+
+        Args:
+            before: what to show on stderr until the first piece, if that takes long.
+
+        Raises:
+            BrokenPipeError: from the function that is yielded; the reader of stdout is gone.
+        """
+        with ExitStack() as answer, ExitStack() as waiting:
+            waiting.enter_context(self.stage(before))
+            last, completed = "", False
+            put: Callable[[str], None] | None = None
+
+            def write(piece: str) -> None:
+                nonlocal last, put
+                if put is None:
+                    waiting.close()
+                    put = answer.enter_context(self._alone())
+                put(piece)
+                last = piece[-1:] or last
+
+            try:
+                yield write
+                completed = True
+            finally:
+                if last != "\n" and (completed or put is not None):
+                    write("\n")
+
+    @contextmanager
+    def _alone(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that writes to stdout, and hold back until the end of the body what else is written to stdout and stderr.
+
+        By their descriptors: native code, other programs and handlers that opened a stream earlier write past `sys.stderr`.
+        """
+        if not _is_descriptor(self.out, 1):
+            yield self.write  # a stream of a caller's own
+            return
+        controls = CONTROLS if self.out.isatty() else {}
+        encoding, errors = self.out.encoding, self.out.errors or "strict"
+        crashes = not faulthandler.is_enabled()
+        with ExitStack() as restored, os.fdopen(os.memfd_create("moegraft-held"), "w+b", buffering=0) as held:
+            _flush()
+            streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2) if _is_open(descriptor)}
+            for descriptor, stream in streams.items():
+                restored.callback(os.close, stream)
+                restored.callback(os.dup2, stream, descriptor)
+                os.dup2(held.fileno(), descriptor)
+            restored.callback(_flush)  # the first of these, into what is held
+            if crashes and 2 in streams:
+                faulthandler.enable(streams[2])  # what is held is lost if the process crashes
+                restored.callback(faulthandler.disable)
+            try:
+                yield lambda text: _write_all(streams[1], text.translate(controls).encode(encoding, errors))
+            finally:
+                restored.close()
+                held.seek(0)
+                with suppress(OSError):  # nobody reads stderr, or it is closed
+                    _write_all(2, held.read())
 
     def _print(self, text: str, style: str) -> None:
         self.notices.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_descriptor(stream: TextIO, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor
+    except (OSError, ValueError):  # it has none, or is closed
+        return False
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+                stream.flush()
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def open_terminal(*, quiet: bool = False) -> Terminal:
@@ -129,12 +226,19 @@ def open_terminal(*, quiet: bool = False) -> Terminal:
 
 
 @contextmanager
-def token_bar(total: int, text: str, terminal: Terminal, unit: str = " tokens") -> Iterator[Callable[[int], None]]:
-    """Yield `advance(tokens)` of a progress bar on stderr."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit=unit, unit_scale=True, desc=text, disable=not terminal.notices.is_terminal) as bar:
-        yield lambda done: bar.update(done) and None
+def importing(terminal: Terminal) -> Iterator[None]:
+    """Show that the body imports large libraries, and spend no time on looking for garbage in what they leave for good."""
+    first = "torch" not in sys.modules and gc.isenabled()
+    if first:
+        gc.disable()
+    try:
+        with terminal.stage("importing PyTorch and transformers"):
+            yield
+    finally:
+        if first:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # native libraries complain about objects that are left at the end
+            gc.enable()
 
 
 class _TerminalHandler(logging.Handler):
@@ -147,12 +251,12 @@ class _TerminalHandler(logging.Handler):
 
 
 @contextmanager
-def library_log(terminal: Terminal) -> Iterator[None]:
-    """Print moegraft's log as notices while the body runs: the rules in use, findings of the plan, slower paths."""
+def library_log(terminal: Terminal, *, verbose: bool = False) -> Iterator[None]:
+    """Print moegraft's log as notices while the body runs: findings of the plan, slower paths and, if `verbose`, details."""
     logger, handler = logging.getLogger("moegraft"), _TerminalHandler(terminal)
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     try:
         yield
     finally:

@@ -33,8 +33,6 @@ from moegraft.operators.experts.packed_cache import PackedCache, check_folder, k
 from moegraft.operators.experts.profiled import WEIGHT_TYPES, LayerWeights, ProfiledWeights, places_of, why_unfit
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.offload.model_experts import LoadedLayer, ModelEngines
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
@@ -48,6 +46,9 @@ from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from moegraft.operators.offload.gpu_layer import GpuLayer
+    from moegraft.operators.offload.model_experts import ModelEngines
 
 
 logger = logging.getLogger(__name__)
@@ -422,6 +423,8 @@ class HybridExperts(Operator):
             operator.gpu_layer = layer
             if shared is not None:
                 layer.overlap(shared, compute)
+
+        from moegraft.operators.offload.model_experts import LoadedLayer  # a model on the CPU starts without the engine
 
         loaded = LoadedLayer(self._packed, self.sparsity, router_of(model, path), self._draft, attach)
         self._engines.ready(self._engine_number, loaded, model.config, model.dtype)

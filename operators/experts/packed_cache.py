@@ -121,7 +121,7 @@ class PackedCache:
             logger.warning("%s; packing the experts again", reason)
             return None
         seconds = time.perf_counter() - start
-        logger.info("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / seconds / 1e9)
+        logger.debug("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / seconds / 1e9)
         return packed
 
     def build(self, key: CacheKey, layout: ExpertsLayout, fill: Fill) -> PackedExperts:

@@ -262,7 +262,7 @@ class DecodeModeTuner:
         untimed = next((mode for mode, times in self._times_ms.items() if len(times) <= TIMED_STEPS), None)
         if untimed is None:
             eager_ms, graph_ms = (statistics.median(times[1:]) for times in self._times_ms.values())
-            logger.info("a token takes %.2f ms layer by layer and %.2f ms as a captured step", eager_ms, graph_ms)
+            logger.debug("a token takes %.2f ms layer by layer and %.2f ms as a captured step", eager_ms, graph_ms)
             self.winner = "graph" if graph_ms < eager_ms else "eager"
         mode = untimed or self.winner or "eager"
         self._running = mode, now_ms

@@ -108,7 +108,7 @@ class PathChoices:
 
     def _add(self, case: str, bucket: int, times: dict[str, float]) -> dict[str, float]:
         self._known(case)[str(bucket)] = times
-        logger.info("sparse experts, %d tokens: %s", bucket, ", ".join(f"{path} {ms:.4f} ms" for path, ms in times.items()))
+        logger.debug("sparse experts, %d tokens: %s", bucket, ", ".join(f"{path} {ms:.4f} ms" for path, ms in times.items()))
         if self._file is not None:
             _write(self._file, self._times)
         return times

@@ -187,7 +187,7 @@ class SpeculativeDraft(ModelOperator):
         )
         result = plain(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
         if self.options.mode == "adaptive":
-            logger.info("speculative_draft: %s", self._statistics.line())
+            logger.debug("speculative_draft: %s", self._statistics.line())
         return result
 
     def statistics(self) -> Mapping[str, object]:

@@ -385,7 +385,7 @@ class StepPrograms:
         kind.program = program
         assert self._state is not None, "made before any step is recorded"
         self._state.rely_on(fitted.constants.values())
-        logger.info("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
+        logger.debug("decode steps are native programs: %s, made in %.0f ms", program.describe(), 1e3 * (time.perf_counter() - started))
         return outputs
 
     def _verify(self, kind: _Kind, program: _StepProgram, buffers: CacheBuffers, step: _Step, usual: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
 
-from moegraft.injection import loading, model_source, optimize_and_load
+from moegraft.injection import model_source, optimize_and_load
+from moegraft.injection.progress import ProgressLine
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 
@@ -204,27 +206,22 @@ def test_wrong_values_of_a_config_are_named(folder: Path, inject: Inject, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-def test_the_bar_counts_what_is_read_and_no_more(folder: Path, inject: Inject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_what_is_read_and_no_more(folder: Path, inject: Inject, tmp_path: Path) -> None:
     """Keys that nothing in the model reads, such as layers that only predict ahead, are no part of the load."""
     path = tmp_path / "model"
     shutil.copytree(folder, path)
     extra = {"model.layers.2.eh_proj.weight": torch.zeros(64, 128), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     save_file(load_file(folder / SINGLE) | extra, path / SINGLE, {"format": "pt"})
-    totals: list[int] = []
+    counts: list[int] = []
 
-    class Bar:
-        def __init__(self, total_bytes: int, **options: object) -> None:
-            totals.append(total_bytes)
+    class Line(ProgressLine):
+        @contextmanager
+        def stage(self, text: str, total: int = 0, unit: str = "B") -> Iterator[Callable[[int], None]]:
+            counts.append(total)
+            yield counts.append
 
-        def __enter__(self) -> Callable[[int], None]:
-            return totals.append
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    monkeypatch.setattr(loading, "byte_bar", Bar)
-    inject(path)
-    assert totals[0] == sum(totals[1:])
+    inject(path, progress=Line())
+    assert 0 < max(counts) == sum(counts) / 2
 
 
 def test_home_is_expanded_everywhere(stock: PreTrainedModel, folder: Path, inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,59 @@ RULES = textwrap.dedent(
         print(json.dumps([rules.stem, replayed, found, alone.generate(ids, max_new_tokens=24, do_sample=False).tolist()]))
     """
 )
+# Prints what each kind of call of `generate` returns on this rank, and what its streamer was given.
+RESULTS = textwrap.dedent(
+    """
+    import hashlib, json, sys, torch
+    from support.families import prompt
+    from transformers.generation.streamers import BaseStreamer
+    from moegraft.injection import optimize_and_load
+
+    class Told(BaseStreamer):
+        def __init__(self):
+            self.tokens, self.ends = [], 0
+
+        def put(self, value):
+            self.tokens.append(value.tolist())
+
+        def end(self):
+            self.ends += 1
+
+    def plain(value):
+        if isinstance(value, torch.Tensor):  # a digest: nobody reads the pipe of the second rank before the first one ends
+            return [str(value.dtype), list(value.shape), hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:8]]
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items() if name != "past_key_values"}
+        return [plain(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+    model = optimize_and_load(sys.argv[1], sys.argv[2], progress=False)
+    full = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    calls = {
+        "ids": {},
+        "dict": {"return_dict_in_generate": True},
+        "scores": full,
+        "states": {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True},
+        "batch": {"batch": 2, **full},
+        "sampled": {"do_sample": True, "num_return_sequences": 2, **full},
+        "beams": {"num_beams": 2, "num_return_sequences": 2, **full},
+        "by config": {"by_config": True},
+        "streamed": {"streamer": Told()},
+        "streamed dict": {"streamer": Told(), "return_dict_in_generate": True},
+        "streamed from nothing": {"streamer": Told(), "ids": False},
+        "streamed batch": {"streamer": Told(), "batch": 2},
+    }
+    if not model.moegraft.follows:
+        torch.manual_seed(5)
+    for name, options in calls.items():
+        ids, batch = options.pop("ids", True), options.pop("batch", 1)
+        model.generation_config.return_dict_in_generate = options.pop("by_config", False)
+        given = {"inputs": prompt(5, batch=batch)} if ids else {"bos_token_id": 1}
+        found = model.generate(**given, max_new_tokens=4, **{"do_sample": False, **options})
+        told = options.get("streamer")
+        print(json.dumps([name, type(found).__name__, plain(found), [told.tokens, told.ends] if told else None]))
+    model.moegraft.follow()
+    """
+)
 # Generates until it is ended.
 FOREVER = textwrap.dedent(
     """
@@ -389,6 +442,19 @@ def test_two_ranks_equal_the_stock_model_in_every_family(tmp_path: Path, long: b
     if not long:
         pytest.skip("three ranks show the same in less time; --long runs both")
     compare(tmp_path, GENERATING, "[5, 1]", 2, timeout_s=3000)
+
+
+def test_generate_returns_the_same_kind_of_result_on_all_ranks(tmp_path: Path) -> None:
+    results = end(start_ranks(["-c", RESULTS, str(saved(tmp_path, "mixtral")), str(rules_with(tmp_path, "[2, 1]"))], 2))
+    assert [code for code, _, _ in results] == [0, 0], "\n".join(err for _, _, err in results)
+    lead, other = ([json.loads(line) for line in out.splitlines()] for _, out, _ in results)
+    assert len(lead) == 12
+    kinds = {name: kind for name, kind, _, _ in lead}
+    assert kinds["ids"] == "Tensor" and kinds["dict"] == kinds["by config"] == "GenerateDecoderOnlyOutput"
+    assert kinds["beams"] == "GenerateBeamDecoderOnlyOutput"
+    for of_lead, of_other in zip(lead, other, strict=True):
+        assert of_other == of_lead, of_lead[0]
+    assert {len(told[0]) for _, _, _, told in lead if told} == {5}, "the prompt, then four tokens one by one"
 
 
 def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ class AnswerStats:
 
     def line(self) -> str:
         computed = f" ({self.prompt_tokens - self.kept_tokens} new)" if self.kept_tokens else ""
-        decode = f" at {self.decode_tokens_per_s:.1f} tokens/s" if self.decode_tokens_per_s else ""
+        decode = f" at {self.decode_tokens_per_s:.1f}/s" if self.decode_tokens_per_s else ""
         return (
-            f"prompt: {_tokens(self.prompt_tokens)}{computed} at {self.prefill_tokens_per_s:.1f} tokens/s, "
-            f"first token after {self.first_token_s:.2f} s; answer: {_tokens(self.generated_tokens)}{decode}"
+            f"prompt: {_tokens(self.prompt_tokens)}{computed} at {self.prefill_tokens_per_s:.1f}/s; "
+            f"answer: {_tokens(self.generated_tokens)}{decode}"
         )
 
 
@@ -77,8 +77,8 @@ class ChatStats:
     def line(self) -> str:
         if not self.answers:
             return "no answer yet"
-        prefill = f" at {self.computed_tokens / self.prefill_s:.1f} tokens/s" if self.prefill_s else ""
-        decode = f" at {self.decode_steps / self.decode_s:.1f} tokens/s" if self.decode_s else ""
+        prefill = f" at {self.computed_tokens / self.prefill_s:.1f}/s" if self.prefill_s else ""
+        decode = f" at {self.decode_steps / self.decode_s:.1f}/s" if self.decode_s else ""
         return (
             f"answers so far: {self.answers}; computed of prompts: {_tokens(self.computed_tokens)}{prefill}; "
             f"generated: {_tokens(self.generated_tokens)}{decode}"

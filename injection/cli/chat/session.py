@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,8 +58,8 @@ def _reset(chat: Chat, argument: str) -> None:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    lines = [f"last answer: {chat.last.line()}"] if chat.last else []
-    lines += [chat.totals.line(), f"model: {chat.loaded.name}; seed: {chat.answerer.seed}"]
+    lines = [f"last answer: {chat.last.line()}; first token after {chat.last.first_token_s:.2f} s"] if chat.last else []
+    lines += [chat.totals.line(), f"model: {chat.loaded.name}; rules: {chat.loaded.rules}; seed: {chat.answerer.seed}"]
     if chat.last and chat.loaded.context_tokens:
         used = chat.last.prompt_tokens + chat.last.generated_tokens
         lines.append(f"context: {used} of {chat.loaded.context_tokens} tokens after the last answer")
@@ -176,7 +176,14 @@ class Chat:
     """One model, one conversation, one terminal."""
 
     def __init__(
-        self, loaded: LoadedModel, answerer: Answerer, conversation: Conversation, terminal: Terminal, *, show_stats: bool = True
+        self,
+        loaded: LoadedModel,
+        answerer: Answerer,
+        conversation: Conversation,
+        terminal: Terminal,
+        *,
+        show_stats: bool = True,
+        verbose: bool = False,
     ) -> None:
         self.loaded = loaded
         self.answerer = answerer
@@ -186,9 +193,10 @@ class Chat:
         self.last: AnswerStats | None = None
         self.leaving = False
         self._show_stats = show_stats
+        self._verbose = verbose
 
     def turn(self, question: str) -> Answer:
-        """Answer a question: the text goes to stdout, the statistics to stderr. A question without an answer is not kept.
+        """Answer a question: the text goes to stdout, a line about it to stderr. A question without an answer is not kept.
 
         Raises:
             MoegraftError: the question cannot be answered.
@@ -238,6 +246,8 @@ class Chat:
     def run(self) -> None:
         """Read and answer until the user leaves or the input ends."""
         prepare_editing()
+        self.terminal.notice(f"{self.loaded.name}, rules {self.loaded.rules}:")
+        self._print_placement()
         self.terminal.notice("type a message; /help lists the commands")
         while not self.leaving:
             try:
@@ -260,29 +270,27 @@ class Chat:
         prompt = self.conversation.prompt(self.answerer.max_new_tokens)
         if prompt.left_out:
             self.terminal.notice(f"(the context is full: the oldest {prompt.left_out} questions and answers were left out)")
-        with self.terminal.waiting("computing the prompt") as stop_waiting:
-
-            def show(text: str) -> None:
-                stop_waiting()
-                self.terminal.write(text)
-
-            answer = self.answerer.answer(prompt.token_ids, show)
-        if not answer.text.endswith("\n"):
-            self.terminal.write("\n")
-        return answer
+        with self.terminal.answering("computing the prompt") as show:
+            return self.answerer.answer(prompt.token_ids, show)
 
     def _report(self, answer: Answer) -> None:
+        """Print one line on an answer, and with `verbose` what operators do where."""
         limit = self.loaded.context_tokens
         reasons = {
-            "length": f"(stopped at {self.answerer.max_new_tokens} tokens; --max-new-tokens allows more)",
-            "context": f"(stopped: the model's context of {limit} tokens is full)",
-            "interrupted": "(stopped)" if answer.stats else "(stopped before the first token: the question was not kept)",
+            "length": f"stopped by --max-new-tokens {self.answerer.max_new_tokens}",
+            "context": f"stopped, as the model's context of {limit} tokens is full",
+            "interrupted": "stopped" if answer.stats else "stopped before the first token: the question was not kept",
         }
+        parts = [answer.stats.line()] if answer.stats and self._show_stats else []
         if answer.ending in reasons:
-            self.terminal.notice(reasons[answer.ending])
+            parts.append(reasons[answer.ending])
         elif not answer.text:
-            self.terminal.notice("(the answer is empty)")
-        if answer.stats and self._show_stats:
-            self.terminal.notice(f"[{answer.stats.line()}]")
-            for line in self.loaded.placement():
-                self.terminal.notice(f"[{line}]")
+            parts.append("the answer is empty")
+        if parts:
+            self.terminal.notice(f"[{'; '.join(parts)}]")
+        if self._verbose:
+            self._print_placement(work_lines(self.loaded.model))
+
+    def _print_placement(self, more: Sequence[str] = ()) -> None:
+        for line in (*self.loaded.placement(), *more):
+            self.terminal.notice(f"  {line}")

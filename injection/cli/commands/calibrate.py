@@ -21,7 +21,7 @@ from moegraft.injection.cli.options import (
     TrustOption,
     VarOption,
 )
-from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, token_bar, user_errors, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
     from moegraft.operators.routing_trace import Trace
@@ -108,7 +108,7 @@ def calibrate(
     data: dict[str, object] = {}
     if out is not None:
         about = describe_source(loaded.model, source, name=short_name(model), text_sha256=hashlib.sha256(content).hexdigest())
-        with token_bar(work_tokens(loaded.model, ids, run), "Calibrating", terminal) as advance:
+        with terminal.stage("calibrating", work_tokens(loaded.model, ids, run)) as advance:
             found, calibration = find_thresholds(loaded.model, about, ids, run, advance)
         write_thresholds(found, out)
         if report is not None:
@@ -117,7 +117,7 @@ def calibrate(
         data |= _thresholds_json(found, out)
     if routing is not None:
         name = f"{short_name(model)}, {text.name if text is not None else 'the bundled text'}"
-        with token_bar(len(ids), "Recording", terminal) as advance:
+        with terminal.stage("recording", len(ids)) as advance:
             trace = record_routing(loaded.model, ids, window, name, advance)
         trace.save(routing)
         lines += _routing_lines(trace, routing)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, token_bar, user_errors, write_json
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def quantize(
             raise NotNeededError
         importance = _importance(options, meta, text, str(imatrix), tokens, window, terminal)
     name = short_name(model)
-    with token_bar(plan.nbytes, "Quantising", terminal, unit="B") as advance:
+    with terminal.stage("quantising", plan.nbytes, "B") as advance:
         notices = write_export(plan, out, meta.source.folder, name, importance, advance, replace=force)
     for notice in (*rounded, *_fallbacks(plan), *notices):
         terminal.notice(notice)
@@ -127,7 +127,7 @@ def _importance(
             f"--imatrix: {name} has {plural(len(ids), 'token')}, which say little about a model's weights: give a text of at least "
             f"{FEW_TOKENS} tokens, better {DEFAULT_TOKENS}"
         )
-    with token_bar(len(ids), "Measuring importance", terminal) as advance:
+    with terminal.stage("measuring importance", len(ids)) as advance:
         return measure_importance(loaded.model, meta.weights, meta.skeleton, ids, window, advance)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, parse_size, takes_options, talks_to_user
-from moegraft.injection.cli.output import Terminal, library_log, open_terminal, user_errors
+from moegraft.injection.cli.output import Terminal, importing, library_log, open_terminal, user_errors
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service
@@ -90,9 +90,10 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     # Before weights are read, so that an address in use is reported at once.
     listening = _listen(options.host, options.port) if talks_to_user() else socket.socket()
     with listening, library_log(terminal):
-        from moegraft.injection.cli.models import load_model
-        from moegraft.injection.cli.serve.service import Limits, Service
-        from moegraft.injection.injected import injection_of
+        with importing(terminal):
+            from moegraft.injection.cli.models import load_model
+            from moegraft.injection.cli.serve.service import Limits, Service
+            from moegraft.injection.injected import injection_of
 
         limits = Limits(
             max_queue=options.max_queue,

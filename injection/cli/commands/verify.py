@@ -60,7 +60,7 @@ def verify(
     ids = text_ids(loaded, content, str(text), min(tokens, loaded.context_tokens or tokens))
     if len(ids) < 2:
         raise OptionsError(f"{text}: the text has {plural(len(ids), 'token')}; at least 2 are needed, and some hundred are better")
-    with terminal.waiting(f"comparing on {len(ids)} tokens"):
+    with terminal.stage(f"comparing on {len(ids)} tokens"):
         found = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
     if plot is not None:
         plot_errors(found, plot)

@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,13 +98,13 @@ def program() -> list[str]:
 class Person:
     """Types into local_chat at a terminal of its own and reads what it shows."""
 
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None, code: str = PROGRAM[2]) -> None:
         self.screen = ""
         self._read_to = 0
         self._pid, self._terminal = pty.fork()
         if self._pid == 0:
             termios.tcsetwinsize(0, (24, 100))
-            os.execve(PROGRAM[0], [*PROGRAM, *arguments], {**os.environ, "TERM": "xterm", **(environment or {})})
+            os.execve(PROGRAM[0], [*PROGRAM[:2], code, *arguments], {**os.environ, "TERM": "xterm", **(environment or {})})
 
     def type(self, keys: str) -> None:
         os.write(self._terminal, keys.encode(errors="surrogateescape"))
@@ -120,6 +121,12 @@ class Person:
         shown = self.screen[self._read_to : found + len(text)]
         self._read_to = found + len(text)
         return shown
+
+    def sees_more(self) -> None:
+        """Waits for any text after what was seen before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.screen) == self._read_to:
+            assert self._read(deadline), "waited for any text"
 
     def exit_code(self) -> int:
         """Waits for the program to end."""
@@ -154,7 +161,7 @@ def person() -> Iterator[Callable[..., Person]]:
     """Starts a Person with the given arguments of local_chat."""
     people: list[Person] = []
 
-    def start(*arguments: str, **options: dict[str, str]) -> Person:
+    def start(*arguments: str, **options: Any) -> Person:
         people.append(Person(*arguments, **options))
         return people[-1]
 

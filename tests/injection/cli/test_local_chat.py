@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from moegraft.injection.cli.local_chat import app
 from moegraft.operators.machine import Machine
 
 Run = Callable[..., Result]
+# How lines begin that a busy machine prints about what takes long.
+STAGES = ("importing ", "reading ", "planning", "building ", "loading ", "preparing ", "computing ")
 ANSWER = ["--no-do-sample", "--max-new-tokens", "12"]
 
 
@@ -41,15 +45,21 @@ def test_the_answer_alone_is_on_stdout(run: Run) -> None:
     result = run("--prompt", "hello", *ANSWER)
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout) == 13 and result.stdout[:12].isalpha() and result.stdout[12] == "\n"
-    assert "the shipped file 'cpu' is used" in result.stderr
-    assert "answer: 12 tokens at " in result.stderr
-    assert "2 x experts: hybrid_experts" in result.stderr
+    [line] = [line for line in result.stderr.splitlines() if not line.startswith(STAGES)]
+    assert (
+        line.startswith("[prompt: 8 tokens at ")
+        and "; answer: 12 tokens at " in line
+        and line.endswith("; stopped by --max-new-tokens 12]")
+    )
     assert "\x1b" not in result.stderr, "no colour, no spinner where nobody looks"
 
 
-def test_quiet_prints_nothing_else(run: Run) -> None:
+def test_more_and_less_is_printed_as_wished(run: Run) -> None:
     assert run("--prompt", "hello", "--quiet", *ANSWER).stderr == ""
-    assert "tokens/s" not in run("--prompt", "hello", "--no-stats", *ANSWER).stderr
+    assert "answer: " not in run("--prompt", "hello", "--no-stats", *ANSWER).stderr
+    verbose = run("--prompt", "hello", "--verbose", *ANSWER).stderr
+    assert "2 x experts: hybrid_experts" in verbose and " as native programs" in verbose
+    assert "exclude each other" in refused(run("--prompt", "hello", "--verbose", "--quiet"))
 
 
 @pytest.mark.parametrize("given", ["option", "pipe", "file", "kt"])
@@ -97,7 +107,7 @@ def test_a_model_without_a_template_continues_the_text(run: Run, text_folder: Pa
 
 def test_a_dry_run_prints_the_plan_alone(run: Run) -> None:
     result = run("--dry-run", "--rules", "cpu", "--var", "weights=int4")
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.exit_code == 0 and all(line.startswith(STAGES) for line in result.stderr.splitlines())
     assert "model.layers.{0-1}.mlp.experts" in result.stdout and "weights=int4" in result.stdout
 
 
@@ -190,6 +200,17 @@ def test_options_that_make_no_sense(run: Run, arguments: list[str], said: str) -
     assert said in refused(run("--prompt", "hello", *arguments))
 
 
+def test_a_chat_on_the_cpu_imports_nothing_that_it_does_not_use(chat_folder: Path) -> None:
+    unused = ("moegraft.operators.offload.engine", "moegraft.injection.calibration", "moegraft.injection.verify", "fastapi", "matplotlib")
+    code = (
+        "import sys\nfrom moegraft.injection.cli.local_chat import app\napp(sys.argv[1:], standalone_mode=False)\n"
+        f"print([name for name in {unused} if name in sys.modules])"
+    )
+    arguments = ["--model", str(chat_folder), "--prompt", "hello", *ANSWER]
+    shown = subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, check=True).stdout.decode()
+    assert shown.endswith("\n[]\n"), shown
+
+
 def test_version() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout.split()[0]) == (0, "moegraft")
@@ -209,7 +230,7 @@ def test_a_trace_shows_the_work_of_each_device(run: Run, tmp_path: Path) -> None
     rules = tmp_path / "emulated.yaml"
     rules.write_text("version: 1\nextends: hybrid\nvars: {gpu: emulated, cache: 0.5}\nrules: []\n")
     path = tmp_path / "trace.json"
-    result = run("--prompt", "hello", "--rules", rules, "--trace", path, *ANSWER)
+    result = run("--prompt", "hello", "--rules", rules, "--trace", path, "--verbose", *ANSWER)
     assert result.exit_code == 0, result.stderr
     assert f"{path}: " in result.stderr and "in slots of emulated:0" in result.stderr
     events = json.loads(path.read_text())["traceEvents"]
