@@ -30,7 +30,7 @@ from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticProfile, make_policy
 from moegraft.operators.routing_trace import Trace, joined
 
-GUIDES = ("README.md", "rules/README.md")
+GUIDES = ("README.md", "rules/README.md", "rules/guide/options.md", "rules/guide/formats.md")
 PASSAGE = 1024  # tokens of one text before the other follows
 RATIOS = (0.25, 0.5, 0.75)
 SWEEP_RATIOS = (0.375, 0.5, 0.75)  # at 0.25 all policies are equal

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "README.md", ROOT / "rules" / "guide" / "server.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "guide" / "server.md")
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, str]
 
@@ -386,8 +386,8 @@ def format_quality() -> str:
         "The bundled model, all matrices in the given type or roles in theirs and the rest in Q8_0, on "
         f"{rows[0]['tokens']} tokens of held-out text, on which its own perplexity is "
         f"{float(rows[0]['full_perplexity']):.2f} (`benchmarks/format_quality.py`; its experts' last projections have "
-        "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole file; "
-        f"[plot](../benchmarks/results/format_quality.png)):\n\n{table(head, body)}\n\n{provenance(rows)}"
+        "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole "
+        f"file):\n\n{table(head, body)}\n\n{provenance(rows)}"
     )
 
 

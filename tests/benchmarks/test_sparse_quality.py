@@ -91,18 +91,18 @@ def test_the_cutoff_is_interpolated_between_two_points(bench: Any, scores: list[
     assert bench.cutoff(rows, "topk", "routed") == pytest.approx(expected)
 
 
-def test_the_guide_has_the_figures_of_the_results(bench: Any) -> None:
+def test_the_page_of_results_has_the_figures_of_the_results(bench: Any) -> None:
     rows = committed("sparse_quality")
-    guide = " ".join((BENCHMARKS.parent / "rules" / "README.md").read_text(encoding="utf-8").split())
+    page = " ".join((BENCHMARKS / "README.md").read_text(encoding="utf-8").split())
     threshold, topk = (100 * bench.cutoff(rows, criterion, "routed") for criterion in ("threshold", "topk"))
-    assert f"up to {threshold:.1f} % of the routed neurons left out" in guide and f"keeps it up to {topk:.1f} %" in guide
+    assert f"up to {threshold:.1f} % of the routed neurons left out" in page and f"keeps it up to {topk:.1f} %" in page
     computed = {
         (row["group"], row["hot_first"]): 100 * float(row["computed_share"])
         for row in committed("sparse_groups")
         if row["target"] == "0.95"
     }
     shown = f"groups of 8 would compute {computed['8', 'False']:.1f} % of the neurons instead of {computed['1', 'False']:.1f} %"
-    assert f"{shown} ({computed['8', 'True']:.1f} % with the hottest neurons grouped together)" in guide
+    assert f"{shown} ({computed['8', 'True']:.1f} % with the hottest neurons grouped together)" in page
 
 
 def committed(name: str) -> list[dict[str, str]]:

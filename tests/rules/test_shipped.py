@@ -88,11 +88,12 @@ def test_the_examples_of_the_documentation_are_valid(block: Block, tmp_path: Pat
 
 
 def test_the_guide_names_every_file_and_operator() -> None:
-    text = GUIDE.read_text(encoding="utf-8")
+    text, options = GUIDE.read_text(encoding="utf-8"), (GUIDE.parent / "guide" / "options.md").read_text(encoding="utf-8")
     for name in [*shipped_rules(), *REGISTRY]:
         assert f"`{name}`" in text, name
     for operator in REGISTRY:
-        assert all(f"`{option.name}`" in text for option in fields(REGISTRY[operator].options_type)), operator
+        assert f"| `{operator}` |" in options, operator
+        assert all(f"`{option.name}`" in options for option in fields(REGISTRY[operator].options_type)), operator
 
 
 def test_the_guides_file_of_ktransformers_is_refused_with_advice(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_the_demos_thresholds_are_its_own_and_what_the_guides_say() -> None:
     for path, layer in sparse_layers(model).items():
         assert layer.threshold == thresholds.threshold(path, 0.5, "layer")
     for guide, rows in (
-        (ROOT / "rules" / "README.md", "| {target:g} | {perplexity:.2f} | {agreement:.1f} % |"),
+        (ROOT / "benchmarks" / "README.md", "| {target:g} | {perplexity:.2f} | {agreement:.1f} % |"),
         (demo_path() / "README.md", "| {target:g} | {achieved:.1f} % | {perplexity:.2f} | {agreement:.1f} % |"),
     ):
         text = guide.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from moegraft.operators.estimates import Rate
 from moegraft.operators.weight_formats import FORMATS
 
 Run = Callable[..., Result]
-GUIDE = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "rules" / "guide" / "commands.md").read_text(encoding="utf-8")
 ANY = Rate(10.0, 100.0)
 EXITS = {"diff": 1}  # the two files do differ
 
@@ -65,7 +65,7 @@ def test_every_command_of_the_pages_works(page: Path, run: Run, tmp_path: Path, 
     rates = Measurements(10.0, dict.fromkeys(BY_WEIGHTS, ANY), dict.fromkeys(BY_WEIGHTS, ANY), 0.1, 0.0)
     monkeypatch.setattr(measure, "measure", lambda progress: rates)  # takes a minute
     store.save(rates)
-    for name, text in GIVEN.get(page.name if page.parent != ROOT / "rules" else "", {}).items():
+    for name, text in GIVEN.get(page.name, {}).items():
         Path(name).write_text(text, encoding="utf-8")
     for program, *arguments in lines(page):
         assert read_options(program, arguments) == 0, (program, arguments)
