@@ -322,7 +322,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(day: Any, tmp_path: Path)
 
 
 def test_constants_of_an_earlier_call_reach_the_kernels(day: Any, tmp_path: Path) -> None:
-    """With those that the checkout has, of other GPUs and of other weight types; what is timed anew replaces the old."""
+    """With those that the checkout has, of other GPUs and of other weight types; what is timed again replaces the old."""
     day("first", "plain")
     (tmp_path / "first" / "tuned.json").write_text(json.dumps({"H200": {"int4": {"gate_warps": 8}}, "emulated": {"int4": {}}}))
     held = {"A100": {"int8": {"gate_warps": 2}}, "H200": {"int8": {"gate_units": 32}, "int4": {"gate_warps": 2, "gate_units": 32}}}

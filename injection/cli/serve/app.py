@@ -333,7 +333,7 @@ REFUSALS: dict[int | str, str] = {
     429: "Too many requests are waiting.",
     500: "The server failed on the request.",
     503: "The server is shutting down, or has to be restarted.",
-    "default": "Any other refusal.",
+    "default": "Any other refusal.",  # without it, FastAPI adds a 422 of its own
 }
 
 
