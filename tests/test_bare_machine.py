@@ -111,6 +111,11 @@ main()
 """
 
 
+def test_the_version_is_asked_of_such_a_machine() -> None:
+    done = run_with(NEEDED, PROGRAM, "--version")
+    assert (done.returncode, done.stdout) == (0, "moegraft, run from its folder without being installed\n"), done.stderr
+
+
 def test_the_doctor_examines_such_a_machine() -> None:
     done = run_with(NEEDED, PROGRAM, "doctor")
     assert done.returncode == 0, done.stderr

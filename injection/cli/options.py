@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
@@ -150,9 +150,13 @@ def _make(group: type[Options], values: dict[str, object]) -> Options:
 
 
 def _show_version(wanted: bool) -> None:
-    if wanted:
+    if not wanted:
+        return
+    try:
         print(f"moegraft {version('moegraft')}")
-        raise typer.Exit
+    except PackageNotFoundError:
+        print("moegraft, run from its folder without being installed")
+    raise typer.Exit
 
 
 PROGRAM = "moegraft"
