@@ -151,11 +151,6 @@ def test_save_refuses_rather_than_drop_experts(folder: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_progress_bar_counts_every_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    optimize_and_load(folder, "cpu-exact", progress=True)
-    assert "100%" in capsys.readouterr().err
-
-
 def test_too_little_memory_is_refused_before_reading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moegraft.injection import grafting
     from moegraft.operators.machine import Machine
