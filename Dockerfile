@@ -8,13 +8,14 @@
 FROM debian:bookworm-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-venv
 RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --no-cache-dir uv
-# uv finds PyTorch's own builds by this name; the one on PyPI brings gigabytes of CUDA.
-ARG UV_TORCH_BACKEND=cpu
+# uv finds PyTorch's own builds by this name. Empty: the build on the package index, which brings gigabytes of CUDA on x86-64.
+ARG TORCH_BACKEND=cpu
 ENV PATH=/opt/uv/bin:$PATH VIRTUAL_ENV=/opt/moegraft UV_COMPILE_BYTECODE=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
 WORKDIR /src
 # In a layer of its own, which changes of moegraft leave alone.
 COPY constraints.txt .
-RUN uv venv --python /usr/bin/python3 /opt/moegraft && uv pip install -c constraints.txt torch
+RUN uv venv --python /usr/bin/python3 /opt/moegraft \
+    && uv pip install -c constraints.txt ${TORCH_BACKEND:+--torch-backend "$TORCH_BACKEND"} torch
 COPY . .
 # What is installed: these sources, or a wheel in dist/, or "moegraft" as published.
 ARG MOEGRAFT=.

@@ -26,6 +26,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -307,6 +308,8 @@ def test_the_image_for_the_cpu_serves(long: bool, tmp_path: Path) -> None:
         pytest.skip("needs root and Debian's package mmdebstrap")
     stage, machine = build_with(options().parse_args(shlex.split(os.environ.get("MOEGRAFT_IMAGE_OPTIONS", ""))), DOCKERFILES[0], tmp_path)
     print(f"the image holds {nbytes(stage) / 1e6:.0f} MB")
+    mounted = machine.command(replace(stage, user="root"), ["touch", "/etc/resolv.conf"], {})  # which is this machine's own
+    assert "Read-only" in subprocess.run(mounted, capture_output=True, text=True, check=False).stderr
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -96,11 +96,13 @@ class Machine:
     def command(self, stage: Stage, arguments: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         """Return the command that runs `arguments` in the stage as the first process of its own namespace; mounts end with it."""
         root = shlex.quote(str(stage.root))
-        script = ["set -e", f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
+        script = ["set -e", f"mount -t proc proc {root}/proc", f"mkdir -p {root}/dev/shm", f"mount -t tmpfs shm {root}/dev/shm"]
         for path in (Path("/etc/resolv.conf"), *self.mounts):
             inside = shlex.quote(f"{stage.root}{path}")
             make = "mkdir -p" if path.is_dir() else "install -D /dev/null"
-            script.append(f"[ -e {inside} ] || {make} {inside}; mount --bind {shlex.quote(str(path))} {inside}")
+            script.append(f"[ -e {inside} ] || {make} {inside}")
+            # Read-only: a step runs as root, and whatever it replaces would be replaced on this machine.
+            script.append(f"mount --bind {shlex.quote(str(path))} {inside} && mount -o remount,bind,ro {inside}")
         users = [line.split(":") for line in (stage.root / "etc" / "passwd").read_text(encoding="utf-8").splitlines()]
         home = {"HOME": next(user[5] for user in users if user[0] == stage.user)}
         setting = [f"{name}={value}" for name, value in {**home, **stage.environment, **variables, **self.environment}.items()]
@@ -188,7 +190,7 @@ def nbytes(stage: Stage) -> int:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build-arg", metavar="NAME=VALUE", action="append", default=[], help="as docker build has it")
-    parser.add_argument("--mount", metavar="PATH", action="append", type=Path, default=[], help="a file or folder that each step sees")
+    parser.add_argument("--mount", metavar="PATH", action="append", type=Path, default=[], help="a file or folder that each step can read")
     parser.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help="a variable that each step has")
     return parser
 
