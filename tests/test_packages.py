@@ -31,6 +31,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from support import ROOT
@@ -189,6 +190,20 @@ def test_pip_leaves_the_installed_torch_alone(installed: str | None, kept: bool,
     assert ("torch" not in names) == kept
 
 
+def supported() -> list[str]:
+    """The versions of Python that the metadata names."""
+    return [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
+
+
+def test_a_release_has_wheels_for_each_python_and_needs_no_secret(tracked: list[str]) -> None:
+    assert PROJECT["tool"]["cibuildwheel"]["build"] == [f"cp{version.replace('.', '')}-*" for version in supported()]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))["jobs"]
+    (publish,) = (name for name, job in jobs.items() if any("pypi-publish" in step.get("uses", "") for step in job["steps"]))
+    assert jobs[publish]["permissions"] == {"id-token": "write"}  # trusted publishing
+    assert {publish, *jobs[publish]["needs"]} == jobs.keys()  # nothing is published unless everything was built and tested
+    assert not re.search(r"secrets\.|password", json.dumps(jobs))
+
+
 DOCKERFILES = [ROOT / name for name in ("Dockerfile", "Dockerfile.cuda")]
 
 
@@ -216,10 +231,9 @@ def test_images_serve_by_default(dockerfile: Path) -> None:
 
 def pythons() -> dict[str, str]:
     """Every Python of this machine that moegraft supports and that has its headers, by version."""
-    known = [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
     probe = "import pathlib, sysconfig; assert pathlib.Path(sysconfig.get_path('include'), 'Python.h').exists()"
     found = {}
-    for version in known:
+    for version in supported():
         installed = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python{version}"))
         for candidate in filter(None, [shutil.which(f"python{version}"), *map(str, installed)]):
             if subprocess.run([candidate, "-c", probe], capture_output=True, check=False).returncode == 0:
