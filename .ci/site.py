@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Rules": {"rules/index": "rules/README.md"},
     "Guide": {
         "guide/index": "rules/guide/README.md",
+        "guide/installing": "rules/guide/installing.md",
         "guide/recipes": "rules/guide/recipes.md",
         "guide/options": "rules/guide/options.md",
         "guide/formats": "rules/guide/formats.md",

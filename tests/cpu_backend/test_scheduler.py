@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.optimum import optimum
+from support.optimum import needs_optimum, optimum
 from support.schedule_cases import (
     INF,
     loose_problem,
@@ -34,6 +34,7 @@ def test_makespan_is_the_best_over_all_orders() -> None:
             assert found == pytest.approx(makespan_by_definition(problem, split)), (problem, split)
 
 
+@needs_optimum
 def test_optimum_is_the_best_over_all_splits() -> None:
     random = np.random.default_rng(1)
     planner = Planner("two_threshold")
@@ -44,6 +45,7 @@ def test_optimum_is_the_best_over_all_splits() -> None:
         assert optimum(problem) == pytest.approx(best, rel=1e-12), problem
 
 
+@needs_optimum
 def test_optimum_of_more_experts() -> None:
     """13 experts have 8192 splits, so that the search can skip some."""
     random = np.random.default_rng(2)
@@ -54,6 +56,7 @@ def test_optimum_of_more_experts() -> None:
         assert optimum(problem) == pytest.approx(best, rel=1e-12), problem
 
 
+@needs_optimum
 def test_optimum_of_as_many_experts_as_models_have() -> None:
     random = np.random.default_rng(3)
     for round_ in range(40):
@@ -64,6 +67,7 @@ def test_optimum_of_as_many_experts_as_models_have() -> None:
         assert optimum(problem) == pytest.approx(optimum_over_integers(problem), rel=1e-12), problem
 
 
+@needs_optimum
 def test_a_problem_without_experts_takes_no_time() -> None:
     problem = make_problem([], [], [], [], 1.0, first_cpu_ms=3.0, cpu_free_ms=1.0, gpu_free_ms=2.0)
     assert optimum(problem) == 0.0
@@ -122,6 +126,7 @@ def test_wrong_problems_are_refused(changed: dict[str, Any], error: type[Excepti
             call(fields(**changed))
 
 
+@needs_optimum
 def test_unknown_schedules_and_other_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'best'; expected one of all_cpu, fixed, on_demand, greedy, two_threshold"):
         Planner("best")

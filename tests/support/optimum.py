@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from moegraft.operators.offload.scheduler import LayerProblem
 from support import ROOT
@@ -15,6 +18,7 @@ from support import ROOT
 CSRC = ROOT / "cpu_backend" / "csrc"
 PLANNER_SOURCES = tuple(CSRC / "scheduler" / f"{name}.cpp" for name in ("planner", "layer_problem", "greedy", "two_threshold"))
 _ERRORS = {1: ValueError, 2: RuntimeError}
+needs_optimum = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the search for the optimum")
 
 
 class ProblemStruct(ctypes.Structure):

@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
-from support.optimum import optimum
+from support.optimum import needs_optimum, optimum
 from support.schedule_cases import (
     INF,
     fixed_by_definition,
@@ -124,6 +124,7 @@ def test_two_threshold_is_never_slower_than_all_cpu_or_fixed() -> None:
 
 
 @pytest.mark.parametrize("experts", [6, 26, 64], ids=["decode", "verify", "prefill"])
+@needs_optimum
 def test_two_threshold_is_near_the_optimum(experts: int) -> None:
     random = np.random.default_rng(experts)
     two_threshold = Scheduler("two_threshold")
@@ -135,6 +136,7 @@ def test_two_threshold_is_near_the_optimum(experts: int) -> None:
     assert np.percentile(ratios, 99) <= 1.002 and max(ratios) <= 1.005
 
 
+@needs_optimum
 def test_two_threshold_stays_near_where_costs_follow_nothing() -> None:
     """Thresholds mean little then; moving and swapping brings the mean from 3.6% above the optimum to 1.4%."""
     random = np.random.default_rng(12)
@@ -157,6 +159,7 @@ def test_of_those_in_flight_the_latest_or_the_cheapest_go_to_the_cpu() -> None:
     assert plan.on_cpu.tolist() == [True, False, False, False] and plan.makespan_ms == pytest.approx(4.0)
 
 
+@needs_optimum
 def test_one_gpu_time_for_all_makes_two_thresholds_optimal() -> None:
     random = np.random.default_rng(5)
     two_threshold = Scheduler("two_threshold")
