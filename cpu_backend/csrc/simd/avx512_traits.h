@@ -15,8 +15,8 @@ struct Avx512Base {
   static constexpr int kWidth = 16;
   static constexpr int kVectors = 2;
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
-  static constexpr int kIntegerTokens = 8;  // 16 integer sums; the float sums are loaded and stored once per group (tuned on EPYC Zen 5)
-  static constexpr int kPartTokens = 6;  // of two parts, which have 12 sums more: 0.9 of the time of 8 (EPYC Zen 4, 32 tokens)
+  // Of integers, by 2 vectors: products and float sums in registers. Tiles of 5 to 8 tokens take as long as two of half as many (EPYC Zen 4).
+  static constexpr int kIntegerTokens = 4;
   static constexpr int kWholeTokens = 12;
   static constexpr int kDotRows = 4;  // by 4 tokens: 16 sums and 4 rows
   static constexpr int kDotTokens = 4;

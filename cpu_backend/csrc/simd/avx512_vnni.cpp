@@ -16,7 +16,9 @@ struct Avx512Vnni : Avx512Base {
 };
 
 Kernels make() {
-  Kernels kernels = vector_kernels<Avx512Vnni>("avx512_vnni");
+  Kernels kernels = avx512_kernels();
+  kernels.isa = "avx512_vnni";
+  add_integer_products<Avx512Vnni>(kernels);
   if (__builtin_cpu_supports("avx512vbmi")) use_vbmi(kernels);
   kernels.matrix = float_matrix_kernels<Avx512Vnni>(kNeverMatrix, kNeverMatrix, 13);
   return kernels;

@@ -31,12 +31,8 @@ inline void tile_part(const TileArgs& args, int first_vector) {
 
 template <class T, Format Kind, int N>
 void tile_of(const TileArgs& args) {
-  if constexpr (N <= T::kWholeTokens) {
-    tile_part<T, Kind, T::kVectors, N>(args, 0);
-  } else {
-    tile_part<T, Kind, T::kVectors / 2, N>(args, 0);
-    tile_part<T, Kind, T::kVectors / 2, N>(args, T::kVectors / 2);
-  }
+  constexpr int V = vectors_at_once<T, N>();
+  for (int first = 0; first < T::kVectors; first += V) tile_part<T, Kind, V, N>(args, first);
 }
 
 // Calls the tile that is compiled for exactly this number of tokens.
@@ -80,29 +76,40 @@ void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
   ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<T, coded(I)> : encode_float), ...);
 }
 
-// All kernels but those of coded formats, which instruction sets with the same integer products share.
+// What depends on the products of integers: an instruction set that adds these takes everything else from the one before it.
 template <class T>
-Kernels float_kernels(const char* isa) {
+void add_integer_products(Kernels& kernels) {
+  add_coded<T>(kernels, CodedIndexes());
+  add_row_products<T, Format::kInt8, Format::kInt4>(kernels.sparse);
+}
+
+// What depends on the products of pairs of bfloat16.
+template <class T>
+void add_pair_products(Kernels& kernels) {
+  using K = Format;
+  add_floats<T, K::kBFloat16Dot>(kernels);
+  add_row_products<T, K::kBFloat16Dot>(kernels.sparse);
+  add_row_sums<T, K::kBFloat16Dot, K::kInt8, K::kInt4>(kernels.sparse);
+  add_pair_attention<T>(kernels.attention);
+}
+
+template <class T>
+Kernels vector_kernels(const char* isa) {
   using K = Format;
   Kernels kernels{};
   kernels.isa = isa;
   add_floats<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>(kernels);
   kernels.gate = gate<T>;
   kernels.act = act<T>;
-  kernels.sparse = sparse_kernels<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot, K::kInt8, K::kInt4>();
+  kernels.sparse = sparse_kernels<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>();
+  add_row_sums<T, K::kInt8, K::kInt4>(kernels.sparse);
   kernels.accumulate = accumulate<T>;
   kernels.widen = widen<T>;
   kernels.narrow = narrow<T>;
   kernels.norm = norm<T>;
   kernels.elementwise = elementwise;
   kernels.attention = vector_attention<T>();
-  return kernels;
-}
-
-template <class T>
-Kernels vector_kernels(const char* isa) {
-  Kernels kernels = float_kernels<T>(isa);
-  add_coded<T>(kernels, CodedIndexes());
+  add_integer_products<T>(kernels);
   return kernels;
 }
 

@@ -17,6 +17,12 @@ inline void prefetch_ahead(const TileArgs& args, int group) {
   for (int i = 0; i < args.ahead_lines; ++i, line += 64) __builtin_prefetch(line, 0, 2);
 }
 
+// Vectors of rows that are computed together: a loop over parts of a block compiles its code once.
+template <class T, int N>
+constexpr int vectors_at_once() {
+  return N <= T::kWholeTokens ? T::kVectors : T::kVectors / 2;
+}
+
 template <class T, int V, int N>
 inline void store_tile(const typename T::F (&sums)[N][V], float* out, int first_vector) {
 #pragma GCC unroll 16
@@ -272,11 +278,9 @@ MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], [[maybe_unused]] typ
 }
 
 // Tokens of the largest tile.
-template <class T, int Parts>
-constexpr int kCodedTokens = Parts == 1 ? T::kIntegerTokens : T::kPartTokens;
 template <class T, Format Kind>
 constexpr int tile_limit() {
-  if constexpr (has_codes(Kind)) return kCodedTokens<T, CodedOf<Kind>::kParts>;
+  if constexpr (has_codes(Kind)) return T::kIntegerTokens;
   else if constexpr (is_coded(Kind)) return T::kFloatTokens / kFloat8Sums<T>;
   else return T::kFloatTokens;
 }
