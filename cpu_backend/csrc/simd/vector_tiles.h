@@ -209,12 +209,21 @@ MOEGRAFT_INLINE void dot_part(typename T::I (&dots)[N][V], const std::byte* line
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) dots[n][v] = Coded::kMinimum ? T::zero_int() : T::broadcast_int(words + n * kWords + 1 + Part);
   const std::uint32_t* codes = words + first_code_word(Kind);
-  constexpr int kFirst = Part * 2;
-  dot_step<T, Coded, kFirst, V, N>(dots, lines, table, codes, kWords);
-  dot_step<T, Coded, kFirst + 1, V, N>(dots, lines, table, codes, kWords);
-  if constexpr (Coded::kParts == 1) {
-    dot_step<T, Coded, 2, V, N>(dots, lines, table, codes, kWords);
-    dot_step<T, Coded, 3, V, N>(dots, lines, table, codes, kWords);
+  constexpr int kFirst = Part * 2, kSteps = 4 / Coded::kParts;
+  // Where all steps are alike, a loop is compiled four times as fast; on AVX2 it takes 0.7 to 0.9 of the time as well (EPYC Zen 4).
+  if constexpr (N > T::kUnrolledTokens && Coded::kLowBits >= 4 && Coded::kHighBits == 0) {
+    lines += kFirst * Coded::kLowBits / 4 * kWordsBytes;
+    codes += 2 * kFirst;
+#pragma GCC unroll 1
+    for (int step = 0; step < kSteps; ++step, lines += Coded::kLowBits / 4 * kWordsBytes, codes += 2)
+      dot_step<T, Coded, 0, V, N>(dots, lines, table, codes, kWords);
+  } else {
+    dot_step<T, Coded, kFirst, V, N>(dots, lines, table, codes, kWords);
+    dot_step<T, Coded, kFirst + 1, V, N>(dots, lines, table, codes, kWords);
+    if constexpr (kSteps == 4) {
+      dot_step<T, Coded, 2, V, N>(dots, lines, table, codes, kWords);
+      dot_step<T, Coded, 3, V, N>(dots, lines, table, codes, kWords);
+    }
   }
 }
 
