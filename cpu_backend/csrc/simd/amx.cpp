@@ -189,9 +189,11 @@ MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, cons
     multiply_group<Kind, kPassTiles, Share, Share>(a + kTileBytes, a_tile, b + kExpandedGroupBytes, ahead.expander, ahead.target);
     if constexpr (kGroupsPerExpansion == 4) {
       prefetch.step();
-      multiply_group<Kind, kPassTiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander, ahead.target);
+      multiply_group<Kind, kPassTiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander,
+                                                         ahead.target);
       prefetch.step();
-      multiply_group<Kind, kPassTiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander, ahead.target);
+      multiply_group<Kind, kPassTiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander,
+                                                         ahead.target);
     }
     a += kGroupsPerExpansion * kTileBytes;
     b += kGroupsPerExpansion * kExpandedGroupBytes;

@@ -54,32 +54,37 @@ void add_floats(Kernels& kernels) {
 }
 
 // The least number of tiles that a panel is faster for. Of some formats, expanding the codes twice takes less time than storing and loading
-// them, with 512 bits and VNNI (EPYC Zen 4); other instruction sets were not measured.
+// them, with 512 bits and VNNI (EPYC Zen 4), and of those with one part, whose tiles had up to 8 tokens when this was measured, so do two
+// tiles; other instruction sets were not measured.
 template <class T, class Coded>
 constexpr int least_panel_tiles() {
   constexpr bool kExpandsFast =
       std::is_same_v<Coded, Q6K> || std::is_same_v<Coded, Q3K> || std::is_same_v<Coded, Q50> || std::is_same_v<Coded, Nvfp4>;
-  return T::kWidth == 16 && kExpandsFast ? 3 : 2;
+  return T::kWidth == 16 && (kExpandsFast || (Coded::kParts == 1 && !kIsGrid<Coded>)) ? 3 : 2;
 }
 
-template <class T, int... I>
+// Coded formats whose products are of integers, or the others.
+template <class T, bool Integers, int... I>
 void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
-  ((kernels.max_tokens[kFirstCoded + I] = tile_limit<T, coded(I)>()), ...);
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (kIsGrid<CodedOf<kKind>>) kernels.tile[static_cast<int>(kKind)] = panel_tile<T, kKind>;
-    else kernels.tile[static_cast<int>(kKind)] = tile<T, kKind>;
-    if constexpr (needs_panel<kKind>()) kernels.panel[static_cast<int>(kKind)] = panel<T, kKind>;
-    kernels.panel_tiles[static_cast<int>(kKind)] = least_panel_tiles<T, CodedOf<kKind>>();
+    constexpr int kIndex = static_cast<int>(kKind);
+    if constexpr (has_codes(kKind) == Integers) {
+      kernels.max_tokens[kIndex] = tile_limit<T, kKind>();
+      if constexpr (kIsGrid<CodedOf<kKind>>) kernels.tile[kIndex] = panel_tile<T, kKind>;
+      else kernels.tile[kIndex] = tile<T, kKind>;
+      if constexpr (needs_panel<kKind>()) kernels.panel[kIndex] = panel<T, kKind>;
+      kernels.panel_tiles[kIndex] = least_panel_tiles<T, CodedOf<kKind>>();
+      kernels.encode[kIndex] = Integers ? encode_coded<T, kKind> : encode_float;
+    }
   };
   (add(std::integral_constant<int, I>()), ...);
-  ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<T, coded(I)> : encode_float), ...);
 }
 
 // What depends on the products of integers: an instruction set that adds these takes everything else from the one before it.
 template <class T>
 void add_integer_products(Kernels& kernels) {
-  add_coded<T>(kernels, CodedIndexes());
+  add_coded<T, true>(kernels, CodedIndexes());
   add_row_products<T, Format::kInt8, Format::kInt4>(kernels.sparse);
 }
 
@@ -109,6 +114,7 @@ Kernels vector_kernels(const char* isa) {
   kernels.norm = norm<T>;
   kernels.elementwise = elementwise;
   kernels.attention = vector_attention<T>();
+  add_coded<T, false>(kernels, CodedIndexes());
   add_integer_products<T>(kernels);
   return kernels;
 }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd/kernels.h"
 
@@ -199,6 +200,14 @@ MOEGRAFT_INLINE void dot_step(typename T::I (&dots)[N][V], const std::byte* line
   dot_columns<T, Coded, V, N>(dots, second, codes + 2 * Step + 1, stride);
 }
 
+// Whether the columns of a group, which are then unpacked alike, 8 at a time, are multiplied in a loop: it is compiled in a quarter of the
+// time, and on AVX2 it takes 0.7 to 0.9 of the time as well. With 6 tokens, Q4_K's scales need its registers (1.16; EPYC Zen 4).
+template <class T, class Coded, int N>
+constexpr bool loops_over_steps() {
+  if (Coded::kLowBits < 4 || Coded::kHighBits > 0 || (std::is_same_v<Coded, Q4K> && N > 4)) return false;
+  return N > (Coded::kLowBits == 8 ? T::kUnrolledByteTokens : T::kUnrolledTokens);
+}
+
 // Sums the products of the columns of a part of a group, unsigned codes times the activations' signed codes, in integers.
 template <class T, Format Kind, int Part, int V, int N>
 MOEGRAFT_INLINE void dot_part(typename T::I (&dots)[N][V], const std::byte* lines, typename T::I table, const std::uint32_t* words) {
@@ -210,8 +219,7 @@ MOEGRAFT_INLINE void dot_part(typename T::I (&dots)[N][V], const std::byte* line
     for (int v = 0; v < V; ++v) dots[n][v] = Coded::kMinimum ? T::zero_int() : T::broadcast_int(words + n * kWords + 1 + Part);
   const std::uint32_t* codes = words + first_code_word(Kind);
   constexpr int kFirst = Part * 2, kSteps = 4 / Coded::kParts;
-  // Where all steps are alike, a loop is compiled four times as fast; on AVX2 it takes 0.7 to 0.9 of the time as well (EPYC Zen 4).
-  if constexpr (N > T::kUnrolledTokens && Coded::kLowBits >= 4 && Coded::kHighBits == 0) {
+  if constexpr (loops_over_steps<T, Coded, N>()) {
     lines += kFirst * Coded::kLowBits / 4 * kWordsBytes;
     codes += 2 * kFirst;
 #pragma GCC unroll 1
@@ -286,10 +294,10 @@ MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], [[maybe_unused]] typ
   }
 }
 
-// Tokens of the largest tile.
+// Tokens of the largest tile. Each number of tokens is a function of its own, so that a larger one costs time to compile.
 template <class T, Format Kind>
 constexpr int tile_limit() {
-  if constexpr (has_codes(Kind)) return T::kIntegerTokens;
+  if constexpr (has_codes(Kind)) return CodedOf<Kind>::kLowBits == 8 ? T::kByteTokens : T::kIntegerTokens;
   else if constexpr (is_coded(Kind)) return T::kFloatTokens / kFloat8Sums<T>;
   else return T::kFloatTokens;
 }
