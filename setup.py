@@ -1,17 +1,25 @@
 """Builds moegraft: the top-level folders are the packages `moegraft.<folder>`, and `cpu_backend` carries one C++ extension."""
 
+import hashlib
+import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
-from setuptools import find_packages, setup
+import pybind11
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 FOLDERS = ("injection", "operators", "cpu_backend", "rules")
 CSRC = Path("cpu_backend/csrc")
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-pthread", "-g0", "-fvisibility=hidden"]
 
 # These sources are compiled for one instruction set each and entered only on a CPU that has it.
 # The flags build on each other: AVX-512 code may use everything that AVX2 code may.
@@ -50,28 +58,55 @@ ISA_FLAGS = {
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 
 
-def sources() -> list[str]:
-    """Return the C++ sources of this architecture. Other architectures than x86-64 and ARM64 build the scalar kernels alone."""
-    others = {name for machine, flags in ISA_FLAGS.items() if machine != MACHINE for name in flags}
-    return [path.as_posix() for path in sorted(CSRC.rglob("*.cpp")) if path.relative_to(CSRC).as_posix() not in others]
+# Sources that are compiled together, because most of what they cost is their headers. Those of instruction sets have flags of their own,
+# and optimisation gains nothing in front of the bindings' calls. The longest come first, so that no core waits for one at the end.
+VECTOR_SOURCES = sorted(ISA_FLAGS.get(MACHINE, {}))
+UNITS = {
+    "bindings": (["bindings/*.cpp"], ["-O1"]),
+    **{name.removesuffix(".cpp").replace("/", "_"): ([name], ISA_FLAGS[MACHINE][name]) for name in VECTOR_SOURCES},
+    "program": (["program/*.cpp", "sparse/*.cpp"], []),
+    "experts": (["core/*.cpp", "experts/*.cpp", "scheduler/*.cpp"], []),
+    "ops": (["attention/*.cpp", "ops/*.cpp"], []),
+    "scalar": (["simd/scalar.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
+}
 
 
 class BuildKernel(build_ext):
-    """Compile each instruction set's source with its own flags and report a missing compiler in one sentence."""
+    """Compile the units into build/objects, which keeps them from one installation to the next, and link them.
 
-    def build_extensions(self) -> None:
-        compiler = self.compiler.compiler_so[0] if hasattr(self.compiler, "compiler_so") else "cl"
-        if shutil.which(compiler) is None:
-            sys.exit(f"moegraft: no C++ compiler ({compiler} was not found); install one, e.g. 'apt install g++', and try again")
-        self._check_header(compiler)
-        compile_one = self.compiler._compile
+    A unit is compiled again where its command, its compiler or the content of a file that it includes has changed. The record beside an
+    object has these, and the CPU seconds that compiling took.
+    """
 
-        def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):  # type: ignore[no-untyped-def]
-            flags = ISA_FLAGS.get(MACHINE, {}).get(Path(src).relative_to(CSRC).as_posix(), [])
-            compile_one(obj, src, ext, cc_args, [*extra_postargs, *flags], pp_opts)
+    def build_extension(self, ext: Extension) -> None:
+        command = [*getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)]
+        if shutil.which(command[0]) is None:
+            sys.exit(f"moegraft: no C++ compiler ({command[0]} was not found); install one, e.g. 'apt install g++', and try again")
+        self._check_header(command[0])
+        command += [*FLAGS, f"-I{CSRC.as_posix()}"]
+        version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+        # Of Python and pybind11 the versions count, not the place: an isolated build has them in another folder each time.
+        python = [sysconfig.get_config_var("SOABI"), pybind11.__version__]
+        headers = [f"-isystem{path}" for path in (pybind11.get_include(), *self.compiler.include_dirs)]
+        folder = ROOT / "build" / "objects"
+        folder.mkdir(parents=True, exist_ok=True)
 
-        self.compiler._compile = compile_with_isa_flags
-        super().build_extensions()
+        def compile_unit(name: str) -> str:
+            patterns, flags = UNITS[name]
+            sources = [path.relative_to(ROOT / CSRC).as_posix() for pattern in patterns for path in sorted((ROOT / CSRC).glob(pattern))]
+            uses_python = name == "bindings"
+            key = hashlib.sha256(json.dumps([command, flags, version, sources, python if uses_python else []]).encode()).hexdigest()[:12]
+            target = folder / f"{name}-{key}.o"
+            if self.force or not is_current(target):
+                compile_together(target, sources, [*command, *flags, *(headers if uses_python else [])])
+            return str(target)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()) as pool:
+            objects = list(pool.map(compile_unit, UNITS))
+        libraries = ["dl"] if sys.platform == "linux" else []  # a part of libc only since glibc 2.34
+        self.compiler.link_shared_object(
+            objects, self.get_ext_fullpath(ext.name), libraries=libraries, extra_postargs=["-pthread"], target_lang="c++"
+        )
 
     def _check_header(self, compiler: str) -> None:
         includes = [f"-I{path}" for path in self.compiler.include_dirs]
@@ -89,10 +124,39 @@ class BuildKernel(build_ext):
         sys.exit(f"moegraft: {compiler} cannot compile C++17; install g++ 11 or newer (it reports: {probe.stderr.strip().splitlines()[0]})")
 
 
+def is_current(target: Path) -> bool:
+    """Return whether an object's record names the content of the files as they are."""
+    try:
+        record = json.loads(target.with_suffix(".json").read_text())
+        return target.exists() and all(digest(ROOT / path) == value for path, value in record["inputs"].items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def compile_together(target: Path, sources: list[str], command: list[str]) -> None:
+    """Compile sources as one, and write the object and then its record, which completes it."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        unit, made, depends = (Path(temporary) / f"unit{suffix}" for suffix in (".cpp", ".o", ".d"))
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+        process = subprocess.Popen([*command, "-MMD", "-MF", str(depends), "-c", str(unit), "-o", str(made)], cwd=ROOT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            sys.exit(f"moegraft: {', '.join(sources)} in {CSRC.as_posix()} cannot be compiled; what the compiler reports is above")
+        inputs = [path for path in depends.read_text().replace("\\\n", " ").split()[1:] if not path.startswith(temporary)]
+        record = {"cpu_s": round(usage.ru_utime + usage.ru_stime, 2), "inputs": {path: digest(ROOT / path) for path in inputs}}
+        target.with_suffix(".json").unlink(missing_ok=True)
+        made.replace(target)
+        target.with_suffix(".json").write_text(json.dumps(record, indent=1))
+
+
 packages = [f"moegraft.{folder}" for folder in FOLDERS]
 packages += [f"moegraft.{folder}.{name}" for folder in FOLDERS for name in find_packages(str(ROOT / folder))]
 
-ParallelCompile(default=0).install()
 setup(
     packages=packages,
     package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
@@ -106,16 +170,6 @@ setup(
         "moegraft.operators": ["py.typed"],
         "moegraft.operators.kernels": ["*.json"],
     },
-    ext_modules=[
-        Pybind11Extension(
-            "moegraft.cpu_backend._kernel",
-            sources(),
-            include_dirs=[CSRC.as_posix()],
-            depends=[path.as_posix() for path in CSRC.rglob("*.h")],
-            cxx_std=17,
-            libraries=["dl"] if sys.platform == "linux" else [],  # a part of libc only since glibc 2.34
-            extra_compile_args=["-O3", "-fno-math-errno", "-pthread", "-g0"],
-        )
-    ],
+    ext_modules=[Extension("moegraft.cpu_backend._kernel", [path.as_posix() for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h")])],
     cmdclass={"build_ext": BuildKernel},
 )

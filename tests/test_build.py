@@ -1,6 +1,7 @@
-"""Building without a compiler or the headers of Python ends in one clear sentence, not in a page of g++."""
+"""Building compiles what has changed and nothing else; without a compiler or the headers of Python it ends in one clear sentence."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     done = build(tmp_path, CC="/nonexistent/cc", CXX="/nonexistent/c++")
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("moegraft:")] == [
-        "moegraft: no C++ compiler (/nonexistent/cc was not found); install one, e.g. 'apt install g++', and try again"
+        "moegraft: no C++ compiler (/nonexistent/c++ was not found); install one, e.g. 'apt install g++', and try again"
     ]
     assert "Traceback" not in done.stderr
 
@@ -44,3 +45,61 @@ def test_a_compiler_that_cannot(tmp_path: Path, message: str, says: str) -> None
     sentences = [line for line in done.stderr.splitlines() if line.startswith("moegraft:")]
     assert done.returncode == 1 and len(sentences) == 1
     assert says in sentences[0] and "Traceback" not in done.stderr
+
+
+# Stands for the compiler: it logs the sources of a unit, reports its includes, the first level alone, and writes an object.
+RECORDING_COMPILER = f"""#!{sys.executable}
+import pathlib, sys
+args = sys.argv[1:]
+if "-fsyntax-only" in args: sys.exit()
+if "--version" in args: sys.exit(print("version 1"))
+out = pathlib.Path(args[args.index("-o") + 1])
+out.write_text("")
+if "-c" in args:
+    sources = [line.split('"')[1] for line in pathlib.Path(args[args.index("-c") + 1]).read_text().splitlines()]
+    paths = [pathlib.Path("cpu_backend/csrc") / source for source in sources]
+    if any("#error" in path.read_text() for path in paths): sys.exit("an error")
+    inputs = [line.split('"')[1] for path in paths for line in path.read_text().splitlines() if line.startswith('#include "')]
+    names = [*map(str, paths), *("cpu_backend/csrc/" + name for name in inputs)]
+    pathlib.Path(args[args.index("-MF") + 1]).write_text(" ".join(["unit.o:", args[args.index("-c") + 1], *names]))
+    with open("compiled.log", "a") as log: log.write(" ".join(sources) + chr(10))
+"""
+
+
+def test_what_has_not_changed_is_not_compiled_again(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    csrc = tmp_path / "cpu_backend" / "csrc"
+    shutil.copytree(ROOT / "cpu_backend" / "csrc", csrc)
+    compiler = tmp_path / "c++"
+    compiler.write_text(RECORDING_COMPILER)
+    compiler.chmod(0o755)
+
+    def compiled() -> set[str]:
+        log = tmp_path / "compiled.log"
+        log.unlink(missing_ok=True)
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CC": str(compiler), "CXX": str(compiler)}, text=True, check=False)
+        assert done.returncode == 0
+        return set(log.read_text().split()) if log.exists() else set()
+
+    everything = compiled()
+    others = {name for name in everything if name.startswith("simd/")}
+    own = {path.relative_to(csrc).as_posix() for path in csrc.rglob("*.cpp") if not path.is_relative_to(csrc / "simd")}
+    assert everything == own | others and "simd/scalar.cpp" in others
+    assert compiled() == set()
+    (csrc / "ops" / "norm.h").touch()  # the same content
+    assert compiled() == set()
+    with (csrc / "scheduler" / "scheduler.h").open("a") as header:
+        header.write("// changed")
+    changed = compiled()
+    assert {"scheduler/greedy.cpp", "bindings/scheduler.cpp"} <= changed and not any(name.startswith("simd/") for name in changed)
+    (csrc / "ops" / "another.cpp").write_text("")
+    assert {"ops/another.cpp", "ops/norm.cpp"} <= compiled()
+    (csrc / "ops" / "another.cpp").write_text("#error")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"CC": str(compiler), "CXX": str(compiler)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "ops/another.cpp" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    (csrc / "ops" / "another.cpp").unlink()
+    assert compiled() == set()

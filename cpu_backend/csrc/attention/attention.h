@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/memory.h"
@@ -24,6 +25,7 @@
 
 namespace moegraft {
 
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kFewRows = 40;  // of a KV head: up to these, reading the cache in place is faster than packing it (measured on EPYC Zen 5)
 
 // A (batch, heads, rows, columns) tensor; strides in elements, columns contiguous.

@@ -12,7 +12,6 @@ namespace {
 constexpr int kChunkKeys = 128;
 constexpr int kUnitTiles = 8;
 constexpr int kMatrixTiles = 2;  // of the matrix kernel, in one tile of rows: as many as share its expanded weights in one pass
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 WeightType weights_for(ActivationType type) {
   return type == ActivationType::kFloat32   ? WeightType::kFloat32

@@ -36,8 +36,8 @@ void load_values(GroupTile& tile, const RowsView& source, int first_row, int fir
   }
 }
 
-// The bits of the largest magnitude, whose order is that of the magnitudes; at least kInfinity if a value is not finite.
-constexpr std::uint32_t kInfinity = 0x7f800000u;
+// The bits of the largest magnitude, whose order is that of the magnitudes; at least kInfinityBits if a value is not finite.
+constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 std::int32_t largest_bits(const float* values) {
   std::int32_t largest = 0;
   for (int k = 0; k < kGroup; ++k) {
@@ -79,7 +79,7 @@ void quantize(GroupTile& tile, WeightType type) {
   for (int r = 0; r < kLanes; ++r) {
     const auto bits = static_cast<std::uint32_t>(largest_bits(tile.values[r]));
     const float largest = float_from_bits(bits);
-    if (bits >= kInfinity) {  // codes cannot represent NaN, so the group's scale becomes NaN
+    if (bits >= kInfinityBits) {  // codes cannot represent NaN, so the group's scale becomes NaN
       std::memset(tile.codes[r], 0, kGroup);
       tile.scales[r] = kNan;
     } else if (type == WeightType::kInt8) {

@@ -38,18 +38,20 @@ WeightTypes checked(const ExpertsShape& shape, WeightTypes types, LayoutKind kin
   return types;
 }
 
-const char* packer_of(WeightType type) { return is_stored(type) ? "pack_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack"; }
+const char* packing_functions(WeightType type) {
+  return is_stored(type) ? "pack_blocks" : is_quantized(type) ? "pack or pack_quantized" : "pack";
+}
 
 void check_floats(WeightType type) {
   if (is_stored(type)) raise(std::string("pack: the weights are ") + name_of(type) + "; use pack_blocks");
 }
 
 void check_stored(WeightType type) {
-  if (!is_stored(type)) raise(std::string("pack_blocks: the weights are ") + name_of(type) + "; use " + packer_of(type));
+  if (!is_stored(type)) raise(std::string("pack_blocks: the weights are ") + name_of(type) + "; use " + packing_functions(type));
 }
 
 void check_quantizable(WeightType type, int cols) {
-  if (!is_quantized(type)) raise(std::string("pack_quantized: the weights are ") + name_of(type) + "; use " + packer_of(type));
+  if (!is_quantized(type)) raise(std::string("pack_quantized: the weights are ") + name_of(type) + "; use " + packing_functions(type));
   if (cols % kGroup != 0) raise("pack_quantized: expected a multiple of 32 columns, found " + std::to_string(cols) + "; use pack");
 }
 

@@ -7,7 +7,7 @@
 namespace moegraft {
 namespace {
 
-constexpr int kUnitsPerWorker = 4;
+constexpr int kProductUnitsPerWorker = 4;
 constexpr std::int64_t kLeastCols = 8;
 constexpr int kMixedRows = 4, kMixedAhead = 16;  // rows of b that are multiplied at once, and how many are prefetched
 
@@ -40,7 +40,7 @@ void MatmulJob::prepare(AlignedMemory& memory, AlignedMemory* workers) {
       kernels_.widen(args_.type, source, widened, static_cast<int>(args_.inner));
       if (args_.type != ActivationType::kFloat32) std::memcpy(halves, source, bytes * static_cast<std::size_t>(args_.inner));
     }
-  const std::int64_t wanted = std::max<std::int64_t>(1, workers_ * kUnitsPerWorker / std::max<std::int64_t>(args_.batch, 1));
+  const std::int64_t wanted = std::max<std::int64_t>(1, workers_ * kProductUnitsPerWorker / std::max<std::int64_t>(args_.batch, 1));
   unit_cols_ = std::max<std::int64_t>(kLeastCols, (args_.cols + wanted - 1) / wanted);
   units_per_matrix_ = (args_.cols + unit_cols_ - 1) / unit_cols_;
   for (int worker = 0; worker < workers_; ++worker)

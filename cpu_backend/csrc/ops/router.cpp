@@ -8,7 +8,7 @@
 namespace moegraft {
 namespace {
 
-constexpr int kUnitsPerWorker = 4;
+constexpr int kRouterUnitsPerWorker = 4;
 constexpr float kSmallestSum = 1e-20f;  // added to the sum of weights before the division, as in the models' own code
 
 // A key whose order is that of the floats, with NaN as the largest; in descending order, equal floats are sorted by index.
@@ -105,7 +105,7 @@ void RouterJob::prepare(std::int64_t first, int tokens, AlignedMemory& memory) {
   rows_.reset((experts + unit_experts_ - 1) / unit_experts_);
 }
 
-int RouterJob::unit_experts() const { return std::max(1, args_.selection.experts / (workers_ * kUnitsPerWorker)); }
+int RouterJob::unit_experts() const { return std::max(1, args_.selection.experts / (workers_ * kRouterUnitsPerWorker)); }
 
 Upcoming RouterJob::first_rows(int worker) const {
   const int experts = args_.selection.experts, unit = unit_experts();

@@ -17,8 +17,6 @@
 namespace moegraft {
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
-
 void require_contiguous(const View& view, const char* name) {
   if (view.data == nullptr || !view.contiguous()) refuse(std::string(name) + " is not contiguous");
 }

@@ -37,8 +37,8 @@ class Loop final : public Operation {
   }
 };
 
-constexpr int kLanes = 16;
-constexpr std::int64_t kStrip = 1024;  // logits that are widened at a time
+constexpr int kSearchLanes = 16;
+constexpr std::int64_t kLogitsStrip = 1024;  // logits that are widened at a time
 
 // The first of the largest values, or the first NaN, as PyTorch's argmax.
 struct Largest {
@@ -48,12 +48,12 @@ struct Largest {
 
   void see(const float* values, std::int64_t count, std::int64_t first) {
     if (nan) return;
-    float largest[kLanes];
-    std::int32_t ordered[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) largest[lane] = -INFINITY, ordered[lane] = 1;
+    float largest[kSearchLanes];
+    std::int32_t ordered[kSearchLanes];
+    for (int lane = 0; lane < kSearchLanes; ++lane) largest[lane] = -INFINITY, ordered[lane] = 1;
     std::int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-      for (int lane = 0; lane < kLanes; ++lane) {
+    for (; i + kSearchLanes <= count; i += kSearchLanes)
+      for (int lane = 0; lane < kSearchLanes; ++lane) {
         const float each = values[i + lane];
         largest[lane] = each > largest[lane] ? each : largest[lane];
         ordered[lane] &= each == each;
@@ -62,8 +62,8 @@ struct Largest {
       largest[lane] = values[i] > largest[lane] ? values[i] : largest[lane];
       ordered[lane] &= values[i] == values[i];
     }
-    const float most = *std::max_element(largest, largest + kLanes);
-    nan = *std::min_element(ordered, ordered + kLanes) == 0;
+    const float most = *std::max_element(largest, largest + kSearchLanes);
+    nan = *std::min_element(ordered, ordered + kSearchLanes) == 0;
     if (!nan && most <= value) return;
     const float* const at =
         nan ? std::find_if(values, values + count, [](float each) { return each != each; }) : std::find(values, values + count, most);
@@ -325,9 +325,9 @@ std::int64_t Program::likeliest() const {
   const View& found = loop_->views()[0];
   const std::int64_t count = found.elements();
   Largest largest;
-  alignas(64) float strip[kStrip];
-  for (std::int64_t first = 0; first < count; first += kStrip) {
-    const std::int64_t values = std::min(kStrip, count - first);
+  alignas(64) float strip[kLogitsStrip];
+  for (std::int64_t first = 0; first < count; first += kLogitsStrip) {
+    const std::int64_t values = std::min(kLogitsStrip, count - first);
     machine_.kernels.widen(activation_of(found.type), found.data + first * static_cast<std::int64_t>(bytes_of(found.type)), strip,
                            static_cast<int>(values));
     largest.see(strip, values, first);

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +33,7 @@ enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kB
 std::size_t bytes_of(ElementType type);
 ActivationType activation_of(ElementType type);  // throws std::invalid_argument for other types than floating-point ones
 ElementType parse_element(const std::string& name);  // throws std::invalid_argument
+[[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
 struct Linear {
   std::int64_t base = 0;

@@ -17,8 +17,6 @@ namespace {
 constexpr int kStrip = 1024;
 constexpr std::size_t kMostOperands = 4;
 
-[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
-
 bool is_integer(ElementType type) { return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool; }
 
 template <class Value>

@@ -129,7 +129,7 @@ void one_pass(const MatrixArgs& args) {
     if (ring.block != args.block || ring.passes != 1) {
       ring.first = 0;
       for (int group = 0; group < kAheadGroups && group < args.groups; ++group)
-        expand_group(expander, args.block, group, ring.memory + group * kExpandedGroupBytes);
+        expand_group<Kind>(args.block, group, ring.memory + group * kExpandedGroupBytes);
     }
     const auto slot = [&ring](int group) { return ring.memory + (ring.first + group) % kRingGroups * kExpandedGroupBytes; };
     // First the groups of this block that are not expanded yet, then the first ones of the next block.
@@ -166,8 +166,17 @@ struct Ahead {
   Expander<Kind> expander;
 };
 
-// One pass over the columns of a panel, with `Share` steps of an expansion in each group.
-template <Format Kind, int Tiles, int Share>
+// One pass over the columns of a panel.
+template <int Tiles>
+void multiply_expanded(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups, SpreadPrefetch& prefetch) {
+  for (const Expander<Format::kBFloat16Dot> none; groups > 0; --groups, a += kTileBytes, b += kExpandedGroupBytes) {
+    prefetch.step();
+    multiply_group<Format::kBFloat16Dot, Tiles, 0, 0>(a, a_tile, b, none, nullptr);
+  }
+}
+
+// The same for two tiles, with `Share` steps of an expansion in each group.
+template <Format Kind, int Share>
 MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups, Ahead<Kind>& ahead,
                                     SpreadPrefetch& prefetch) {
   constexpr int kGroupsPerExpansion = kExpansionSteps / Share;
@@ -175,30 +184,24 @@ MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, cons
   for (; group + kGroupsPerExpansion <= groups && ahead.group < ahead.end; group += kGroupsPerExpansion) {
     ahead.expander.begin(ahead.source, ahead.group);
     prefetch.step();
-    multiply_group<Kind, Tiles, 0, Share>(a, a_tile, b, ahead.expander, ahead.target);
+    multiply_group<Kind, kPassTiles, 0, Share>(a, a_tile, b, ahead.expander, ahead.target);
     prefetch.step();
-    multiply_group<Kind, Tiles, Share, Share>(a + kTileBytes, a_tile, b + kExpandedGroupBytes, ahead.expander, ahead.target);
+    multiply_group<Kind, kPassTiles, Share, Share>(a + kTileBytes, a_tile, b + kExpandedGroupBytes, ahead.expander, ahead.target);
     if constexpr (kGroupsPerExpansion == 4) {
       prefetch.step();
-      multiply_group<Kind, Tiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander, ahead.target);
+      multiply_group<Kind, kPassTiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander,
+                                                         ahead.target);
       prefetch.step();
-      multiply_group<Kind, Tiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander, ahead.target);
+      multiply_group<Kind, kPassTiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander,
+                                                         ahead.target);
     }
     a += kGroupsPerExpansion * kTileBytes;
     b += kGroupsPerExpansion * kExpandedGroupBytes;
     ++ahead.group;
     ahead.target += kExpandedGroupBytes;
   }
-  for (; group < groups; ++group, a += kTileBytes, b += kExpandedGroupBytes) {
-    prefetch.step();
-    multiply_group<Kind, Tiles, 0, 0>(a, a_tile, b, ahead.expander, nullptr);
-  }
+  multiply_expanded<kPassTiles>(a, a_tile, b, groups - group, prefetch);
 }
-
-template <int Tiles>
-struct Width {
-  static constexpr int value = Tiles;
-};
 
 template <Format Kind>
 void several_passes(const MatrixArgs& args, int tiles) {
@@ -215,7 +218,7 @@ void several_passes(const MatrixArgs& args, int tiles) {
   if (kExpands && (panels.block != args.block || panels.passes != passes)) {
     panels.first = 0;
     for (int group = 0; group < kPanel && group < args.groups; ++group)
-      expand_group(ahead.expander, args.block, group, panel(0) + group * kExpandedGroupBytes);
+      expand_group<Kind>(args.block, group, panel(0) + group * kExpandedGroupBytes);
   }
   int index = panels.first;
   for (int first = 0; first < args.groups; first += kPanel, ++index) {
@@ -233,19 +236,21 @@ void several_passes(const MatrixArgs& args, int tiles) {
     float* out = args.out;
     const bool adds = args.adds || first > 0;
     for (int tile = 0; tile < tiles; tile += kPassTiles, a += kPassTiles * a_tile, out += kPassTiles * kTileRows * kBlockRows) {
-      const auto pass = [&](auto width) __attribute__((always_inline)) {
-        constexpr int kTiles = decltype(width)::value;
-        start_sums<kTiles>(out, adds);
-        if (passes < 4) multiply_panel<Kind, kTiles, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, prefetch);
-        else multiply_panel<Kind, kTiles, kExpansionSteps / 4>(a, a_tile, b, end - first, ahead, prefetch);
-        store_sums<kTiles>(out);
-      };
-      if (tile + 1 < tiles) pass(Width<2>());
-      else pass(Width<1>());
+      if (tile + 1 == tiles) {  // the passes before it have expanded the next panel
+        start_sums<1>(out, adds);
+        multiply_expanded<1>(a, a_tile, b, end - first, prefetch);
+        store_sums<1>(out);
+        break;
+      }
+      start_sums<kPassTiles>(out, adds);
+      if constexpr (!kExpands) multiply_expanded<kPassTiles>(a, a_tile, b, end - first, prefetch);
+      else if (tiles < 4 * kPassTiles) multiply_panel<Kind, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, prefetch);
+      else multiply_panel<Kind, kExpansionSteps / 4>(a, a_tile, b, end - first, ahead, prefetch);
+      store_sums<kPassTiles>(out);
     }
     if constexpr (kExpands)
       for (; ahead.group < ahead.end; ++ahead.group, ahead.target += kExpandedGroupBytes)
-        expand_group(ahead.expander, ahead.source, ahead.group, ahead.target);
+        expand_group<Kind>(ahead.source, ahead.group, ahead.target);
   }
   if (!kExpands) return;
   panels.first = index % 2;

@@ -14,9 +14,9 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kVectors = 4;
   static constexpr int kFloatTokens = 6;    // for half a block: 12 sums, 2 weights and a broadcast in 16 registers
-  static constexpr int kIntegerTokens =
-      4;  // for half a block: 8 integer sums in registers; float sums are loaded and stored once per group
-  static constexpr int kPartTokens = kIntegerTokens;
+  // For half a block: 8 integer sums in registers; float sums are loaded and stored once per group.
+  static constexpr int kByteTokens = 4, kIntegerTokens = 4;
+  static constexpr int kUnrolledByteTokens = 1, kUnrolledTokens = 1;  // Q4_K takes 1.2 of the time otherwise (EPYC Zen 4)
   static constexpr int kWholeTokens = 1;  // a single token reads each line once, in order
   static constexpr int kDotRows = 2;  // by 4 tokens, for half the lanes: 8 sums and 2 rows
   static constexpr int kDotTokens = 4;

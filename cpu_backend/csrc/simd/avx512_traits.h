@@ -15,8 +15,11 @@ struct Avx512Base {
   static constexpr int kWidth = 16;
   static constexpr int kVectors = 2;
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
-  static constexpr int kIntegerTokens = 8;  // 16 integer sums; the float sums are loaded and stored once per group (tuned on EPYC Zen 5)
-  static constexpr int kPartTokens = 6;  // of two parts, which have 12 sums more: 0.9 of the time of 8 (EPYC Zen 4, 32 tokens)
+  // By 2 vectors; the float sums are loaded and stored once per group. 5 and 6 tokens in two tiles take 1.05 to 1.2 of the time in one, 7 and
+  // 8 as long; codes of 8 bits, which are twice the bytes to read again, 1.1 (EPYC Zen 4).
+  static constexpr int kByteTokens = 8, kIntegerTokens = 6;
+  // Of nibbles from L2, 1 and 2 tokens take 1.1 of the time otherwise, and of bytes up to 8 tokens 1.1 to 1.4 (EPYC Zen 4).
+  static constexpr int kUnrolledByteTokens = 8, kUnrolledTokens = 2;
   static constexpr int kWholeTokens = 12;
   static constexpr int kDotRows = 4;  // by 4 tokens: 16 sums and 4 rows
   static constexpr int kDotTokens = 4;

@@ -3,7 +3,6 @@
 
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
-#include "simd/vector_matrix.h"
 
 namespace moegraft {
 namespace {
@@ -16,9 +15,12 @@ struct Avx512Vnni : Avx512Base {
 };
 
 Kernels make() {
-  Kernels kernels = vector_kernels<Avx512Vnni>("avx512_vnni");
+  Kernels kernels = avx512_kernels();
+  kernels.isa = "avx512_vnni";
+  add_integer_products<Avx512Vnni>(kernels);
   if (__builtin_cpu_supports("avx512vbmi")) use_vbmi(kernels);
-  kernels.matrix = float_matrix_kernels<Avx512Vnni>(kNeverMatrix, kNeverMatrix, 13);
+  for (int format = kFirstCoded; format < kWeightTypes; ++format)  // the tiles of integers are faster (vector_matrix.h)
+    if (has_codes(static_cast<Format>(format))) kernels.matrix.multiply[format] = nullptr;
   return kernels;
 }
 

@@ -6,7 +6,7 @@
 // power and the code's offset and applies the scale, and the upper halves of two floats become a pair. Cutting off the lower halves makes
 // magnitudes smaller, on average by kCut, so scales are larger by that: a weight's error is at most 2^-7 of it and has no bias.
 //
-// Whatever holds an expander is inlined, or its constants would go through memory at every tile instruction.
+// What holds an expander between tile instructions is inlined, or its constants would go through memory at every one of them.
 #pragma once
 
 #include <immintrin.h>
@@ -183,8 +183,10 @@ struct Expander<Format::kBFloat16Dot> {
   MOEGRAFT_INLINE void step(std::byte*) const {}
 };
 
+// Where nothing else is computed meanwhile: at the beginning of a job, and what is left of a panel.
 template <Format Kind>
-MOEGRAFT_INLINE void expand_group(Expander<Kind>& expander, const std::byte* block, int group, std::byte* out) {
+__attribute__((noinline)) void expand_group(const std::byte* block, int group, std::byte* out) {
+  Expander<Kind> expander;
   expander.begin(block, group);
   expander.template step<0>(out);
   expander.template step<1>(out);

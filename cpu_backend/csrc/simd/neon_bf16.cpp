@@ -81,16 +81,9 @@ struct PairProduct {
 };
 
 Kernels make() {
-  const Kernels& integers = neon_i8mm_kernels();
-  Kernels kernels = float_kernels<Neon>("neon_bf16");
-  for (int format = kFirstCoded; format < kWeightTypes; ++format) {
-    kernels.max_tokens[format] = integers.max_tokens[format];
-    kernels.tile[format] = integers.tile[format];
-    kernels.panel[format] = integers.panel[format];
-    kernels.panel_tiles[format] = integers.panel_tiles[format];
-    kernels.encode[format] = integers.encode[format];
-  }
-  kernels.matrix = integers.matrix;
+  Kernels kernels = neon_i8mm_kernels();
+  kernels.isa = "neon_bf16";
+  add_pair_products<Neon>(kernels);
   kernels.matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = kLeastTokens;
   kernels.matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = matrix_pairs<PairProduct, Format::kBFloat16Dot>;
   return kernels;

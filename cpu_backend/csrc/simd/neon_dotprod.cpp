@@ -11,9 +11,7 @@ namespace {
 Kernels make() {
   Kernels kernels = neon_kernels();
   kernels.isa = "neon_dotprod";
-  add_coded<Neon>(kernels, CodedIndexes());
-  kernels.sparse.dot_rows[static_cast<int>(Format::kInt8)] = dot_rows<Neon, Format::kInt8>;
-  kernels.sparse.dot_rows[static_cast<int>(Format::kInt4)] = dot_rows<Neon, Format::kInt4>;
+  add_integer_products<Neon>(kernels);
   // Five products of integers by the instruction, four in float32: codes of 8 bits have no matrix kernel.
   kernels.matrix = float_matrix_kernels<Neon>(12, kNeverMatrix, 12);
   return kernels;

@@ -258,18 +258,23 @@ float softmax(SoftmaxArgs& args) {
   return factor;
 }
 
+// With products of pairs of bfloat16.
+template <class T>
+void add_pair_attention(AttentionKernels& kernels) {
+  kernels.score[static_cast<int>(ActivationType::kBFloat16)] = score<T, ActivationType::kBFloat16>;
+  if constexpr (T::kWidth == 16) {
+    kernels.score_pairs = score_pairs<T>;
+    kernels.mix_pairs = mix_pairs<T>;
+  }
+}
+
 template <class T>
 constexpr AttentionKernels vector_attention() {
-  AttentionKernels kernels{
+  return {
       {score<T, ActivationType::kFloat32>, score<T, ActivationType::kFloat16>, score<T, ActivationType::kBFloat16>},
       {mix<T, ActivationType::kFloat32>, mix<T, ActivationType::kFloat16>, mix<T, ActivationType::kBFloat16>},
       softmax<T>,
   };
-  if constexpr (T::kHasBf16 && T::kWidth == 16) {
-    kernels.score_pairs = score_pairs<T>;
-    kernels.mix_pairs = mix_pairs<T>;
-  }
-  return kernels;
 }
 
 }  // namespace

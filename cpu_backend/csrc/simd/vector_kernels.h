@@ -31,12 +31,8 @@ inline void tile_part(const TileArgs& args, int first_vector) {
 
 template <class T, Format Kind, int N>
 void tile_of(const TileArgs& args) {
-  if constexpr (N <= T::kWholeTokens) {
-    tile_part<T, Kind, T::kVectors, N>(args, 0);
-  } else {
-    tile_part<T, Kind, T::kVectors / 2, N>(args, 0);
-    tile_part<T, Kind, T::kVectors / 2, N>(args, T::kVectors / 2);
-  }
+  constexpr int V = vectors_at_once<T, N>();
+  for (int first = 0; first < T::kVectors; first += V) tile_part<T, Kind, V, N>(args, first);
 }
 
 // Calls the tile that is compiled for exactly this number of tokens.
@@ -58,51 +54,68 @@ void add_floats(Kernels& kernels) {
 }
 
 // The least number of tiles that a panel is faster for. Of some formats, expanding the codes twice takes less time than storing and loading
-// them, with 512 bits and VNNI (EPYC Zen 4); other instruction sets were not measured.
+// them, with 512 bits and VNNI (EPYC Zen 4), and of those with one part, whose tiles had up to 8 tokens when this was measured, so do two
+// tiles; other instruction sets were not measured.
 template <class T, class Coded>
 constexpr int least_panel_tiles() {
   constexpr bool kExpandsFast =
       std::is_same_v<Coded, Q6K> || std::is_same_v<Coded, Q3K> || std::is_same_v<Coded, Q50> || std::is_same_v<Coded, Nvfp4>;
-  return T::kWidth == 16 && kExpandsFast ? 3 : 2;
+  return T::kWidth == 16 && (kExpandsFast || (Coded::kParts == 1 && !kIsGrid<Coded>)) ? 3 : 2;
 }
 
-template <class T, int... I>
+// Coded formats whose products are of integers, or the others.
+template <class T, bool Integers, int... I>
 void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
-  ((kernels.max_tokens[kFirstCoded + I] = tile_limit<T, coded(I)>()), ...);
   const auto add = [&](auto index) {
     constexpr Format kKind = coded(decltype(index)::value);
-    if constexpr (kIsGrid<CodedOf<kKind>>) kernels.tile[static_cast<int>(kKind)] = panel_tile<T, kKind>;
-    else kernels.tile[static_cast<int>(kKind)] = tile<T, kKind>;
-    if constexpr (needs_panel<kKind>()) kernels.panel[static_cast<int>(kKind)] = panel<T, kKind>;
-    kernels.panel_tiles[static_cast<int>(kKind)] = least_panel_tiles<T, CodedOf<kKind>>();
+    constexpr int kIndex = static_cast<int>(kKind);
+    if constexpr (has_codes(kKind) == Integers) {
+      kernels.max_tokens[kIndex] = tile_limit<T, kKind>();
+      if constexpr (kIsGrid<CodedOf<kKind>>) kernels.tile[kIndex] = panel_tile<T, kKind>;
+      else kernels.tile[kIndex] = tile<T, kKind>;
+      if constexpr (needs_panel<kKind>()) kernels.panel[kIndex] = panel<T, kKind>;
+      kernels.panel_tiles[kIndex] = least_panel_tiles<T, CodedOf<kKind>>();
+      kernels.encode[kIndex] = Integers ? encode_coded<T, kKind> : encode_float;
+    }
   };
   (add(std::integral_constant<int, I>()), ...);
-  ((kernels.encode[kFirstCoded + I] = has_codes(coded(I)) ? encode_coded<T, coded(I)> : encode_float), ...);
 }
 
-// All kernels but those of coded formats, which instruction sets with the same integer products share.
+// What depends on the products of integers: an instruction set that adds these takes everything else from the one before it.
 template <class T>
-Kernels float_kernels(const char* isa) {
+void add_integer_products(Kernels& kernels) {
+  add_coded<T, true>(kernels, CodedIndexes());
+  add_row_products<T, Format::kInt8, Format::kInt4>(kernels.sparse);
+}
+
+// What depends on the products of pairs of bfloat16.
+template <class T>
+void add_pair_products(Kernels& kernels) {
+  using K = Format;
+  add_floats<T, K::kBFloat16Dot>(kernels);
+  add_row_products<T, K::kBFloat16Dot>(kernels.sparse);
+  add_row_sums<T, K::kBFloat16Dot, K::kInt8, K::kInt4>(kernels.sparse);
+  add_pair_attention<T>(kernels.attention);
+}
+
+template <class T>
+Kernels vector_kernels(const char* isa) {
   using K = Format;
   Kernels kernels{};
   kernels.isa = isa;
   add_floats<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>(kernels);
   kernels.gate = gate<T>;
   kernels.act = act<T>;
-  kernels.sparse = sparse_kernels<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot, K::kInt8, K::kInt4>();
+  kernels.sparse = sparse_kernels<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>();
+  add_row_sums<T, K::kInt8, K::kInt4>(kernels.sparse);
   kernels.accumulate = accumulate<T>;
   kernels.widen = widen<T>;
   kernels.narrow = narrow<T>;
   kernels.norm = norm<T>;
   kernels.elementwise = elementwise;
   kernels.attention = vector_attention<T>();
-  return kernels;
-}
-
-template <class T>
-Kernels vector_kernels(const char* isa) {
-  Kernels kernels = float_kernels<T>(isa);
-  add_coded<T>(kernels, CodedIndexes());
+  add_coded<T, false>(kernels, CodedIndexes());
+  add_integer_products<T>(kernels);
   return kernels;
 }
 

@@ -112,12 +112,8 @@ inline void multiply_floats_of(int tokens, const std::uint32_t* words, const flo
   if constexpr (N > 1) {
     if (tokens != N) return multiply_floats_of<T, N - 1>(tokens, words, weights, groups, adds, out);
   }
-  if constexpr (N <= T::kWholeTokens) {
-    multiply_floats<T, T::kVectors, N>(words, weights, groups, adds, out, 0);
-  } else {
-    multiply_floats<T, T::kVectors / 2, N>(words, weights, groups, adds, out, 0);
-    multiply_floats<T, T::kVectors / 2, N>(words, weights, groups, adds, out, T::kVectors / 2);
-  }
+  constexpr int V = vectors_at_once<T, N>();
+  for (int first = 0; first < T::kVectors; first += V) multiply_floats<T, V, N>(words, weights, groups, adds, out, first);
 }
 
 template <class T, Format Kind>

@@ -193,17 +193,13 @@ inline void multiply_panel(const PanelGroup* group, int groups, const std::uint3
   store_tile<T, V, N>(sums, out, first_vector);
 }
 
-template <class T, class Form, int N = kCodedTokens<T, Form::kParts>>
+template <class T, class Form, int N = T::kIntegerTokens>
 void multiply_panel_of(int tokens, const PanelGroup* groups, int count, const std::uint32_t* words, bool adds, float* out) {
   if constexpr (N > 1) {
     if (tokens != N) return multiply_panel_of<T, Form, N - 1>(tokens, groups, count, words, adds, out);
   }
-  if constexpr (N <= T::kWholeTokens) {
-    multiply_panel<T, Form, T::kVectors, N>(groups, count, words, adds, out, 0);
-  } else {
-    multiply_panel<T, Form, T::kVectors / 2, N>(groups, count, words, adds, out, 0);
-    multiply_panel<T, Form, T::kVectors / 2, N>(groups, count, words, adds, out, T::kVectors / 2);
-  }
+  constexpr int V = vectors_at_once<T, N>();
+  for (int first = 0; first < T::kVectors; first += V) multiply_panel<T, Form, V, N>(groups, count, words, adds, out, first);
 }
 
 template <class T, Format Kind>

@@ -529,16 +529,26 @@ void add_blocks(SparseKernels& kernels) {
 }
 
 template <class T, Format... Kinds>
-SparseKernels sparse_kernels() {
-  SparseKernels kernels{};
-  kernels.dot_rows_at_once = T::kDotRows;
+void add_row_products(SparseKernels& kernels) {
   (add_blocks<T, Kinds>(kernels), ...);
-  ((kernels.in_pairs[static_cast<int>(Kinds)] = in_pairs<T, Kinds>()), ...);
   ((kernels.dot_rows[static_cast<int>(Kinds)] = dot_rows<T, Kinds>), ...);
+}
+
+template <class T, Format... Kinds>
+void add_row_sums(SparseKernels& kernels) {
+  ((kernels.in_pairs[static_cast<int>(Kinds)] = in_pairs<T, Kinds>()), ...);
   ((kernels.add_rows[static_cast<int>(Kinds)] = add_rows<T, Kinds>), ...);
   ((kernels.widen_rows[static_cast<int>(Kinds)] = widen_rows<T, Kinds>), ...);
   ((kernels.add_items[static_cast<int>(Kinds)] = add_items<T, in_pairs<T, Kinds>()>), ...);
   ((kernels.add_picked[static_cast<int>(Kinds)] = add_picked<T, in_pairs<T, Kinds>()>), ...);
+}
+
+template <class T, Format... Kinds>
+SparseKernels sparse_kernels() {
+  SparseKernels kernels{};
+  kernels.dot_rows_at_once = T::kDotRows;
+  add_row_products<T, Kinds...>(kernels);
+  add_row_sums<T, Kinds...>(kernels);
   kernels.reached = reached_bits;
   kernels.finish = finish_neurons;
   return kernels;
