@@ -163,9 +163,7 @@ void add_products(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
 Kernels make() {
   Kernels kernels = neon_dotprod_kernels();
   kernels.isa = "neon_i8mm";
-  add_coded<Neon>(kernels, CodedIndexes());
-  kernels.sparse.dot_rows[static_cast<int>(Format::kInt8)] = dot_rows<Neon, Format::kInt8>;
-  kernels.sparse.dot_rows[static_cast<int>(Format::kInt4)] = dot_rows<Neon, Format::kInt4>;
+  add_integer_products<Neon>(kernels);
   kernels.matrix = pair_kernels();
   add_products(kernels.matrix, CodedIndexes());
   return kernels;
