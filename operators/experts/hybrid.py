@@ -7,10 +7,13 @@ import logging
 import math
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import call
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+PACKERS = 2  # threads; each holds an expert as it was read, and `moegraft plan` counts two
 StoredType = Literal["float32", "float16", "bfloat16"]
 STORED_TYPES: dict[torch.dtype, StoredType] = {
     torch.float32: "float32",
@@ -430,25 +434,42 @@ class HybridExperts(Operator):
         self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
 
     def _pack(self, packed: PackedExperts, experts: Sequence[int], source: WeightSource, advance: Callable[[int], None]) -> None:
-        for place, expert in enumerate(experts):
-            for part in self.layout.parts():
-                weight_type = packed.weight_type_of(part.removesuffix("_bias"))
-                codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
-                if codes is not None:
-                    if isinstance(codes, StoredBlocks):
-                        packed.pack_blocks(place, part, codes.blocks)
-                    else:
-                        packed.pack_quantized(place, part, codes.codes, codes.scales)
-                    advance(codes.elements * source.dtype.itemsize)
-                    continue
-                piece = self._checked(source, part, expert)
-                if part.endswith("_bias"):
-                    packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
-                elif FORMATS[weight_type].stored:
-                    packed.pack_blocks(place, part, self._encoded(piece, weight_type, source.origin(part, expert)))
+        """Read the experts one after the other, and pack two at the same time."""
+        threads = min(self._runtime.threads, PACKERS)
+        with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-pack") as pool:
+            packing: deque[Future[int]] = deque()
+            for place, expert in enumerate(experts):
+                if len(packing) == threads:
+                    advance(packing.popleft().result())
+                pieces = [self._packing(packed, place, expert, part, source) for part in self.layout.parts()]
+                packing.append(pool.submit(sum, map(call, pieces)))
+            for done in packing:
+                advance(done.result())
+
+    def _packing(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> Callable[[], int]:
+        """Read a piece, and return what packs it and then returns its bytes in the checkpoint."""
+        weight_type = packed.weight_type_of(part.removesuffix("_bias"))
+        codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
+        piece = self._checked(source, part, expert) if codes is None else None
+        origin = source.origin(part, expert)
+
+        def pack() -> int:
+            if codes is not None:
+                if isinstance(codes, StoredBlocks):
+                    packed.pack_blocks(place, part, codes.blocks)
                 else:
-                    packed.pack(place, part, as_array(rounded(piece).contiguous()))
-                advance(piece.nbytes)
+                    packed.pack_quantized(place, part, codes.codes, codes.scales)
+                return codes.elements * source.dtype.itemsize
+            assert piece is not None, "a piece has codes or values"
+            if part.endswith("_bias"):
+                packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+            elif FORMATS[weight_type].stored:
+                packed.pack_blocks(place, part, self._encoded(piece, weight_type, origin))
+            else:
+                packed.pack(place, part, as_array(rounded(piece).contiguous()))
+            return piece.nbytes
+
+        return pack
 
     def _encoded(self, piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:
         """Return a matrix in the blocks of a stored format, which the kernels do not quantise to."""

@@ -83,6 +83,12 @@ def test_streamed_equals_stock(build: object, shard: str, tmp_path: Path) -> Non
     assert not any(parameter.is_meta for parameter in injected.parameters())
 
 
+@pytest.mark.parametrize("rules", ["cpu", "cpu-exact"])
+def test_packing_by_several_threads_gives_the_same_bytes(folder: Path, rules: str) -> None:
+    one, two = (logits(optimize_and_load(folder, rules, threads=threads, progress=False)) for threads in (1, 2))
+    assert torch.equal(one, two)
+
+
 def test_fused_storage_is_read_as_it_is(stock: PreTrainedModel, tmp_path: Path) -> None:
     """Some checkpoints hold the fused parameter itself."""
     stock.save_pretrained(tmp_path)
