@@ -415,7 +415,19 @@ def format_encoding() -> str:
     )
 
 
+def build_time() -> str:
+    """Return the CPU seconds of full builds beside an earlier commit's, and of each unit."""
+    rows = read("build_time")
+    builds, units = ([row for row in rows if bool(row["of_base"]) == whole] for whole in (True, False))
+    share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
+    return (
+        f"A full build takes {share}: medians of {rows[0]['rounds']} alternating builds with {rows[0]['compiler']}, compiler and linker "
+        f"together. By unit:\n\n{table(['unit', 'CPU seconds'], [[row['unit'], row['cpu_s']] for row in units])}\n\n{provenance(units)}"
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "build_time": build_time,
     "speeds": speeds,
     "cpu_model_pairs": cpu_model_pairs,
     "cpu_model_pairs_stored": cpu_model_pairs_stored,
