@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moegraft.operators.expert_group import ExpertGroup
-    from moegraft.operators.offload.decode_steps import DecodeSteps
+    from moegraft.operators.decode.captured import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparse.choice import PathChoices
     from moegraft.operators.sparsity import SparseLayers
-    from moegraft.operators.step_program.steps import StepPrograms
+    from moegraft.operators.decode.replay import StepPrograms
     from moegraft.operators.timeline import Timeline
 
 
@@ -98,7 +98,7 @@ class InjectionContext:
         if self._gpu_engines_in_use is not None or "runtime" not in vars(self) or not self.replays_steps:
             return None
         if self._step_programs is None:
-            from moegraft.operators.step_program.steps import StepPrograms
+            from moegraft.operators.decode.replay import StepPrograms
 
             self._step_programs = StepPrograms(self.runtime, self.draft_switch, vars(self).get("sparse_layers"))
         return self._step_programs
@@ -106,7 +106,7 @@ class InjectionContext:
     def generate(self, model: PreTrainedModel, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `stock(*args, **kwargs)`, the model's own `generate`, returns, by the quickest way to its decode steps."""
         if self.step_programs is not None:
-            from moegraft.operators.generation import plain_generation
+            from moegraft.operators.decode.loop import plain_generation
 
             return plain_generation(model, stock, self.step_programs, args, kwargs)
         captured = self.captured_steps
@@ -117,7 +117,7 @@ class InjectionContext:
         """What captures decode steps on GPUs, which then need caches of fixed size; None where nothing does."""
         engines = self._gpu_engines_in_use
         if self._captured_steps is None and engines is not None and engines.captures:
-            from moegraft.operators.offload.decode_steps import DecodeSteps
+            from moegraft.operators.decode.captured import DecodeSteps
 
             self._captured_steps = DecodeSteps(engines)
         return self._captured_steps
@@ -149,7 +149,7 @@ class InjectionContext:
 
     @contextmanager
     def _cpu_timeline(self) -> Iterator[list[Timeline]]:
-        from moegraft.operators.step_program.recording import timed_kernels
+        from moegraft.operators.decode.native.record import timed_kernels
         from moegraft.operators.timeline import Timeline
 
         timeline, steps = Timeline("CPU"), self._step_programs

@@ -17,14 +17,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.generation import GeneratedText
+from moegraft.operators.decode.loop import GeneratedText
 from moegraft.operators.speculative.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy, Sampling
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason
 from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
 
 if TYPE_CHECKING:
-    from moegraft.operators.step_program.steps import StepPrograms
+    from moegraft.operators.decode.replay import StepPrograms
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

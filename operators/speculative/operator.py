@@ -18,7 +18,7 @@ from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator, call
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.generation import effective_config, own_loop_obstacle, with_stop_strings
+from moegraft.operators.decode.loop import effective_config, own_loop_obstacle, with_stop_strings
 from moegraft.operators.speculative.decoding import (
     Drafter,
     ExpertsDrafter,

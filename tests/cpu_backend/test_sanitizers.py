@@ -176,7 +176,7 @@ def sanitized_package(folder: Path, flags: list[str]) -> Path:
 
 # Everything that calls the extension with shapes of its own, on its threads and on PyTorch's.
 THROUGH_PYTHON = (
-    *("tests/cpu_backend", "tests/operators/step_program", "tests/operators/cpu_ops", "tests/operators/test_linear.py"),
+    *("tests/cpu_backend", "tests/operators/decode", "tests/operators/cpu_ops", "tests/operators/test_linear.py"),
     *("tests/operators/experts", "tests/operators/offload/test_schedules.py", "tests/test_differential.py"),
 )
 EVERY_INSTRUCTION_SET = "from moegraft.cpu_backend import Runtime, _kernel; print(_kernel.__file__, *Runtime.available_isas())"

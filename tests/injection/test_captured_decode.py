@@ -16,9 +16,9 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.offload import decode_steps
+from moegraft.operators.decode import captured as decode_steps
 from moegraft.operators.offload.captured import CapturedLayer, StepGraph
-from moegraft.operators.offload.decode_steps import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
+from moegraft.operators.decode.captured import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers

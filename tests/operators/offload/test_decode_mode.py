@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moegraft.operators.offload.decode_steps import TIMED_STEPS, DecodeModeTuner
+from moegraft.operators.decode.captured import TIMED_STEPS, DecodeModeTuner
 
 
 def run(tuner: DecodeModeTuner, steps: int, cost_ms: dict[str, float], start_ms: float = 0.0) -> tuple[list[str], float]:

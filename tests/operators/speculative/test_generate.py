@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.operators.step_program.steps import StepPrograms
+from moegraft.operators.decode.replay import StepPrograms
 
 STEPS = 24
 IDS = prompt(9)

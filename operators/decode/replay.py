@@ -38,8 +38,8 @@ from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.paged_cache import PagedCache
 from moegraft.operators.sparsity import SparseLayers
-from moegraft.operators.step_program.cache_buffers import CacheBuffers, ForeignCacheError, grown_tensors
-from moegraft.operators.step_program.fitting import (
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, grown_tensors
+from moegraft.operators.decode.native.fit import (
     FittedStep,
     RecordedStep,
     StateName,
@@ -49,10 +49,10 @@ from moegraft.operators.step_program.fitting import (
     holder,
     storage_bytes,
 )
-from moegraft.operators.step_program.lowering import Lowering
-from moegraft.operators.step_program.model_state import ModelState
-from moegraft.operators.step_program.native_step import ARENA, NativeStep, OtherSizeError, PythonCall
-from moegraft.operators.step_program.recording import NotRecordableError, Recorder
+from moegraft.operators.decode.native.lower import Lowering
+from moegraft.operators.decode.model_state import ModelState
+from moegraft.operators.decode.native.program import ARENA, NativeStep, OtherSizeError, PythonCall
+from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.structure import is_library
 from moegraft.operators.timeline import Timeline
 

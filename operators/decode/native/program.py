@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.custom_ops import without_dispatch
-from moegraft.operators.step_program.fitting import Affine, Place
-from moegraft.operators.step_program.lowering import ELEMENT_NAMES, Lowering, Node, Operand
+from moegraft.operators.decode.native.fit import Affine, Place
+from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node, Operand
 
 ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64

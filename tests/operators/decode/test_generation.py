@@ -29,8 +29,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from moegraft.cpu_backend import Program
 from moegraft.injection import optimize_and_load
-from moegraft.operators.step_program.fitting import cache_counts, cache_tensors
-from moegraft.operators.step_program.steps import MAX_CONTINUED, StepPrograms
+from moegraft.operators.decode.native.fit import cache_counts, cache_tensors
+from moegraft.operators.decode.replay import MAX_CONTINUED, StepPrograms
 
 FAMILIES = (
     "qwen3_moe",

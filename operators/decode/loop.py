@@ -38,7 +38,7 @@ from moegraft.operators.base import call_arguments
 from moegraft.operators.structure import is_library
 
 if TYPE_CHECKING:
-    from moegraft.operators.step_program.steps import Continuation, StepPrograms
+    from moegraft.operators.decode.replay import Continuation, StepPrograms
 
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

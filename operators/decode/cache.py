@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from moegraft.operators.step_program.fitting import Affine, FittedStep, Place, StateName, holder, product, storage_bytes
-from moegraft.operators.step_program.recording import NotRecordableError
+from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, StateName, holder, product, storage_bytes
+from moegraft.operators.decode.native.record import NotRecordableError
 
 ROOM = 256  # tokens by which the buffers of a cache grow at least
 _COUNTED = 1  # reference that sys.getrefcount itself holds

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from moegraft.operators.step_program.cache_buffers import CacheTensor
-from moegraft.operators.step_program.fitting import Affine, FittedCall, FittedStep, Place, StateName, product
-from moegraft.operators.step_program.recording import NotRecordableError
+from moegraft.operators.decode.cache import CacheTensor
+from moegraft.operators.decode.native.fit import Affine, FittedCall, FittedStep, Place, StateName, product
+from moegraft.operators.decode.native.record import NotRecordableError
 
 ELEMENT_NAMES = {
     torch.float32: "float32",

@@ -36,11 +36,11 @@ from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
 from moegraft.operators.speculative.schedule import FixedSchedule
-from moegraft.operators.step_program.fitting import Affine, Place
-from moegraft.operators.step_program.lowering import Lowering, Node
-from moegraft.operators.step_program.model_state import ModelState
-from moegraft.operators.step_program.native_step import NativeStep
-from moegraft.operators.step_program.steps import StepPrograms
+from moegraft.operators.decode.native.fit import Affine, Place
+from moegraft.operators.decode.native.lower import Lowering, Node
+from moegraft.operators.decode.model_state import ModelState
+from moegraft.operators.decode.native.program import NativeStep
+from moegraft.operators.decode.replay import StepPrograms
 
 CLOSE = 1e-4  # relative, of logits in float32; states of recurrent layers carry roundings on
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")

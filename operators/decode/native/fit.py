@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from moegraft.operators.step_program.recording import Memory, NotRecordableError, Recording
+from moegraft.operators.decode.native.record import Memory, NotRecordableError, Recording
 
 
 @dataclass(frozen=True, slots=True)

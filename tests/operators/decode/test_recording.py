@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moegraft.cpu_backend import NormSpec, Runtime
-from moegraft.operators.step_program.fitting import Affine, FittedStep, RecordedStep, fit, storage_bytes
-from moegraft.operators.step_program.lowering import Lowering
-from moegraft.operators.step_program.native_step import ARENA, NativeStep, OtherSizeError, PythonCall
-from moegraft.operators.step_program.recording import NotRecordableError, Recorder
+from moegraft.operators.decode.native.fit import Affine, FittedStep, RecordedStep, fit, storage_bytes
+from moegraft.operators.decode.native.lower import Lowering
+from moegraft.operators.decode.native.program import ARENA, NativeStep, OtherSizeError, PythonCall
+from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
 NORM = NormSpec("float32", 8, 1e-6)
