@@ -74,7 +74,7 @@ def measure(weights: str, whose: str, tokens: int, rounds: int) -> list[dict[str
     with on_threads(whose), provider(weights, 6) as model, torch.inference_mode():
         injection = injection_of(model)
         if injection is not None:
-            injection.context.replays_steps = False  # operators are not called in a native program
+            injection.context.replay = None  # operators are not called in a native program
 
         def decode() -> float:
             start = time.perf_counter()

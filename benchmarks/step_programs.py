@@ -84,15 +84,16 @@ def decode_ms(model: PreTrainedModel, context: int, tokens: int) -> Callable[[],
 def measure(name: str, layers: int, context: int, tokens: int, rounds: int, processes: int) -> dict[str, object]:
     with opened(name, layers) as model, torch.inference_mode():
         shared = model.moegraft.context  # type: ignore[union-attr]
+        replay = shared.replay
         measured = decode_ms(model, context, tokens)
         pairs = []
         with busy(processes):
             for _ in range(rounds + 1):  # the first is a warm-up, in which the program is made
                 pair = []
-                for shared.replays_steps in (True, False):
+                for shared.replay in (replay, None):
                     pair.append(measured())
                 pairs.append(pair)
-        shared.replays_steps = True
+        shared.replay = replay
         steps = model.moegraft.statistics()["decode_steps"]  # type: ignore[union-attr]
         assert steps["replayed_steps"] > tokens * rounds / 2, f"{name}: steps were not replayed: {steps}"
     native, usual = zip(*pairs[1:], strict=True)
@@ -114,10 +115,11 @@ def trace(name: str, layers: int, context: int, tokens: int) -> list[dict[str, o
     rows: list[dict[str, object]] = []
     with opened(name, layers) as model, torch.inference_mode():
         injection = model.moegraft
+        replay = injection.context.replay  # type: ignore[union-attr]
         vocabulary = model.config.get_text_config().vocab_size
         ids = torch.randint(20, vocabulary, (1, context + 2 * tokens), generator=torch.Generator().manual_seed(1))
         for way, replays in (("layer by layer", False), ("program", True)):
-            injection.context.replays_steps = replays  # type: ignore[union-attr]
+            injection.context.replay = replay if replays else None  # type: ignore[union-attr]
             cache = model(input_ids=ids[:, :context], use_cache=True).past_key_values
             steps = []
             with injection.timelines() as (timeline,):  # type: ignore[union-attr]

@@ -6,9 +6,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moegraft.injection.api import build_meta_model, graft, load, optimize_and_load, plan, read_rules
+    from moegraft.injection.api import build_meta_model, graft, load, new_cache, optimize_and_load, plan, read_rules
 
-__all__ = ["build_meta_model", "graft", "load", "optimize_and_load", "plan", "read_rules"]
+__all__ = ["build_meta_model", "graft", "load", "new_cache", "optimize_and_load", "plan", "read_rules"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moegraft.injection.grafting import graft
-from moegraft.injection.injected import injection_of
+from moegraft.injection.injected import injection_of, new_cache
 from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
 from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
@@ -27,7 +27,7 @@ from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry, load_registry
 
-__all__ = ["build_meta_model", "graft", "load", "optimize_and_load", "plan", "read_rules"]
+__all__ = ["build_meta_model", "graft", "load", "new_cache", "optimize_and_load", "plan", "read_rules"]
 
 logger = logging.getLogger(__name__)
 PLANNING, GRAFTING = "planning", "building the operators"

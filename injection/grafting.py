@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -21,6 +21,10 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.machine import Machine, probe_machine, threads_beside_gpu
+
+if TYPE_CHECKING:
+    from moegraft.operators.decode.captured import CapturedSteps
+    from moegraft.operators.decode.replay import StepReplay
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
@@ -99,6 +103,7 @@ def graft(
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
     for operator in operators.values():
         operator.check()
+    context.replay, context.captured = _step_replay(plan, context)
     injection = Injection(plan, operators, context)
 
     checkpoint = None
@@ -109,12 +114,28 @@ def graft(
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(
         injection,
-        injected_class(base, captures=context.decode_steps is not None or expert_group is not None),
+        injected_class(base, captures=any(each is not None for each in (context.replay, context.captured, expert_group))),
         checkpoint,
         None if isinstance(model, MetaModel) else model,
         sparsity,
         {"dtype": dtype, "device_map": device_map, "attn_implementation": attn_implementation},
     )
+
+
+def _step_replay(plan: Plan, context: InjectionContext) -> tuple[StepReplay | None, CapturedSteps | None]:
+    """Return what replays decode steps as native programs, and what captures them on GPUs, where the model's operators allow it."""
+    engines = context.gpu_engines_in_use
+    if engines is not None:
+        from moegraft.operators.decode.captured import CapturedSteps
+
+        return None, CapturedSteps(engines, context.draft_switch) if engines.captures else None
+    # An operator of the model's own may use caches that are not replayed; other caches are.
+    replacing = [swap for swap in plan.swaps if swap.operator_type.kind != "model"]
+    if "runtime" not in vars(context) or not all(swap.operator_type.replays_steps(swap.options) for swap in replacing):
+        return None, None
+    from moegraft.operators.decode.replay import StepReplay
+
+    return StepReplay(context.runtime, context.draft_switch, vars(context).get("sparse_layers")), None
 
 
 def infer_device_map(plan: Plan, machine: Machine) -> Any:

@@ -8,9 +8,9 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
@@ -18,8 +18,15 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from moegraft.injection.planning import Plan
 from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
 from moegraft.operators.context import InjectionContext
+from moegraft.operators.decode.cache import new_cache as empty_cache
+from moegraft.operators.decode.cache import own
+from moegraft.operators.decode.loop import generate as generate_one
+from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
+
+if TYPE_CHECKING:
+    from moegraft.operators.decode.captured import CapturedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +75,23 @@ class Injection:
         return self.context.draft_switch.settings is not None
 
     def statistics(self) -> dict[str, object]:
-        """Return the operators' statistics: `modules` by path, `sparsity` by target, and `devices`, each GPU that experts share."""
+        """Return the statistics of a model and its operators.
+
+        `modules` by path, `sparsity` of each target that rules give, `devices` for each GPU that holds experts, `decode_steps`: how many
+        steps were replayed as native programs on the CPU, and why others were not, and `ranks` that hold experts.
+        """
         modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
-        return {"modules": modules, **self.context.statistics()}
+        context, engines = self.context, self.context.gpu_engines_in_use
+        sparsity = context.sparse_layers.statistics() if "sparse_layers" in vars(context) else []
+        devices: Mapping[str, object] = {} if engines is None else engines.statistics()
+        steps: Mapping[str, object] = {} if context.replay is None else context.replay.statistics()
+        ranks = [] if context.expert_group is None else context.expert_group.statistics()
+        return {"modules": modules, "sparsity": sparsity, "devices": dict(devices), "decode_steps": dict(steps), "ranks": ranks}
 
     def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
         """Return the name and the counters of each GPU that experts share; counters only grow."""
-        return self.context.device_counts()
+        engines = self.context.gpu_engines_in_use
+        return [] if engines is None else engines.counts()
 
     @contextmanager
     def timelines(self) -> Iterator[list[Timeline]]:
@@ -82,12 +99,19 @@ class Injection:
 
         Empty where no operator computes on the CPU or a GPU, and nothing is drafted.
         """
-        operator = self.model_operator
-        with self.context.timelines() as devices:
-            timelines = devices or [Timeline("CPU")]
-            recorded = operator is not None and operator.record_rounds(timelines)
+        context, operator = self.context, self.model_operator
+        engines = context.gpu_engines_in_use
+        with ExitStack() as stack:
+            if engines is not None:
+                timelines = stack.enter_context(engines.timelines())
+            elif "runtime" in vars(context):
+                timelines = [stack.enter_context(cpu_timeline(context.runtime, context.replay))]
+            else:
+                timelines = []
+            timelines_of_rounds = timelines or [Timeline("CPU")]
+            recorded = operator is not None and operator.record_rounds(timelines_of_rounds)
             try:
-                yield timelines if devices or recorded else []
+                yield timelines_of_rounds if timelines or recorded else []
             finally:
                 if operator is not None:
                     operator.record_rounds([])
@@ -101,7 +125,18 @@ class Injection:
 
     def close(self) -> None:
         """End transfers and free the slots on GPUs. The model cannot compute after this."""
-        self.context.close()
+        self.forget_steps()
+        engines, group = self.context.gpu_engines_in_use, self.context.expert_group
+        if engines is not None:
+            engines.close()
+        if group is not None:
+            group.close()
+
+    def forget_steps(self) -> None:
+        """Record decode steps again, as after a change of the model that is not noticed (moegraft.operators.decode.replay.FrozenModel)."""
+        for steps in (self.context.replay, self.context.captured):
+            if steps is not None:
+                steps.release()
 
 
 class InjectedModel:
@@ -176,35 +211,43 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
 
     def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
-        operator = self.moegraft.model_operator
+        operator, context = self.moegraft.model_operator, self.moegraft.context
         with _HELD_LOG.while_printing(call_arguments(stock, args, kwargs).get("streamer")):
             if operator is not None:
                 return operator.generate(self, stock, *args, **kwargs)
-            return self.moegraft.context.generate(self, stock, args, kwargs)
+            if context.captured is not None:
+                return stock(*args, **context.captured.generation(self, args, kwargs))
+            return stock(*args, **kwargs) if context.replay is None else generate_one(self, stock, args, kwargs, context.replay)
+
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        given = model_kwargs.get("past_key_values")
+        result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[attr-defined]
+        made = model_kwargs.get("past_key_values")
+        if given is None and type(made) is DynamicCache:
+            own(made)
+        return result
 
     first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         injection = None if torch.compiler.is_compiling() else injection_of(self)  # a class can build stock models as well
-        steps = None if injection is None else injection.context.decode_steps
         if injection is not None and injection.follows:
             raise UnsupportedModelError(
                 "this process holds experts for the model of rank 0: call generate in all processes, or call moegraft.follow() of this "
                 "model here and forward on rank 0"
             )
-        if injection is None or steps is None:
+        steps = None if injection is None else injection.context.replay or injection.context.captured
+        if steps is None:
             return base.forward(self, *args, **kwargs)
         if len(args) == 1 and first_argument == "input_ids":
-            (ids,) = args
-            return steps.forward(
-                self, functools.partial(base.forward, self), (), {first_argument: ids, **kwargs}, drafting=injection.drafting
-            )
-        return steps.forward(self, functools.partial(base.forward, self), args, kwargs, drafting=injection.drafting)
+            return steps.forward(self, functools.partial(base.forward, self), (), {first_argument: args[0], **kwargs})
+        return steps.forward(self, functools.partial(base.forward, self), args, kwargs)
 
     members: dict[str, Callable[..., Any]] = {"__init__": __init__, "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys}
     if issubclass(base, GenerationMixin):
         members["generate"] = functools.wraps(base.generate)(generate)
+        members["_prepare_cache_for_generation"] = _prepare_cache_for_generation
     if captures:
         members["forward"] = forward
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -292,15 +335,18 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     return found if isinstance(found, Injection) else None
 
 
-def captured_steps_of(model: PreTrainedModel) -> Any:
+def captured_steps_of(model: PreTrainedModel) -> CapturedSteps | None:
     """Return the object that captures a model's decode steps on GPUs; None for stock models, and where no rule enables capture."""
     injection = injection_of(model)
-    return None if injection is None else injection.context.captured_steps
+    return None if injection is None else injection.context.captured
 
 
 def new_cache(model: PreTrainedModel) -> Any:
-    """Return an empty key-value cache of the kind that the model's `generate` creates."""
+    """Return an empty key-value cache of the kind that the model's `generate` creates, for several calls of one conversation.
+
+    Decode steps are replayed over it, which they are not over a cache that the caller has made.
+    """
     injection = injection_of(model)
     operator = None if injection is None else injection.model_operator
     created = None if operator is None else operator.new_cache(model)
-    return DynamicCache(config=model.config.get_text_config(decoder=True)) if created is None else created
+    return empty_cache(model) if created is None else created

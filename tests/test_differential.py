@@ -25,10 +25,10 @@ import torch
 from support.families import build_config, build_model, prompt, served_cases
 from support.family_rows import FamilyCase
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import PackedExperts, PackedLinear
-from moegraft.injection import optimize_and_load
+from moegraft.injection import new_cache, optimize_and_load
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.layout import read_layout, why_unsupported
@@ -173,7 +173,7 @@ def doubled(value: Any) -> Any:
 @torch.no_grad()
 def steps(model: PreTrainedModel, ids: torch.Tensor, length: int) -> torch.Tensor:
     """Return the logits of all tokens, those after `length` computed one at a time."""
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = new_cache(model)
     found = [model(input_ids=ids[:, :length], past_key_values=cache, use_cache=True).logits]
     for at in range(length, ids.shape[1]):
         found.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits)

@@ -59,7 +59,7 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, tokens: int = TOKENS, *
 
 
 def replayed(model: PreTrainedModel) -> int:
-    found: int = model.moegraft.context.decode_steps.replayed
+    found: int = model.moegraft.context.replay.replayed
     return found
 
 
@@ -226,7 +226,7 @@ def test_interrupted_texts(how: str, name: str, rules: str, long: bool) -> None:
     assert generated(model, ids) == expected
     before = replayed(model)
     assert generated(model, ids) == expected
-    assert replayed(model) > before, model.moegraft.context.decode_steps.statistics()
+    assert replayed(model) > before, model.moegraft.context.replay.statistics()
     assert threading.active_count() == threads
 
 

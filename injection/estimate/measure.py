@@ -229,7 +229,7 @@ def _overheads_ms() -> tuple[float, float]:
         return _best_fifth_s(step) / OVERHEAD_LAYERS * 1e3
 
     replayed_ms = layer_ms()
-    context.replays_steps = False
+    context.replay = None
     return layer_ms(), replayed_ms
 
 

@@ -1,199 +1,74 @@
-"""The tensors of a key-value cache in buffers with room for more tokens, to which native programs append.
+"""Moegraft's own key-value caches: transformers' caches whose memory native programs append to in place.
 
-The cache stays transformers' own: its tensors become views of the buffers, and a cache that something else has changed is copied to
-buffers again.
+`own` makes a cache one of these. Its tensors then become views of buffers with room for more tokens. What belongs to the cache is
+overwritten by later steps: a view of `layer.keys` that outlives a crop sees the tokens that come after it. `copy.deepcopy` makes a copy
+that keeps them. Between two tokens of one call of `generate`, the cache may lack the tokens of the native steps that are going on.
+
+A tensor that something else has put into the cache is copied to a buffer before the next step.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, StateName, holder, product, storage_bytes
-from moegraft.operators.decode.native.record import NotRecordableError
+if TYPE_CHECKING:
+    from moegraft.operators.decode.native.fit import CacheTensor
 
 ROOM = 256  # tokens by which the buffers of a cache grow at least
-_COUNTED = 1  # reference that sys.getrefcount itself holds
 _LONG = 1 << 20  # positions, for a cache of states alone
-_ZERO, _ONE = Affine(0), Affine(1)
+AnyCache = TypeVar("AnyCache", bound=Cache)
+
+
+# Of a tensor of a cache: the layer's number, or -1 for the cache itself, then the attribute and the key within it.
+StateName = tuple[Any, ...]
+
+
+def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:
+    """Return what holds the tensor or number `name` of a cache, which has the key `name[-1]` in it."""
+    held = vars(cache.layers[name[0]] if name[0] >= 0 else cache)
+    return held if len(name) == 2 else held[name[1]]
+
+
+def _holders(cache: Cache) -> Iterator[tuple[int, dict[str, Any]]]:
+    yield -1, vars(cache)
+    yield from ((number, vars(layer)) for number, layer in enumerate(cache.layers))
+
+
+def cache_tensors(cache: Cache) -> Iterator[tuple[StateName, torch.Tensor]]:
+    """Yield the tensors that a cache and its layers hold, with their names."""
+    for number, attributes in _holders(cache):
+        for attribute, value in attributes.items():
+            if attribute.startswith("_"):  # constants such as the size of a window
+                continue
+            if isinstance(value, torch.Tensor):
+                yield (number, attribute), value
+            elif isinstance(value, dict | list):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, inner in items:
+                    if isinstance(inner, torch.Tensor):
+                        yield (number, attribute, key), inner
+
+
+def cache_counts(cache: Cache) -> dict[StateName, int]:
+    """Return the numbers and flags that a cache and its layers hold, by name."""
+    found: dict[StateName, int] = {}
+    for number, attributes in _holders(cache):
+        for attribute, value in attributes.items():
+            if isinstance(value, int):
+                found[number, attribute] = value
+            elif isinstance(value, dict | list):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                found.update({(number, attribute, key): inner for key, inner in items if isinstance(inner, int)})
+    return found
 
 
 class ForeignCacheError(Exception):
     """A cache's tensors have other forms than those of the cache that was recorded; the program is not for this cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTensor:
-    """A tensor of the cache that is kept in a buffer with room for more tokens: steps append to it, at least those of other kinds.
-
-    Attributes:
-        names: in the cache; several where it holds one tensor twice.
-        before, after: the storages of the tensor before the step and with the new tokens; the first is its buffer. They are one where a
-            step appends nothing.
-        dim: along which it grows.
-        shape: of the tensor with the new tokens.
-        rows: before the step.
-        added: the rows that the step appends.
-        drained: whether the tensor is empty after the step, which has used its rows.
-        first: the new rows, where the tensor was empty and nothing is appended to it by a call; else None.
-        start_slope: by how many rows the tensor's start moves with the position: 1 for a window that is full, or the tokens of a group
-            where positions count groups; else 0.
-    """
-
-    names: tuple[StateName, ...]
-    before: int
-    after: int
-    dim: int
-    shape: tuple[Affine, ...]
-    dtype: torch.dtype
-    rows: Affine
-    added: int
-    start_slope: int = 0
-    drained: bool = False
-    first: Place | None = None
-
-    @property
-    def name(self) -> StateName:
-        return self.names[0]
-
-    def require_form(self, tensor: torch.Tensor, length: int) -> None:
-        """
-        Raises:
-            ForeignCacheError: `tensor`, that of a cache at this place, has another type or other sizes than the recorded one would have
-                with `length` tokens.
-        """
-        sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
-        if (
-            tensor.dtype != self.dtype
-            or tensor.dim() != len(self.shape)
-            or [*tensor.shape[: self.dim], *tensor.shape[self.dim + 1 :]] != sizes
-            or tensor.shape[self.dim] != length
-        ):
-            raise ForeignCacheError(f"a cache has its {self.name[1]} in another form than the cache of the recording")
-
-    def strides(self) -> tuple[Affine, ...]:
-        """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""
-        strides, stride = [], _ONE
-        for dim in reversed(range(len(self.shape))):
-            strides.append(stride)
-            stride = Affine(0, 0, stride.base) if dim == self.dim else stride.times(self.shape[dim].base)
-            if dim != self.dim and self.shape[dim].slope:
-                raise NotRecordableError("a cache grows in two dimensions")
-        return tuple(reversed(strides))
-
-    def place(self, start: Affine, sizes: Sequence[Affine]) -> Place:
-        """Return the place of new tokens, of `sizes`, behind `start` tokens."""
-        strides = self.strides()
-        moved = Affine(start.base, start.slope + self.start_slope)
-        return Place(self.before, self.dtype, _row_offset(strides[self.dim], moved), tuple(sizes), strides)
-
-    def translated(self, place: Place) -> Place:
-        """Return where a view of the tensor with its new tokens is in the buffer."""
-        if _ZERO in place.sizes:  # as of a model without a rotary part
-            return Place(self.before, place.dtype, _ZERO, place.sizes, (_ZERO,) * place.dims)
-        stride, packed = _ONE, []
-        for size in reversed(self.shape):
-            packed.append(stride)
-            stride = product(size, stride)
-        packed.reverse()
-        own = self.strides()
-        rest, offset = place.offset, Affine(0, self.start_slope).times(own[self.dim].base)
-        if own[self.dim].capacity or own[self.dim].slope:
-            raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
-        # The offset is that of a row, or of heads: the largest stride first.
-        for dim, one in enumerate(packed):
-            if rest == _ZERO:
-                break
-            if one.slope > 0:  # all of the tensor's tokens, as from one sequence of a batch to the next
-                whole = min(rest.slope // one.slope, rest.base // one.base) if one.base > 0 else rest.slope // one.slope
-                if whole > 0 and dim != self.dim:
-                    offset = offset.plus(_row_offset(own[dim], Affine(whole)))
-                    rest = rest.plus(one.times(-whole))
-                continue
-            if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
-                count = Affine(rest.base // one.base, rest.slope // one.base)
-                if dim != self.dim and (count.slope or not count.base >= 0):
-                    continue
-                offset = offset.plus(_row_offset(own[dim], count))
-                rest = _ZERO
-        if rest != _ZERO:
-            raise NotRecordableError("a view of the cache begins in the middle of it")
-        strides = []
-        for size, stride in zip(place.sizes, place.strides, strict=True):
-            if size == _ONE or stride == _ZERO:
-                strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
-                continue
-            known = [
-                own[dim]
-                for dim, one in enumerate(packed)
-                if one == stride and self.shape[dim] != _ONE and (size.slope, size.base) <= (self.shape[dim].slope, self.shape[dim].base)
-            ]
-            if not known:
-                raise NotRecordableError("a view of the cache joins its dimensions")
-            strides.append(known[0])
-        return Place(self.before, place.dtype, offset, place.sizes, tuple(strides))
-
-
-def _row_offset(stride: Affine, rows: Affine) -> Affine:
-    if stride.capacity and (rows.slope or rows.capacity):
-        raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
-    if stride.capacity:
-        return Affine(0, 0, stride.capacity * rows.base)
-    return rows.times(stride.base)
-
-
-def grown_tensors(fitted: FittedStep, period: int) -> list[CacheTensor]:
-    """Return the tensors of the cache that steps append to; a position of the step is one of `period` tokens.
-
-    Raises:
-        NotRecordableError: one changes in another way.
-    """
-    appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
-    same: dict[tuple[Place, Place], list[StateName]] = {}
-    for name, after in fitted.after.items():
-        same.setdefault((fitted.before[name], after), []).append(name)
-    found = []
-    for (before, after), names in same.items():
-        name, held = names[0], tuple(names)
-        call = appended.get(after.storage)
-        growing = [dim for dim, size in enumerate(before.sizes) if size.slope]
-        if after == before and len(growing) == 1:
-            dim = growing[0]
-            found.append(CacheTensor(held, before.storage, before.storage, dim, before.sizes, before.dtype, before.sizes[dim], 0))
-            continue
-        empty = [dim for dim, size in enumerate(before.sizes) if size == _ZERO and after.sizes[dim] != _ZERO]
-        if call is None and after.storage in fitted.produced and len(empty) == 1:
-            dim = empty[0]
-            added = after.sizes[dim].base
-            found.append(CacheTensor(held, before.storage, -1, dim, after.sizes, before.dtype, _ZERO, added, first=after))
-            continue
-        if after.storage == before.storage or call is None:
-            continue
-        pieces = call.leaves[:-1] if isinstance(call.leaves[-1], int) else call.leaves
-        dim = call.leaves[-1] if isinstance(call.leaves[-1], int) else 0
-        out = call.outputs[0]
-        dim %= out.dims
-        if len(pieces) != 2 or pieces[0].storage != before.storage:
-            raise NotRecordableError(f"a tensor of the cache ({name[1]}) is not appended to")
-        row = out.strides[dim]
-        if row.slope or (after.offset.slope and not row.base):
-            raise NotRecordableError(f"a tensor of the cache ({name[1]}) grows in another way than by tokens")
-        dropped = after.offset
-        drained = after.sizes[dim] == _ZERO
-        if dropped.slope or dropped.base % row.base:
-            raise NotRecordableError(f"a tensor of the cache ({name[1]}) drops another number of tokens in each step")
-        tokens, gone = pieces[1].sizes[dim].base, dropped.base // row.base
-        if gone not in (0, tokens) and not drained:
-            raise NotRecordableError("a window is about to be full")
-        moved = 0 if drained else period * int(gone > 0)
-        rows = before.sizes[dim]
-        found.append(CacheTensor(held, before.storage, after.storage, dim, out.sizes, before.dtype, rows, tokens, moved, drained))
-    return found
 
 
 class _Rows:
@@ -213,66 +88,71 @@ class _Rows:
         self.start, self.length = 0, length
         self.anchor = -held if self.moves else 0
         self.view = buffer.narrow(self.dim, 0, length)
-        self._storage = buffer.untyped_storage()
-        self._uses = torch._C._storage_Use_Count(self._storage._cdata)
 
-    def adopt(self, held: torch.Tensor) -> bool:
-        """Let `held` be the view if it is a part of it, as a crop returns, and if nothing else sees the tokens outside that part."""
+    def adopt(self, part: torch.Tensor) -> bool:
+        """Let `part` be the view if it is a part of it, as a crop returns; False for any other tensor."""
         buffer, dim = self.buffer, self.dim
-        start, rest = divmod(int(held.storage_offset()), buffer.stride(dim))
-        length = held.shape[dim] if held.dim() == buffer.dim() else -1
+        start, rest = divmod(int(part.storage_offset()), buffer.stride(dim))
+        length = part.shape[dim] if part.dim() == buffer.dim() else -1
         if (
-            held.untyped_storage()._cdata != self._storage._cdata
-            or held.dtype != buffer.dtype
-            or held.stride() != buffer.stride()
+            part.untyped_storage()._cdata != buffer.untyped_storage()._cdata
+            or part.dtype != buffer.dtype
+            or part.stride() != buffer.stride()
             or rest
             or length < 0
             or start + length > self.start + self.length
-            or (*held.shape[:dim], *held.shape[dim + 1 :]) != (*buffer.shape[:dim], *buffer.shape[dim + 1 :])
-            or torch._C._storage_Use_Count(self._storage._cdata) != self._uses + 1  # another view was kept
-            or sys.getrefcount(self.view) != 1 + _COUNTED
+            or (*part.shape[:dim], *part.shape[dim + 1 :]) != (*buffer.shape[:dim], *buffer.shape[dim + 1 :])
         ):
             return False
         self.start, self.length = start, length
-        self.view = held  # last: until then this is repeated where it was interrupted
+        self.view = part  # last: until then this is repeated where it was interrupted
         return True
 
 
-class _Owned:
-    """A tensor of a cache that the model replaces in each step, and that a program overwrites instead; `view` is what the cache holds."""
-
-    def __init__(self, content: torch.Tensor) -> None:
-        self.buffer = content.clone()
-        self.bytes = storage_bytes(self.buffer)
-        self._storage = self.buffer.untyped_storage()
-        self.renew()
-        self._uses = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def renew(self) -> None:
-        """Let the cache hold another view: one that someone has kept shows."""
-        self.view = self.buffer.detach()
-
-    @property
-    def alone(self) -> bool:
-        """Whether only this object and the cache hold the view."""
-        return torch._C._storage_Use_Count(self._storage._cdata) == self._uses and sys.getrefcount(self.view) == 2 + _COUNTED
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache of moegraft's own, for a model whose `generate` would create transformers' `DynamicCache`."""
+    return own(DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
-@dataclass(slots=True)
+def own(cache: AnyCache) -> AnyCache:
+    """Make a cache that nothing else holds one of moegraft's own."""
+    cache.moegraft = CacheBuffers()  # type: ignore[attr-defined] # transformers' classes have no member for it
+    return cache
+
+
+def buffers_of(cache: Cache) -> CacheBuffers | None:
+    """Return the memory of one of moegraft's own caches; None for others, shallow copies among them, which share tensors."""
+    buffers = getattr(cache, "moegraft", None)
+    if buffers is None:
+        return None
+    if buffers.cache is None:
+        buffers.cache = weakref.ref(cache)
+    found: CacheBuffers | None = buffers if buffers.cache() is cache else None
+    return found
+
+
 class CacheBuffers:
-    """The buffers of one cache.
+    """The memory of one of moegraft's own caches. A copy of the cache has its own.
 
     Attributes:
-        serial: that no other cache's buffers have.
+        tensors: those that grow, by their names in the cache.
+        replaced: those that the model replaces in each step, and that a program overwrites instead.
         version: changes with every buffer that is new or has moved its contents.
         room: tokens that each buffer has room for.
     """
 
-    serial: int = field(default_factory=itertools.count().__next__)
-    tensors: dict[StateName, _Rows] = field(default_factory=dict)
-    owned: dict[StateName, _Owned] = field(default_factory=dict)
-    version: int = 0
-    room: int = 0
+    def __init__(self) -> None:
+        self.tensors: dict[StateName, _Rows] = {}
+        self.replaced: dict[StateName, torch.Tensor] = {}
+        self.version = 0
+        self.room = 0
+        self.cache: weakref.ref[Cache] | None = None  # the first that uses it
+
+    def __deepcopy__(self, memo: object) -> CacheBuffers:
+        return CacheBuffers()
+
+    def __reduce__(self) -> tuple[type[CacheBuffers], tuple[()]]:
+        return CacheBuffers, ()
 
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
         """Make sure that the grown tensors are in buffers with room for `tokens` more, of a cache with `held_tokens`.
@@ -318,26 +198,20 @@ class CacheBuffers:
             for name in each.names:
                 holder(cache, name)[name[-1]] = rows.view
 
-    def own(self, cache: Any, names: Sequence[StateName]) -> None:
-        """Make sure that nothing but the cache sees the tensors that a program overwrites."""
+    def take(self, cache: Any, names: Sequence[StateName]) -> None:
+        """Make sure that the tensors that a program overwrites are the cache's own."""
         for name in names:
-            owned, held = self.owned.get(name), holder(cache, name)
-            if owned is None or held[name[-1]] is not owned.view or not owned.alone:
+            container = holder(cache, name)
+            if container[name[-1]] is not self.replaced.get(name):
                 self.version += 1
-                owned = self.owned[name] = _Owned(held[name[-1]])
-                held[name[-1]] = owned.view
+                container[name[-1]] = self.replaced[name] = container[name[-1]].clone(memory_format=torch.contiguous_format)
 
     def steps_left(self, tokens: int) -> int:
         """Return the positions by which a step may still move on before a buffer is full."""
         return min((self.room - rows.start - rows.length - tokens for rows in self.tensors.values()), default=_LONG)
 
-    def advance(
-        self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], replaced: Sequence[StateName], steps: int = 1
-    ) -> None:
+    def advance(self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], steps: int) -> None:
         """Let the cache show the tokens that `steps` steps have written."""
-        for name in replaced:
-            self.owned[name].renew()
-            holder(cache, name)[name[-1]] = self.owned[name].view
         for each in grown:
             if not each.added:
                 continue
@@ -354,3 +228,8 @@ class CacheBuffers:
         for name, count in counts.items():
             if count:
                 holder(cache, name)[name[-1]] += steps * count
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as (bytes,) uint8."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -37,6 +37,7 @@ from moegraft.operators.offload.devices.base import DeviceError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from moegraft.operators.draft import DraftSwitch
     from moegraft.operators.offload.model_experts import ModelEngines
 
 logger = logging.getLogger(__name__)
@@ -50,15 +51,17 @@ KEPT_STEPS = 4  # of different forms: windows that are full or not, lengths of c
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
 
 
-class DecodeSteps:
+class CapturedSteps:
     """Runs the decode steps of one model, which asks it at every forward pass.
 
     Args:
         engines: of the model, open by the first forward pass.
+        draft: the switch that is on while a draft is drawn.
     """
 
-    def __init__(self, engines: ModelEngines) -> None:
+    def __init__(self, engines: ModelEngines, draft: DraftSwitch) -> None:
         self._engines = engines
+        self._draft = draft
         self._mode = "graph" if any(options.decode == "graph" for options in engines.options) else "auto"
         self._tuner = DecodeModeTuner()
         self._logged: set[str] = set()
@@ -73,7 +76,7 @@ class DecodeSteps:
         """The faster mode by measurement; None while it is not known, or need not be."""
         return self._tuner.winner
 
-    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, drafting: bool) -> Any:
+    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
         """Return `plain(*args, **arguments)`, the model's own forward pass, or the result of a replayed step in its place."""
         ids = arguments.get("input_ids")
         single = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and not args and not torch.is_grad_enabled()
@@ -81,7 +84,7 @@ class DecodeSteps:
             self._tuner.pause()
             return plain(*args, **arguments)
         with self._lock:  # an interrupt right after `acquire` would leave it locked
-            reason = self._why_eager(model, arguments, drafting=drafting)
+            reason = self._why_eager(model, arguments)
             if reason is not None:
                 self._log(reason)
             elif self._mode == "auto" and self._tuner.next(next(iter(self._engines)).device.now_ms()) == "eager":
@@ -194,12 +197,12 @@ class DecodeSteps:
         self._obstacle = reason
         self._log(reason)
 
-    def _why_eager(self, model: PreTrainedModel, arguments: Mapping[str, Any], *, drafting: bool) -> str | None:
+    def _why_eager(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> str | None:
         """Why a step is not captured; an empty reason is not logged."""
         never = self._why_never(model)
         if never is not None:
             return never
-        if drafting:
+        if self._draft.settings is not None:
             return "tokens are drafted with fewer experts, and verified several at once"
         if len(arguments["input_ids"]) > MAX_SEQUENCES:
             return f"a step of {len(arguments['input_ids'])} sequences is scheduled layer by layer; up to {MAX_SEQUENCES} are captured"

@@ -1,7 +1,7 @@
-"""Decoding of one sequence in a loop of moegraft's own: which calls of `generate` it serves, and the text that it writes.
+"""The decoding loop of `generate` for one sequence, greedy or sampled, with or without drafts.
 
 The loop gives what transformers' own loop gives, token for token, in less time: on the CPU, tokens that follow each other in one native
-program are computed without the rest of a forward pass (`Continuation`).
+program are computed without the rest of a forward pass (`Continuation`), and with drafts, several tokens are verified in one pass.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import (
     Cache,
     GenerationConfig,
@@ -35,26 +32,48 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
-from moegraft.operators.structure import is_library
+from moegraft.operators.speculative.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
 
 if TYPE_CHECKING:
-    from moegraft.operators.decode.replay import Continuation, StepPrograms
+    from moegraft.operators.decode.replay import Continuation, StepReplay
+    from moegraft.operators.speculative.decoding import Drafting
 
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ROOM = 256  # tokens
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
-# What a model may override to change how a text goes on; a continued step does what these do.
-_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def generate(
+    model: PreTrainedModel,
+    stock: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    replay: StepReplay | None,
+    drafting: Drafting | None = None,
+) -> Any:
+    """Return what `stock(*args, **kwargs)`, the model's `generate`, returns, by `Decoding` where it serves the call."""
+    if torch.compiler.is_compiling():
+        return stock(*args, **kwargs)
+    arguments = call_arguments(stock, args, dict(kwargs))
+    config = effective_config(model, arguments)
+    reason = why_stock_loop(model, arguments, config)
+    if reason is not None and drafting is not None:
+        drafting.warn_once(reason)
+    own_inputs = _prepares_inputs(model)
+    if reason is not None or (drafting is None and (own_inputs or (config.stop_strings and arguments.get("tokenizer") is None))):
+        return stock(*args, **kwargs)
+    decoding = Decoding(None if own_inputs else replay, drafting, arguments.get("streamer"))
+    return stock(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
 
 
 @dataclass(frozen=True, slots=True)
-class PlainDecoding:
-    """Greedy and sampled decoding of one sequence, as a callable for `generate(custom_generate=...)`."""
+class Decoding:
+    """The loop, as a callable for `generate(custom_generate=...)`."""
 
-    steps: StepPrograms
+    replay: StepReplay | None
+    drafting: Drafting | None = None
     streamer: BaseStreamer | None = None
-    given_cache: bool = False  # by the caller
 
     @torch.no_grad()
     def __call__(
@@ -66,50 +85,48 @@ class PlainDecoding:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        text = GeneratedText(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer)
-        text.continue_by(self.steps, given_cache=self.given_cache)
-        greedy = not generation_config.do_sample
-        pick = likeliest_token if greedy else sampled_token
-        with text:
-            logits = text.prefill()
-            while True:
-                scores = text.process(text.input_ids, logits)
-                text.append(pick(scores), scores, logits)
-                text.advance(1)
-                while greedy and not text.finished and text.extend():
-                    pass
-                if text.finished:
-                    return text.result()
-                logits = text.step()
+        sequence = DecodedSequence(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer, self.replay
+        )
+        rule: AcceptanceRule = Sampling() if generation_config.do_sample else Greedy()
+        greedy, drafting = type(rule) is Greedy, self.drafting
+        with sequence:
+            accept(sequence, rule, [], sequence.prefill()[None])
+            if drafting is not None:
+                rule = drafting.begin(sequence, rule, logits_processor)
+            while not sequence.finished:
+                if drafting is not None:
+                    drafting.round(sequence, rule)
+                elif not (greedy and sequence.extend()):
+                    accept(sequence, rule, [], sequence.step()[None])
+            return sequence.result()
 
 
-def plain_generation(
-    model: PreTrainedModel, stock: Callable[..., Any], steps: StepPrograms, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Return what `stock(*args, **kwargs)`, the model's `generate`, returns, in a loop of our own where it serves the call."""
-    if torch.compiler.is_compiling():
-        return stock(*args, **kwargs)
-    arguments = call_arguments(stock, args, dict(kwargs))
-    config = effective_config(model, arguments)
-    if (
-        has_own_steps(model)
-        or own_loop_obstacle(model, arguments, config) is not None
-        or (config.stop_strings and arguments.get("tokenizer") is None)
-    ):
-        return stock(*args, **kwargs)
-    decoding = PlainDecoding(steps, arguments.get("streamer"), given_cache=arguments.get("past_key_values") is not None)
-    return stock(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
+def accept(sequence: DecodedSequence, rule: AcceptanceRule, drafts: Sequence[DraftToken], logits: torch.Tensor) -> tuple[int, int]:
+    """Append the tokens that follow from the full model's logits (drafts + 1, V): accepted drafts, and then a token of its own.
 
+    The last token replaces the first rejected draft, or follows the last one where all were accepted, unless that ends the sequence.
 
-def likeliest_token(scores: torch.Tensor) -> int:
-    """Return the token with the highest of the scores (V,), the first of equal ones."""
-    plain = scores.is_cpu and scores.dtype == torch.float32 and not scores.requires_grad  # processors may return others
-    return int(scores.numpy().argmax() if plain else scores.argmax())  # NumPy's needs 10 of 50 us
-
-
-def sampled_token(scores: torch.Tensor) -> int:
-    """Draw a token by the scores (V,), logits."""
-    return int(torch.multinomial(scores.softmax(-1), 1))
+    Returns:
+        The numbers of compared and of accepted drafts.
+    """
+    for position, draft in enumerate(drafts):
+        scores = sequence.process(sequence.input_ids, logits[position])
+        if not rule.accepts(draft, scores):
+            token = rule.replacement(draft, scores)
+            rule.note(token, logits[position], scores, None)
+            sequence.append(token, scores, logits[position])
+            return position + 1, position
+        rule.note(draft.token, logits[position], scores, draft)
+        sequence.append(draft.token, scores, logits[position])
+        if sequence.finished:
+            return position + 1, position + 1
+    scores = sequence.process(sequence.input_ids, logits[-1])
+    token = rule.pick(scores)
+    if drafts:
+        rule.note(token, logits[-1], scores, None)
+    sequence.append(token, scores, logits[-1])
+    return len(drafts), len(drafts)
 
 
 def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
@@ -123,8 +140,8 @@ def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Ge
     return config
 
 
-def own_loop_obstacle(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
-    """Return why a call must be decoded by transformers' own loop; None where one of moegraft's, with or without drafts, can serve it."""
+def why_stock_loop(model: PreTrainedModel, arguments: Mapping[str, Any], config: GenerationConfig) -> str | None:
+    """Return why transformers' own loop must decode a call of `generate`; None where `Decoding` can."""
     if arguments.get("custom_generate") is not None:
         return "the call has a decoding loop of its own (custom_generate)"
     if getattr(config, "is_assistant", False):
@@ -133,15 +150,15 @@ def own_loop_obstacle(model: PreTrainedModel, arguments: Mapping[str, Any], conf
     inputs = arguments.get("inputs")
     ids = inputs if inputs is not None else arguments.get("input_ids")
     if mode not in SERVED_MODES:
-        return f"{mode.value.replace('_', ' ')} cannot use these drafts"
+        return f"{mode.value.replace('_', ' ')} is neither greedy nor sampled decoding"
     if arguments.get("inputs_embeds") is not None:
         return "the prompt is given as embeddings"
     if isinstance(ids, torch.Tensor) and ids.shape[0] > 1:
-        return f"a batch of {ids.shape[0]} sequences accepts different numbers of tokens"
+        return f"the call has a batch of {ids.shape[0]} sequences"
     if (config.num_return_sequences or 1) > 1:
         return f"num_return_sequences={config.num_return_sequences} makes a batch"
     if config.use_cache is False:
-        return "use_cache=False leaves nothing to verify against"
+        return "use_cache=False leaves no cache to go on with"
     if config.cache_implementation in FIXED_CACHES:
         return f"a cache of kind {config.cache_implementation} cannot be rolled back"
     if arguments.get("negative_prompt_ids") is not None or (config.guidance_scale or 1) != 1:
@@ -157,10 +174,10 @@ def own_loop_obstacle(model: PreTrainedModel, arguments: Mapping[str, Any], conf
     return None
 
 
-def has_own_steps(model: PreTrainedModel) -> bool:
-    """Return whether a model, or its user, overrides how the pass for the next token is prepared or computed, such as with a new cache."""
-    own = any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in _INPUTS)
-    return own or "forward" in vars(model)
+def _prepares_inputs(model: PreTrainedModel) -> bool:
+    """Return whether a model prepares the pass for the next token in a way of its own, as with a new cache; a continued step does not."""
+    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    return any(name in vars(model) or getattr(type(model), name, None) is not getattr(GenerationMixin, name) for name in names)
 
 
 def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
@@ -183,24 +200,10 @@ def with_stop_strings(arguments: dict[str, Any], config: GenerationConfig) -> di
     return {**rest, "generation_config": given, "stopping_criteria": criteria}
 
 
-def _is_from_library(called: Any) -> bool:
-    """Return whether a processor, criterion or streamer runs no code of the user's: neither its own nor a function that it was given."""
-    attributes = getattr(called, "__dict__", {}).values()
-    return _has_library_code(called) and all(_has_library_code(each) for each in attributes if callable(each))
+class DecodedSequence:
+    """The sequence that a call of `generate` extends. Between forward passes, the cache holds all its tokens but the last.
 
-
-def _has_library_code(called: Any) -> bool:
-    if isinstance(called, partial):
-        return _has_library_code(called.func)
-    if isinstance(called, MethodType):
-        return is_library(called) and is_library(type(called.__self__))
-    return is_library(called if isinstance(called, FunctionType) else type(called))
-
-
-class GeneratedText:
-    """The sequence that a call of `generate` writes. Between forward passes, the cache holds all its tokens but the last.
-
-    A context manager: while steps of one token follow each other in a native program, the cache is told of them at the end (`settle`).
+    A context manager: while steps of one token follow each other in a native program, the cache receives them at the end (`flush`).
     """
 
     def __init__(
@@ -212,6 +215,7 @@ class GeneratedText:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         streamer: BaseStreamer | None,
+        replay: StepReplay | None,
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self.length = int(input_ids.shape[1])
@@ -244,20 +248,9 @@ class GeneratedText:
             if type(each) is MaxLengthCriteria
         ]
         self._open_length = min(limits, default=sys.maxsize)  # below which no length ends the text
-        self._steps: StepPrograms | None = None
+        self._replay = replay
         self._continuation: Continuation | None = None
-        self._untold = 0  # tokens that masks and positions do not have yet
-
-    def continue_by(self, steps: StepPrograms | None, *, given_cache: bool) -> None:
-        """Compute steps of one token that follow each other as continuations in `steps`, where nothing else can come between them.
-
-        Args:
-            given_cache: whether the caller has given the cache, which may be looked at between two steps.
-        """
-        called = (*self._processors, *self._criteria, *(() if self._streamer is None else (self._streamer,)))
-        self._watched = not all(map(_is_from_library, called))
-        if not (has_own_steps(self._model) or _has_any_global_hook() or (self._watched and given_cache)):
-            self._steps = steps
+        self._counted = self.length  # tokens that masks and positions have
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -271,33 +264,33 @@ class GeneratedText:
 
     @property
     def remaining(self) -> int:
-        """Tokens left until the text reaches its maximum length."""
+        """Tokens left until the sequence reaches its maximum length."""
         return int(self._config.max_length) - self.length
 
     @property
     def cache(self) -> Cache | None:
-        self.settle()
+        self.flush()
         return self._kwargs.get("past_key_values")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.settle()
+        self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Let the cache, masks and positions have all tokens but the last."""
         if self._continuation is not None:
             self._continuation.close()
             self._continuation = None  # last: an interrupt before `close` leaves it for `__exit__`
-        untold, self._untold = self._untold, 0
-        if untold:
-            self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=untold)
+        new, self._counted = self.length - self._counted, self.length
+        if new:
+            self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=new)
 
     def prefill(self) -> torch.Tensor:
         """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""
         outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
-        # Adopts the cache that the model created; `advance` counts the tokens.
+        # Adopts the cache that the model created; `flush` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.to(torch.float32)
@@ -309,8 +302,8 @@ class GeneratedText:
             if continued is not None:
                 return continued[0]
         logits = self.forward([], feed=1)[0]
-        if self._steps is not None:
-            self._continuation = self._steps.continuation(self._model, self._kwargs.get("past_key_values"), watched=self._watched)
+        if self._replay is not None:
+            self._continuation = self._replay.continuation(self._kwargs.get("past_key_values"))
         return logits
 
     def extend(self) -> bool:
@@ -321,12 +314,11 @@ class GeneratedText:
         tokens = self._continuation.greedy(self._last, 1 if single else self._open_length - self.length, self._ends)
         for token in tokens:
             self.append(token)
-        self.advance(len(tokens))
         return bool(tokens)
 
     def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
-        """Feed the last `feed` tokens of the text followed by `tokens`; return their logits, (feed, V) float32."""
-        self.settle()
+        """Feed the last `feed` tokens of the sequence followed by `tokens`; return their logits, (feed, V) float32."""
+        self.flush()
         kwargs, ids = self._kwargs, self.followed_by(tokens)
         if tokens:
             kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, dict(kwargs), num_new_tokens=len(tokens))
@@ -337,7 +329,7 @@ class GeneratedText:
         return logits.to(torch.float32)
 
     def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the text with `tokens` after it, (1, length + tokens) int64."""
+        """Return the sequence with `tokens` after it, (1, length + tokens) int64."""
         if not tokens:
             return self.input_ids
         return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
@@ -358,7 +350,7 @@ class GeneratedText:
         return scores[0]
 
     def append(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
-        """Append one token, and check whether it ends the text.
+        """Append one token, and check whether it ends the sequence.
 
         Args:
             scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
@@ -381,13 +373,9 @@ class GeneratedText:
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token]))
 
-    def advance(self, tokens: int) -> None:
-        """Extend masks and positions by the last `tokens` tokens."""
-        self._untold += tokens
-
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Return what `generate` returns."""
-        self.settle()  # first: where a stream ends, another thread may go on with the cache
+        self.flush()  # first: where a stream ends, another thread may go on with the cache
         if self._streamer is not None:
             self._streamer.end()
         if not self._config.return_dict_in_generate:

@@ -285,7 +285,6 @@ class HybridExperts(Operator):
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         engines = None if options.on_gpu is None else context.gpu_engines
-        context.replays_steps = context.replays_steps and cls.replays_steps(options)
         warn = partial(context.warn_once, logger)
         return cls(read_layout(module), options, runtime, draft, warn, sparsity, engines, context.expert_group)
 

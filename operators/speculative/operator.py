@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator, call_arguments
+from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator
 from moegraft.operators.context import InjectionContext
+from moegraft.operators.decode.loop import generate
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.decode.loop import effective_config, own_loop_obstacle, with_stop_strings
 from moegraft.operators.speculative.decoding import (
     Drafter,
+    Drafting,
     ExpertsDrafter,
     NgramDrafter,
-    SpeculativeDecoding,
     Trace,
     continuation,
     no_trace,
@@ -163,29 +163,20 @@ class SpeculativeDraft(ModelOperator):
             self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = call_arguments(plain, args, kwargs)
-        config = effective_config(model, arguments)
-        reason = own_loop_obstacle(model, arguments, config)
-        if reason is not None:
-            self.warn_once(f"decoding without drafts: {reason}")
-            return plain(**arguments)
         drafter: Drafter = ExpertsDrafter(self._switch, self.options.settings, self.options.confidence)
         if self.options.draft == "ngram":
             drafter = NgramDrafter(self.options.ngram)
-        decoding = SpeculativeDecoding(
+        drafting = Drafting(
             options=self.options,
             drafter=drafter,
             schedule=self._schedule,
             statistics=self._statistics,
             switch=self._switch,
-            warn_once=lambda why: self.warn_once(f"decoding without drafts: {why}"),
-            streamer=arguments.get("streamer"),
-            steps=self._context.step_programs,
-            given_cache=arguments.get("past_key_values") is not None,
+            warn_once=lambda reason: self.warn_once(f"decoding without drafts: {reason}"),
             clock=self.clock,
             trace=self.trace,
         )
-        result = plain(**with_stop_strings(arguments, config) | {"custom_generate": decoding})
+        result = generate(model, plain, args, kwargs, self._context.replay, drafting)
         if self.options.mode == "adaptive":
             logger.debug("speculative_draft: %s", self._statistics.line())
         return result

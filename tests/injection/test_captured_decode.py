@@ -15,10 +15,10 @@ from support.gpus import emulated_only, limit, placed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
+from moegraft.operators.decode import captured
+from moegraft.operators.decode.captured import TIMED_STEPS, CapturedSteps, to_dynamic, to_static
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.decode import captured as decode_steps
 from moegraft.operators.offload.captured import CapturedLayer, StepGraph
-from moegraft.operators.decode.captured import TIMED_STEPS, DecodeSteps, to_dynamic, to_static
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
@@ -70,7 +70,7 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is logged about captured steps; a GPU's warm-up logs as well."""
-    return [record.message for record in caplog.records if record.name == decode_steps.logger.name]
+    return [record.message for record in caplog.records if record.name == captured.logger.name]
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
@@ -117,7 +117,7 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
     load, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the step makes the masks of its windows itself, it does so from numbers."""
-    monkeypatch.setattr(decode_steps, "why_counted_in_python", lambda arguments, cache: None)
+    monkeypatch.setattr(captured, "why_counted_in_python", lambda arguments, cache: None)
     model = load("gpt_oss")
     ids = prompt(10).to(model.device)
     expected = model(input_ids=ids).logits
@@ -292,10 +292,10 @@ def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ign
 def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """On an emulated device nothing can be measured, so its own clock stands in."""
     tokens, _ = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"), max_new_tokens=4 * TIMED_STEPS)
-    monkeypatch.setattr(DecodeSteps, "_find_obstacle", lambda self, model: None)
+    monkeypatch.setattr(CapturedSteps, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
     assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
-    assert model.moegraft.context.decode_steps.mode in ("eager", "graph")
+    assert model.moegraft.context.captured.mode in ("eager", "graph")
 
 
 @emulated_only
@@ -310,13 +310,13 @@ def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixt
 def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuleFileError, match=r"decode: graph computes resident experts on the GPU.*which schedule: all_cpu does not"):
         load("qwen3_moe", "schedule: all_cpu, decode: graph")
-    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.decode_steps is None
+    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.captured is None
 
 
 def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe")
     answer(model)
-    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.decode_steps)]
+    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.captured)]
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3

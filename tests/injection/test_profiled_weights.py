@@ -141,7 +141,7 @@ def test_a_replayed_decode_step_is_the_eager_one(folder: Path, dtype: str) -> No
     eager, replayed = (load(folder, rules(kwargs=f", decode: {decode}"), dtype=dtype) for decode in ("eager", "auto"))
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_scores": True, "return_dict_in_generate": True}
     expected, found = (model.generate(IDS[None], **options) for model in (eager, replayed))
-    assert replayed.moegraft.context.decode_steps.replayed > 5
+    assert replayed.moegraft.context.replay.replayed > 5
     assert torch.equal(expected.sequences, found.sequences)
     torch.testing.assert_close(torch.stack(expected.scores), torch.stack(found.scores), rtol=1e-4, atol=1e-5)
 

@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Qu
 from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import why_not_appendable
 from moegraft.operators.atomic_file import write_file
+from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.weights import sampled
 
@@ -367,7 +368,7 @@ def _cache(model: PreTrainedModel, tensors: dict[str, torch.Tensor], lengths: li
     """
     if not lengths:
         return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = new_cache(model)
     layers: list[Any] = cache.layers
     if why_not_appendable(model) is not None or len(lengths) != len(layers):
         raise ValueError(f"{len(lengths)} layers do not fit this model")
@@ -396,6 +397,6 @@ def _cache(model: PreTrainedModel, tensors: dict[str, torch.Tensor], lengths: li
 def _one_token(model: PreTrainedModel) -> Any:
     """Return the cache of a token, which has the heads, sizes, dtypes and devices of the model's keys and values."""
     call: Any = model
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = new_cache(model)
     call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     return cache

@@ -172,7 +172,7 @@ class PagedTexts:
         self._kept: list[_Kept] = []  # the most recently used one last
         self._most_kept = kept_bytes // self._pool.page_bytes
         injection = injection_of(model)
-        self._steps = None if injection is None else injection.context.step_programs
+        self._steps = None if injection is None else injection.context.replay
         self._stepped: list[PagedSequence] = []  # the rows of the last step, which may go on
         self._continuation: Any = None  # of the last step, from `continuation` of `_steps`
 
@@ -262,7 +262,7 @@ class PagedTexts:
         logits = self.read(texts, [[token] for token in tokens])[:, -1].float()
         if self._steps is not None:
             self._stepped = [text.sequence for text in texts]
-            self._continuation = self._steps.continuation(self._model, self._cache, watched=False)
+            self._continuation = self._steps.continuation(self._cache)
         return logits
 
     def end(self, text: Text, token_ids: list[int] | None = None) -> None:

@@ -105,7 +105,7 @@ class Service:
         if limits.batch_invariant and injection is not None:
             if injection.device_counts():
                 raise OptionsError("--batch-invariant: which device computes an expert depends on time; keep all experts on the CPU")
-            injection.context.replays_steps = False  # the first steps of a kind are computed layer by layer, which rounds elsewhere
+            injection.context.replay = None  # the first steps of a kind are computed layer by layer, which rounds elsewhere
         if self.alone_because is None:
             try:
                 padding = 0 if drafts is None else drafts.longest

@@ -9,14 +9,23 @@ one address, and whatever else differs is the result of a computation in Python 
 
 from __future__ import annotations
 
+import bisect
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import PretrainedConfig
 
+from moegraft.operators.decode.cache import ForeignCacheError, StateName, storage_bytes
 from moegraft.operators.decode.native.record import Memory, NotRecordableError, Recording
+
+MAX_GROUP = 16  # tokens, with a program for each position in the group
+_LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor|budget")  # in names of a config
+_CHOICES = re.compile("topk|top_k|budget")  # in names of a config: how many tokens are looked at
+_GROUP = re.compile("compress|pool|block_size")  # in names of a config: how many tokens a model pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,47 +108,7 @@ def _product(one: Affine, other: Affine) -> Affine:
     raise NotRecordableError("an offset is no linear function of the position")
 
 
-# Of a tensor of a cache: the layer's number, or -1 for the cache itself, then the attribute and the key within it.
-StateName = tuple[Any, ...]
-
-
-def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:
-    """Return what holds the tensor or number `name` of a cache, which has the key `name[-1]` in it."""
-    held = vars(cache.layers[name[0]] if name[0] >= 0 else cache)
-    return held if len(name) == 2 else held[name[1]]
-
-
-def _holders(cache: Cache) -> Iterator[tuple[int, dict[str, Any]]]:
-    yield -1, vars(cache)
-    yield from ((number, vars(layer)) for number, layer in enumerate(cache.layers))
-
-
-def cache_tensors(cache: Cache) -> Iterator[tuple[StateName, torch.Tensor]]:
-    """Yield the tensors that a cache and its layers hold, with their names."""
-    for number, attributes in _holders(cache):
-        for attribute, value in attributes.items():
-            if attribute.startswith("_"):  # constants such as the size of a window
-                continue
-            if isinstance(value, torch.Tensor):
-                yield (number, attribute), value
-            elif isinstance(value, dict | list):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, inner in items:
-                    if isinstance(inner, torch.Tensor):
-                        yield (number, attribute, key), inner
-
-
-def cache_counts(cache: Cache) -> dict[StateName, int]:
-    """Return the numbers and flags that a cache and its layers hold, by name."""
-    found: dict[StateName, int] = {}
-    for number, attributes in _holders(cache):
-        for attribute, value in attributes.items():
-            if isinstance(value, int):
-                found[number, attribute] = value
-            elif isinstance(value, dict | list):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                found.update({(number, attribute, key): inner for key, inner in items if isinstance(inner, int)})
-    return found
+_ZERO, _ONE = Affine(0), Affine(1)
 
 
 @dataclass(slots=True)
@@ -297,6 +266,223 @@ class _Fit:
         return self.leaf(one, other, "the outputs")
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as (bytes,) uint8."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """A tensor of the cache that is kept in a buffer with room for more tokens: steps append to it, at least those of other kinds.
+
+    Attributes:
+        names: in the cache; several where it holds one tensor twice.
+        before, after: the storages of the tensor before the step and with the new tokens; the first is its buffer. They are one where a
+            step appends nothing.
+        dim: along which it grows.
+        shape: of the tensor with the new tokens.
+        rows: before the step.
+        added: the rows that the step appends.
+        drained: whether the tensor is empty after the step, which has used its rows.
+        first: the new rows, where the tensor was empty and nothing is appended to it by a call; else None.
+        start_slope: by how many rows the tensor's start moves with the position: 1 for a window that is full, or the tokens of a group
+            where positions count groups; else 0.
+    """
+
+    names: tuple[StateName, ...]
+    before: int
+    after: int
+    dim: int
+    shape: tuple[Affine, ...]
+    dtype: torch.dtype
+    rows: Affine
+    added: int
+    start_slope: int = 0
+    drained: bool = False
+    first: Place | None = None
+
+    @property
+    def name(self) -> StateName:
+        return self.names[0]
+
+    def require_form(self, tensor: torch.Tensor, length: int) -> None:
+        """
+        Raises:
+            ForeignCacheError: `tensor`, that of a cache at this place, has another type or other sizes than the recorded one would have
+                with `length` tokens.
+        """
+        sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
+        if (
+            tensor.dtype != self.dtype
+            or tensor.dim() != len(self.shape)
+            or [*tensor.shape[: self.dim], *tensor.shape[self.dim + 1 :]] != sizes
+            or tensor.shape[self.dim] != length
+        ):
+            raise ForeignCacheError(f"a cache has its {self.name[1]} in another form than the cache of the recording")
+
+    def strides(self) -> tuple[Affine, ...]:
+        """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""
+        strides, stride = [], _ONE
+        for dim in reversed(range(len(self.shape))):
+            strides.append(stride)
+            stride = Affine(0, 0, stride.base) if dim == self.dim else stride.times(self.shape[dim].base)
+            if dim != self.dim and self.shape[dim].slope:
+                raise NotRecordableError("a cache grows in two dimensions")
+        return tuple(reversed(strides))
+
+    def place(self, start: Affine, sizes: Sequence[Affine]) -> Place:
+        """Return the place of new tokens, of `sizes`, behind `start` tokens."""
+        strides = self.strides()
+        moved = Affine(start.base, start.slope + self.start_slope)
+        return Place(self.before, self.dtype, _row_offset(strides[self.dim], moved), tuple(sizes), strides)
+
+    def translated(self, place: Place) -> Place:
+        """Return where a view of the tensor with its new tokens is in the buffer."""
+        if _ZERO in place.sizes:  # as of a model without a rotary part
+            return Place(self.before, place.dtype, _ZERO, place.sizes, (_ZERO,) * place.dims)
+        stride, packed = _ONE, []
+        for size in reversed(self.shape):
+            packed.append(stride)
+            stride = product(size, stride)
+        packed.reverse()
+        own = self.strides()
+        rest, offset = place.offset, Affine(0, self.start_slope).times(own[self.dim].base)
+        if own[self.dim].capacity or own[self.dim].slope:
+            raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
+        # The offset is that of a row, or of heads: the largest stride first.
+        for dim, one in enumerate(packed):
+            if rest == _ZERO:
+                break
+            if one.slope > 0:  # all of the tensor's tokens, as from one sequence of a batch to the next
+                whole = min(rest.slope // one.slope, rest.base // one.base) if one.base > 0 else rest.slope // one.slope
+                if whole > 0 and dim != self.dim:
+                    offset = offset.plus(_row_offset(own[dim], Affine(whole)))
+                    rest = rest.plus(one.times(-whole))
+                continue
+            if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
+                count = Affine(rest.base // one.base, rest.slope // one.base)
+                if dim != self.dim and (count.slope or not count.base >= 0):
+                    continue
+                offset = offset.plus(_row_offset(own[dim], count))
+                rest = _ZERO
+        if rest != _ZERO:
+            raise NotRecordableError("a view of the cache begins in the middle of it")
+        strides = []
+        for size, stride in zip(place.sizes, place.strides, strict=True):
+            if size == _ONE or stride == _ZERO:
+                strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
+                continue
+            known = [
+                own[dim]
+                for dim, one in enumerate(packed)
+                if one == stride and self.shape[dim] != _ONE and (size.slope, size.base) <= (self.shape[dim].slope, self.shape[dim].base)
+            ]
+            if not known:
+                raise NotRecordableError("a view of the cache joins its dimensions")
+            strides.append(known[0])
+        return Place(self.before, place.dtype, offset, place.sizes, tuple(strides))
+
+
+def _row_offset(stride: Affine, rows: Affine) -> Affine:
+    if stride.capacity and (rows.slope or rows.capacity):
+        raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
+    if stride.capacity:
+        return Affine(0, 0, stride.capacity * rows.base)
+    return rows.times(stride.base)
+
+
+def grown_tensors(fitted: FittedStep, period: int) -> list[CacheTensor]:
+    """Return the tensors of the cache that steps append to; a position of the step is one of `period` tokens.
+
+    Raises:
+        NotRecordableError: one changes in another way.
+    """
+    appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
+    same: dict[tuple[Place, Place], list[StateName]] = {}
+    for name, after in fitted.after.items():
+        same.setdefault((fitted.before[name], after), []).append(name)
+    found = []
+    for (before, after), names in same.items():
+        name, held = names[0], tuple(names)
+        call = appended.get(after.storage)
+        growing = [dim for dim, size in enumerate(before.sizes) if size.slope]
+        if after == before and len(growing) == 1:
+            dim = growing[0]
+            found.append(CacheTensor(held, before.storage, before.storage, dim, before.sizes, before.dtype, before.sizes[dim], 0))
+            continue
+        empty = [dim for dim, size in enumerate(before.sizes) if size == _ZERO and after.sizes[dim] != _ZERO]
+        if call is None and after.storage in fitted.produced and len(empty) == 1:
+            dim = empty[0]
+            added = after.sizes[dim].base
+            found.append(CacheTensor(held, before.storage, -1, dim, after.sizes, before.dtype, _ZERO, added, first=after))
+            continue
+        if after.storage == before.storage or call is None:
+            continue
+        pieces = call.leaves[:-1] if isinstance(call.leaves[-1], int) else call.leaves
+        dim = call.leaves[-1] if isinstance(call.leaves[-1], int) else 0
+        out = call.outputs[0]
+        dim %= out.dims
+        if len(pieces) != 2 or pieces[0].storage != before.storage:
+            raise NotRecordableError(f"a tensor of the cache ({name[1]}) is not appended to")
+        row = out.strides[dim]
+        if row.slope or (after.offset.slope and not row.base):
+            raise NotRecordableError(f"a tensor of the cache ({name[1]}) grows in another way than by tokens")
+        dropped = after.offset
+        drained = after.sizes[dim] == _ZERO
+        if dropped.slope or dropped.base % row.base:
+            raise NotRecordableError(f"a tensor of the cache ({name[1]}) drops another number of tokens in each step")
+        tokens, gone = pieces[1].sizes[dim].base, dropped.base // row.base
+        if gone not in (0, tokens) and not drained:
+            raise NotRecordableError("a window is about to be full")
+        moved = 0 if drained else period * int(gone > 0)
+        rows = before.sizes[dim]
+        found.append(CacheTensor(held, before.storage, after.storage, dim, out.sizes, before.dtype, rows, tokens, moved, drained))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """The positions at which a model may begin to compute in another way.
+
+    A program is only used between two of them; numbers that are linear on one side need not be so on the other.
+
+    Attributes:
+        lengths: the config's windows, chunks, lengths and the like.
+        choices: those of them from which on sparse attention leaves tokens out.
+        groups: sizes of groups of tokens that are pooled, with a boundary after each group.
+        period: a number of tokens after which steps are alike again; its groups have a program for each position in them.
+    """
+
+    lengths: Sequence[int]
+    choices: Sequence[int]
+    groups: Sequence[int]
+    period: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Boundaries:
+        """Return the boundaries that the numbers of a config suggest."""
+
+        def numbers(values: Mapping[str, Any], names: re.Pattern[str], inner: bool = False) -> Iterator[int]:
+            for name, value in values.items():
+                named = inner or names.search(str(name)) is not None
+                if isinstance(value, Mapping):
+                    yield from numbers(value, names, named and names is _GROUP)
+                elif type(value) is int and named:
+                    yield value
+
+        settings = config.get_text_config().to_dict()
+        groups = sorted({value for value in numbers(settings, _GROUP) if value > 1})
+
+        def lengths(names: re.Pattern[str]) -> list[int]:
+            found = {value for value in numbers(settings, names) if value > 1}
+            return sorted(found | {value * group for value in found for group in groups})  # a length may count groups
+
+        period = 1
+        for group in groups:
+            if math.lcm(period, group) <= MAX_GROUP:
+                period = math.lcm(period, group)
+        return cls(lengths(_LENGTH), lengths(_CHOICES), [group for group in groups if period % group], period)
+
+    def regime(self, position: int, total: int) -> object | None:
+        """Return what a step from `position` to `total` tokens depends on; None at a boundary itself, where models differ by a token."""
+        place = bisect.bisect(self.lengths, total)
+        if (place and self.lengths[place - 1] == total) or (place < len(self.lengths) and self.lengths[place] == total + 1):
+            return None
+        if any((position - 1) // group != (total + 1) // group for group in self.groups):
+            return None
+        return place, *(total // group for group in self.groups), position % self.period

@@ -1,7 +1,7 @@
 """Turn a fitted step into a native program: ATen calls become the program's small operations, kernel calls its kernels.
 
 A call without a native form stays a call of PyTorch between two runs of the program, so that one unknown operation costs microseconds and
-not the whole program. native_step.py builds the program.
+not the whole program. program.py builds the program.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from moegraft.operators.decode.cache import CacheTensor
-from moegraft.operators.decode.native.fit import Affine, FittedCall, FittedStep, Place, StateName, product
+from moegraft.operators.decode.cache import StateName
+from moegraft.operators.decode.native.fit import Affine, CacheTensor, FittedCall, FittedStep, Place, product
 from moegraft.operators.decode.native.record import NotRecordableError
 
 ELEMENT_NAMES = {

@@ -5,17 +5,29 @@ The memory of temporaries is assigned by the operations between which each is al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import operator
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
+from transformers import Cache
+from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.custom_ops import without_dispatch
-from moegraft.operators.decode.native.fit import Affine, Place
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName, cache_tensors, holder, storage_bytes
+from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, grown_tensors
 from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node, Operand
+from moegraft.operators.decode.native.record import NotRecordableError
+from moegraft.operators.timeline import Timeline
 
 ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64
@@ -174,6 +186,219 @@ class NativeStep:
                 raise OtherSizeError(f"{part.target} returns {tuple(result.shape)}, expected {tuple(target.shape)}")
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
+
+
+class StepProgram:
+    """The native program of one kind of step, bound to one cache at a time.
+
+    Args:
+        output_type: of the model's outputs.
+        position: tokens in the cache of the recording.
+        period: tokens of a group that the model pools, else 1; programs count groups.
+    """
+
+    def __init__(self, fitted: FittedStep, runtime: Runtime, output_type: type[ModelOutput], position: int, period: int) -> None:
+        self._fitted = fitted
+        self._runtime = runtime
+        self._output_type = output_type
+        self._no_outputs = {field.name: None for field in fields(output_type)}  # type: ignore[arg-type] # models return its dataclasses
+        self._period, self._place = period, position % period
+        self._grown = grown_tensors(fitted, period)
+        others = [name for name in fitted.before if not self._is_grown(name)]
+        self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
+        self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
+        for name in self.replaced:
+            before, after = fitted.before[name], fitted.after[name]
+            fixed = not any(number.slope for number in (*before.sizes, *before.strides, before.offset))
+            if not fixed or (after.sizes, after.dtype) != (before.sizes, before.dtype) or after.storage not in fitted.produced:
+                raise NotRecordableError(f"a tensor of the cache ({name[1]}) is replaced by one of another form in each step")
+        self._lowering = Lowering(fitted, self._grown, self.replaced)
+        self.exact = all(
+            weights in ("float32", "float64")
+            for node in self._lowering.nodes
+            if node.kind in ("linear", "experts")
+            for weights in [node.payload[0].weight_type]
+        )
+        found = [node.payload[2] for node in self._lowering.nodes if node.kind == "experts"]
+        self.counters = [array for array in found if array is not None]  # of neurons
+        self.sized_by_values = self._lowering.sized_by_values
+        self._logits = self._fitted.outputs["logits"]
+        self._bound: tuple[weakref.ref[CacheBuffers], int] | None = None  # the cache's buffers, and their version
+        self._bound_states: list[torch.Tensor] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._bound_logits: torch.Tensor | None = None  # where they are at the same place in each step
+        self._checked = (0, -1)
+        self._last_position = -1
+        self.kernels_ns = 0  # of the last step
+        self._build(-(-max(1024, 2 * position) // self._period))
+
+    def describe(self) -> str:
+        kinds = [node.kind for node in self._lowering.nodes]
+        calls = sorted({node.name for node in self._lowering.nodes if node.kind == "call"})
+        others = f", {kinds.count('call')} calls of PyTorch ({', '.join(calls)})" if calls else ""
+        return f"{len(kinds)} operations{others}, {self._native.arena_bytes / 1e6:.1f} MB"
+
+    def states(self, cache: Any) -> list[torch.Tensor]:
+        """Return the tensors of a cache that a step changes in place."""
+        return [holder(cache, name)[name[-1]] for name in self._states]
+
+    def saved(self, cache: Any) -> Callable[[], None]:
+        """Copy what a run overwrites; the result puts it back."""
+
+        def overwritten() -> list[torch.Tensor]:  # those that the program owns are others after a run
+            return [*self.states(cache), *(holder(cache, name)[name[-1]] for name in self.replaced)]
+
+        with torch.inference_mode():  # the states may have been made in it
+            kept = [tensor.clone() for tensor in overwritten()]
+        counts = [array.copy() for array in self.counters]
+
+        def put_back() -> None:
+            with torch.inference_mode():
+                for tensor, old in zip(overwritten(), kept, strict=True):
+                    tensor.copy_(old)
+            for array, before in zip(self.counters, counts, strict=True):
+                array[:] = before
+
+        return put_back
+
+    def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
+        return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
+
+    def run(self, cache: Cache, buffers: CacheBuffers, inputs: Mapping[str, torch.Tensor], position: int, *, advance: bool) -> Any:
+        """Run the step that follows `position` tokens; return the model's outputs.
+
+        Args:
+            advance: whether the cache then holds the new tokens.
+
+        Raises:
+            ForeignCacheError, OtherSizeError: the program is not for this cache, or not for this step.
+        """
+        held_tokens, position = position, position // self._period
+        if position > self._last_position:
+            self._build(2 * position)
+        tokens = inputs["input_ids"].shape[1]
+        buffers.hold(cache, self._grown, tokens, position, held_tokens)
+        buffers.take(cache, self.replaced)
+        bound = self.is_bound(buffers) and self._has_bound(self.states(cache))
+        if not bound or not self._checked[0] <= position <= self._checked[1]:
+            self._bind(cache, buffers, position, tokens)
+        for name, value in inputs.items():
+            into = self._inputs[name]
+            (into if into.numel() == value.numel() else into[: value.numel()]).copy_(value.reshape(-1))
+        native = self._native
+        before_ns = native.native.kernel_ns
+        for part in native.parts:
+            if isinstance(part, PythonCall):
+                native.call(part, self._tensors, position, buffers.room)
+            else:
+                native.native.run(position, *part)
+        self.kernels_ns = native.native.kernel_ns - before_ns
+        if advance:
+            self.advance(cache, buffers, 1)
+        logits = self._bound_logits
+        logits = (native.view(self._logits, self._tensors, position, buffers.room) if logits is None else logits).clone()
+        # As the type's own constructor does it, which takes 15 us to look its fields up again for each of them.
+        outputs = self._output_type.__new__(self._output_type)
+        vars(outputs).update(self._no_outputs)
+        for name in self._fitted.outputs:
+            vars(outputs)[name] = logits if name == "logits" else cache
+            OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
+        return outputs
+
+    @contextmanager
+    def looping(self) -> Iterator[Program]:
+        """Yield the native program, which feeds tokens by itself while the body runs; its `fed` counts them."""
+        native = self._native.native
+        before_ns = native.kernel_ns
+        try:
+            yield native
+        finally:
+            self.kernels_ns = native.kernel_ns - before_ns
+
+    def advance(self, cache: Any, buffers: CacheBuffers, steps: int) -> None:
+        """Let a cache have the tokens of `steps` steps."""
+        buffers.advance(cache, self._grown, self._fitted.counts, steps)
+
+    @property
+    def logits_sizes(self) -> tuple[int, int]:
+        """B, V."""
+        batch, _, vocabulary = self._logits.sizes
+        return batch.base, vocabulary.base
+
+    def is_bound(self, buffers: CacheBuffers) -> bool:
+        return self._bound is not None and self._bound[0]() is buffers and self._bound[1] == buffers.version
+
+    def steps_left(self, buffers: CacheBuffers, position: int) -> int:
+        """Return how many steps of one token from `position` on fit the buffers, and were checked."""
+        return min(self._checked[1] - position, buffers.steps_left(1)) + 1
+
+    def add_spans(self, timeline: Timeline) -> None:
+        """Add the kernels of the last step to the lane `CPU`."""
+        late_ms = timeline.now_ms() - time.perf_counter_ns() / 1e6
+        for name, (began_ns, ended_ns) in zip(self._native.kernels, self._native.native.spans(), strict=True):
+            if ended_ns:
+                timeline.add("CPU", name, began_ns / 1e6 + late_ms, ended_ns / 1e6 + late_ms)
+
+    def _is_grown(self, name: StateName) -> bool:
+        return any(name in tensor.names for tensor in self._grown)
+
+    def _build(self, last_position: int) -> None:
+        self._native = NativeStep(self._lowering, self._runtime, [self._logits], last_position)
+        self._last_position = last_position
+        self._arena = torch.empty(self._native.arena_bytes, dtype=torch.uint8)
+        self._inputs = {
+            name: torch.empty(math.prod(size.at(last_position) for size in place.sizes), dtype=place.dtype)
+            for name, place in self._fitted.inputs.items()
+        }
+        inputs = dict(self._fitted.inputs)
+        token = inputs.pop("input_ids")
+        self.goes_on = self._native.set_loop(self._logits, token, list(inputs.values())) and not self.sized_by_values
+        self._bound = None
+
+    def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> None:
+        native, fitted = self._native, self._fitted
+        tensors: dict[int, torch.Tensor] = {}
+        origins: dict[int, int] = {}
+        held = dict(cache_tensors(cache))
+        by_storage = {tensor.before: tensor for tensor in self._grown}
+        others = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()} | dict(fitted.constants)
+        states = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in self._states}
+        states |= {fitted.before[name].storage: (buffers.replaced[name], fitted.before[name]) for name in self.replaced}
+        for storage, buffer in native.buffers.items():
+            grown = by_storage.get(storage)
+            if grown is not None:
+                rows = buffers.tensors[grown.name]
+                row_bytes = rows.buffer.stride(grown.dim) * rows.buffer.element_size()
+                origins[buffer] = (rows.anchor + rows.moves * self._place) * row_bytes
+                tensors[buffer] = rows.bytes
+            elif storage in states:
+                tensor, recorded = states[storage]
+                sizes, strides = (tuple(each.base for each in numbers) for numbers in (recorded.sizes, recorded.strides))
+                if (tensor.dtype, tensor.shape, tensor.stride()) != (recorded.dtype, sizes, strides):
+                    raise ForeignCacheError("a cache has its states in another form than the cache of the recording")
+                origins[buffer] = (int(tensor.storage_offset()) - recorded.offset.base) * tensor.element_size()
+                tensors[buffer] = storage_bytes(tensor)
+            else:
+                tensors[buffer] = storage_bytes(others[storage])
+        tensors[ARENA] = self._arena
+        native.origins = origins
+        for buffer, tensor in tensors.items():
+            native.native.bind(buffer, tensor, origins.get(buffer, 0))
+        last = min(position + buffers.steps_left(tokens) // self._period, self._last_position)
+        native.native.check(position, max(last, position), buffers.room)
+        self._tensors = tensors
+        self._bound_logits = native.view(self._logits, tensors, position, buffers.room) if native.stays(self._logits) else None
+        self._checked = position, last
+        self._bound_states = self.states(cache)
+        self._bound = weakref.ref(buffers, partial(_unbind, weakref.ref(self))), buffers.version
+
+
+def _unbind(program: weakref.ref[StepProgram], buffers: object) -> None:
+    """Let a program go of the memory of a cache that is gone."""
+    bound = program()
+    if bound is not None:
+        bound._bound = bound._bound_logits = None
+        bound._bound_states, bound._tensors = [], {}
 
 
 def _assign(lowering: Lowering, kept: Sequence[Place], last_position: int) -> tuple[dict[int, int], int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.timeline import Timeline
+
+if TYPE_CHECKING:
+    from moegraft.operators.decode.replay import StepReplay
 
 KERNELS = ("linear", "forward", "norm", "route", "attention", "paged_attention", "matmul")
 NODE_KINDS = {"forward": "experts", "route": "router", "paged_attention": "attention"}  # where users know a kernel by another name
@@ -142,16 +145,23 @@ def _wrapped_kernels(runtime: Runtime, wrapper: Callable[..., None]) -> Iterator
 
 
 @contextmanager
-def timed_kernels(runtime: Runtime, timeline: Timeline) -> Iterator[None]:
-    """Add the kernel calls of `runtime` to the lane `CPU` of a timeline while the body runs."""
+def cpu_timeline(runtime: Runtime, replay: StepReplay | None) -> Iterator[Timeline]:
+    """Yield a timeline that receives the kernel calls of `runtime` and the replayed steps while the body runs."""
+    timeline = Timeline("CPU")
 
     def timed(name: str, compute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         start_ms = timeline.now_ms()
         compute(*args, **kwargs)
         timeline.add("CPU", NODE_KINDS.get(name, name), start_ms, timeline.now_ms())
 
-    with _wrapped_kernels(runtime, timed):
-        yield
+    try:
+        if replay is not None:
+            replay.timeline = timeline
+        with _wrapped_kernels(runtime, timed):
+            yield timeline
+    finally:
+        if replay is not None:
+            replay.timeline = None
 
 
 class Recorder(TorchDispatchMode):

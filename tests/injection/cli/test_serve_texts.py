@@ -79,7 +79,7 @@ def test_texts_in_pages_have_the_models_own_logits(models: Callable[[str], PreTr
     assert isinstance(texts, PagedTexts)
     rows: list[tuple[Text, list[int], list[torch.Tensor]]] = []
     done = []
-    before = model.moegraft.context.decode_steps.replayed
+    before = model.moegraft.context.replay.replayed
     for turn in range(44):
         if turn in (0, 2, 3, 20):
             ids = prompt(LENGTHS[turn % 8], seed=turn)[0].tolist()
@@ -95,7 +95,7 @@ def test_texts_in_pages_have_the_models_own_logits(models: Callable[[str], PreTr
             ids.append(int(found[row].argmax()))
     for ids, logits in [*done, *((ids, logits) for _, ids, logits in rows)]:
         assert_close(torch.stack(logits), expected(model, ids[:-1], len(ids) - 1 - len(logits)))
-    assert model.moegraft.context.decode_steps.replayed - before > 20
+    assert model.moegraft.context.replay.replayed - before > 20
 
 
 def test_prompts_are_read_together(qwen: PreTrainedModel) -> None:
@@ -252,7 +252,7 @@ def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched() -> None:
 
 def test_a_closed_pool_leaves_no_program_behind(qwen: PreTrainedModel) -> None:
     """The memory of a server's pool is freed with it, although steps over it were recorded."""
-    steps = qwen.moegraft.context.decode_steps
+    steps = qwen.moegraft.context.replay
     before = len(steps._kinds)
     texts = opened(qwen)
     text = begun(texts, prompt(10)[0].tolist())

@@ -13,7 +13,7 @@ from support.families import build_model, prompt, served_cases
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from moegraft.injection import optimize_and_load
+from moegraft.injection import new_cache, optimize_and_load
 from moegraft.operators.cpu_ops.attention import CpuAttention
 from moegraft.operators.cpu_ops.latent import FEW_QUERIES
 
@@ -240,14 +240,14 @@ def test_steps_are_programs_that_read_the_latents(model_type: str, tmp_path: Pat
     absorbed.clear()
     assert torch.equal(generated(model), expected)
     assert len(absorbed) == 0  # the attention of all steps is in programs
-    assert model.moegraft.context.decode_steps.statistics()["replayed_steps"] >= 11
+    assert model.moegraft.context.replay.statistics()["replayed_steps"] >= 11
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 2), (3, 1), (2, 3)])
 def test_programs_follow_a_rollback(batch: int, tokens: int, tmp_path: Path) -> None:
     ids = prompt(90, batch=batch, seed=4)
     model, other = injected(stock("deepseek_v3", **ODD), tmp_path, EXPERTS), stock("deepseek_v3", **ODD)
-    caches = DynamicCache(config=model.config), DynamicCache(config=other.config)
+    caches = new_cache(model), DynamicCache(config=other.config)
     with torch.no_grad():
         for ours, cache in zip((model, other), caches, strict=True):
             ours(ids[:, :PROMPT], past_key_values=cache)
@@ -261,4 +261,4 @@ def test_programs_follow_a_rollback(batch: int, tokens: int, tmp_path: Path) -> 
                 ours(input_ids=new, past_key_values=cache).logits for ours, cache in zip((model, other), caches, strict=True)
             )
             assert error(found, expected) <= 1e-5, step
-    assert model.moegraft.context.decode_steps.statistics()["replayed_steps"] >= 6
+    assert model.moegraft.context.replay.statistics()["replayed_steps"] >= 6

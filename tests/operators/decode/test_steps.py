@@ -29,18 +29,15 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import TextIteratorStreamer
 
-from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.serve.batch import Batch
-from moegraft.operators.base import Operator
+from moegraft.injection import new_cache, optimize_and_load
+from moegraft.operators.decode.native.fit import Affine, Place
+from moegraft.operators.decode.native.lower import Lowering, Node
+from moegraft.operators.decode.native.program import NativeStep
+from moegraft.operators.decode.replay import StepReplay
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
 from moegraft.operators.speculative.schedule import FixedSchedule
-from moegraft.operators.decode.native.fit import Affine, Place
-from moegraft.operators.decode.native.lower import Lowering, Node
-from moegraft.operators.decode.model_state import ModelState
-from moegraft.operators.decode.native.program import NativeStep
-from moegraft.operators.decode.replay import StepPrograms
 
 CLOSE = 1e-4  # relative, of logits in float32; states of recurrent layers carry roundings on
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")
@@ -70,22 +67,18 @@ def models() -> Callable[[str, str], PreTrainedModel]:
 def layer_by_layer() -> Iterator[None]:
     """No step is a program."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepPrograms, "forward", lambda self, model, plain, args, arguments, *, drafting: plain(*args, **arguments))
+        patch.setattr(StepReplay, "forward", lambda self, model, plain, args, arguments: plain(*args, **arguments))
         yield
 
 
 def replayed(model: PreTrainedModel) -> int:
-    found: int = model.moegraft.context.decode_steps.replayed
+    found: int = model.moegraft.context.replay.replayed
     return found
 
 
 def reasons(model: PreTrainedModel) -> list[str]:
-    found: list[str] = model.moegraft.context.decode_steps.statistics()["reasons"]
+    found: list[str] = model.moegraft.context.replay.statistics()["reasons"]
     return found
-
-
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config.get_text_config())
 
 
 def fed(
@@ -250,32 +243,6 @@ def test_steps_called_with_ids_by_position(qwen: PreTrainedModel) -> None:
     assert replayed(qwen) - before >= 10
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_sequences_that_join_and_leave(models: Callable[[str], PreTrainedModel], family: str) -> None:
-    """As the server decodes them: shorter ones behind padding, which changes as they come and go."""
-    model = models(family)
-
-    def steps() -> torch.Tensor:
-        batch, found = Batch(model), []
-        for turn in range(40):
-            if turn in (0, 6, 7, 20):
-                cache = new_cache(model)
-                fed(model, prompt(12 + turn // 3, seed=turn), [12 + turn // 3], cache=cache)
-                batch.add(cache)
-            elif turn in (12, 28, 29):
-                batch.remove(turn % len(batch))
-            with torch.no_grad():
-                found.append(batch.step([turn + row for row in range(len(batch))]))
-        return torch.cat(found)
-
-    with layer_by_layer():
-        expected = steps()
-    before = replayed(model)
-    for _ in range(2):
-        assert float(differences(steps()[None], expected[None]).max()) <= CLOSE
-    assert replayed(model) - before > 25, reasons(model)
-
-
 def test_batches_of_latent_attention(models: Callable[[str], PreTrainedModel]) -> None:
     assert_equal_steps(models("deepseek_v3"), prompt(30, batch=2), [7, *[1] * 23], least=10)
 
@@ -371,18 +338,7 @@ def test_a_cache_with_fewer_rows(qwen: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_cropped_cache(models: Callable[[str], PreTrainedModel], family: str) -> None:
-    """And views that the caller has kept are not written to."""
-    model, kept = models(family), []
-
-    def between(cache: DynamicCache, step: int) -> None:
-        kept.append([(layer.keys, layer.keys.clone()) for layer in cache.layers])
-        if step in (5, 6, 12):
-            cache.crop(-3)
-
-    assert_equal_steps(model, prompt(30), [7, *[1] * 22], between=between, least=10)
-    for pairs in kept:
-        for view, values in pairs:
-            assert torch.equal(view, values)
+    assert_equal_steps(models(family), prompt(30), [7, *[1] * 22], between=at((5, 6, 12), lambda cache, step: cache.crop(-3)), least=10)
 
 
 def test_recordings_of_caches_in_other_memory() -> None:
@@ -503,32 +459,26 @@ def test_states_that_are_replaced(models: Callable[[str], PreTrainedModel]) -> N
 
 
 def test_states_that_the_model_replaces_in_each_step(models: Callable[[str], PreTrainedModel]) -> None:
-    """MiniMax's: a program overwrites them, but never those that someone has kept."""
+    """MiniMax's, in a cache that the model makes: a program overwrites them."""
     model: Any = models("minimax")
 
-    def steps(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def steps() -> torch.Tensor:
         with torch.no_grad():
             outputs = model(input_ids=prompt(40)[:, :7], use_cache=True)
         cache, found = outputs.past_key_values, []
         for turn in range(7, 40):
             found.append(fed(model, prompt(40)[:, turn:], [1], cache=cache))
-            state = next(each for each in cache.linear_cache if isinstance(each, torch.Tensor))
-            if turn % 4 == 0:
-                kept.append((state, state.clone()))
             if turn == 30:
                 for number, each in enumerate(cache.linear_cache):
                     cache.linear_cache[number] = each * 0.5 if isinstance(each, torch.Tensor) else each
         return torch.cat(found, 1)
 
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with layer_by_layer():
-        expected = steps([])
+        expected = steps()
     before = replayed(model)
     for _ in range(2):
-        assert float(differences(steps(kept), expected).max()) <= CLOSE
+        assert float(differences(steps(), expected).max()) <= CLOSE
     assert replayed(model) - before > 40, reasons(model)
-    for state, values in kept:
-        assert torch.equal(state, values)
 
 
 def test_generate_again_with_one_cache(models: Callable[[str], PreTrainedModel]) -> None:
@@ -575,28 +525,6 @@ def test_the_callers_own_length(qwen: PreTrainedModel, length: int) -> None:
     expected = stock_generate(qwen)(prompt(7), **options)
     assert expected.shape == (1, length)
     assert torch.equal(qwen.generate(prompt(7), **options), expected)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("place", ["stopping_criteria", "partial", "logits_processor", "prefix_allowed_tokens_fn"])
-def test_functions_of_the_caller_see_its_cache(qwen: PreTrainedModel, place: str) -> None:
-    def lengths(generate: Callable[..., Any]) -> list[int]:
-        cache, found = new_cache(qwen), []
-
-        def noted(result: Any, *given: Any) -> Any:
-            found.append(cache.get_seq_length())
-            return result
-
-        options: dict[str, Any] = {
-            "stopping_criteria": {"stopping_criteria": [lambda ids, scores: noted(torch.zeros(1, dtype=torch.bool))]},
-            "partial": {"stopping_criteria": [partial(noted, torch.zeros(1, dtype=torch.bool))]},
-            "logits_processor": {"logits_processor": [lambda ids, scores: noted(scores)]},
-            "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: noted([1, 2, 3])},
-        }[place]
-        generate(prompt(7), max_new_tokens=20, do_sample=False, past_key_values=cache, **options)
-        return found
-
-    generated(qwen, prompt(7))
-    assert lengths(qwen.generate) == lengths(stock_generate(qwen))  # type: ignore[arg-type]
 
 
 def test_a_cache_is_complete_when_its_stream_ends(qwen: PreTrainedModel) -> None:
@@ -652,29 +580,6 @@ def test_prompts_of_int32_and_positional_arguments(qwen: PreTrainedModel) -> Non
         expected, found = (each(*arguments, max_new_tokens=20, do_sample=False) for each in (stock_generate(qwen), qwen.generate))  # type: ignore[operator]
         assert torch.equal(found, expected)
         assert found.dtype == expected.dtype
-
-
-def test_settings_that_change_while_a_text_is_generated(qwen: PreTrainedModel) -> None:
-    """A step after `train` may have dropout; one that returns router logits is none that a program computes."""
-    for change, undo in (
-        (qwen.train, qwen.eval),
-        (partial(setattr, qwen.config, "output_router_logits", True), partial(setattr, qwen.config, "output_router_logits", False)),
-    ):
-        generated(qwen, prompt(7), 40)
-        found: list[int] = []
-
-        def changed(ids: torch.Tensor, scores: Any, change: Callable[[], Any] = change, found: list[int] = found) -> torch.Tensor:
-            if ids.shape[1] == 20:
-                change()
-            if ids.shape[1] in (21, 22):
-                found.append(replayed(qwen))
-            return torch.zeros(1, dtype=torch.bool)
-
-        try:
-            qwen.generate(prompt(7), max_new_tokens=20, do_sample=False, stopping_criteria=[changed])  # type: ignore[operator]
-        finally:
-            undo()
-        assert found[0] == found[1], "it was computed by the program of the settings before"
 
 
 def test_sampling_with_a_seed(qwen: PreTrainedModel) -> None:
@@ -901,13 +806,14 @@ def fp8_cache(model: PreTrainedModel) -> QuantizedCache:
 @pytest.mark.parametrize(
     ("family", "new", "reason"),
     [
-        ("qwen3_moe", lambda model: StaticCache(config=model.config, max_cache_len=32), "the cache is a StaticCache, "),
-        ("mixtral", lambda model: StaticCache(config=model.config, max_cache_len=32), "the cache is a StaticCache, "),
-        ("qwen3_moe", quantized_cache, "the cache is a QuantizedCache, "),
-        ("qwen3_moe", fp8_cache, "the cache is a QuantizedCache, "),
-        ("qwen3_moe", lambda model: DynamicCache(config=model.config, offloading=True), "the cache is offloaded"),
+        ("qwen3_moe", lambda model: StaticCache(config=model.config, max_cache_len=32), "the cache is a StaticCache that"),
+        ("mixtral", lambda model: StaticCache(config=model.config, max_cache_len=32), "the cache is a StaticCache that"),
+        ("qwen3_moe", lambda model: DynamicCache(config=model.config), "the cache is a DynamicCache that moegraft has not made: pass none"),
+        ("qwen3_moe", quantized_cache, "the cache is a QuantizedCache that"),
+        ("qwen3_moe", fp8_cache, "the cache is a QuantizedCache that"),
+        ("qwen3_moe", lambda model: DynamicCache(config=model.config, offloading=True), "the cache is an offloaded DynamicCache that"),
     ],
-    ids=["static", "static window", "hqq", "fp8", "offloaded"],
+    ids=["static", "static window", "dynamic", "hqq", "fp8", "offloaded"],
 )
 def test_a_cache_that_no_program_appends_to(
     models: Callable[[str], PreTrainedModel],
@@ -927,7 +833,7 @@ def test_a_cache_that_no_program_appends_to(
             expected = steps()
     except (RuntimeError, ImportError, AssertionError) as error:  # the last: PyTorch without CUDA offloads nothing
         pytest.skip(f"transformers refuses it on this machine: {error}")
-    caplog.set_level("INFO", logger=StepPrograms.__module__)
+    caplog.set_level("INFO", logger=StepReplay.__module__)
     for _ in range(2):
         assert float(differences(steps(), expected).max()) <= CLOSE
     assert replayed(model) == 0
@@ -1005,155 +911,16 @@ class Halved(nn.Module):
             return getattr(self.layer, name)
 
 
-class Stack(nn.Module):
-    """A norm with further steps where no table of modules and parameters shows them."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-        width = norm.weight.numel()  # type: ignore[operator, union-attr]
-        self.modules_of_a_list = [nn.Linear(width, width), {"inner": (nn.Linear(width, width),)}]
-        self.tensors = {"shift": torch.full((width,), 0.1)}
-        self.numbers = [[0.5]]
-        self.settings = SimpleNamespace(power=1.0)
-        factors = [1.0]
-        shift = nn.Linear(width, width, bias=False)
-
-        def scaled_by_closure(x: torch.Tensor) -> torch.Tensor:
-            return factors[0] * x + 0.1 * shift(x)
-
-        self.compute: Callable[[torch.Tensor], torch.Tensor] = scaled_by_closure
-        self.method = Method()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, rest = self.modules_of_a_list
-        found = self.norm(x)
-        found = found + 0.1 * first(found) + 0.1 * rest["inner"][0](found) + self.tensors["shift"]  # type: ignore[operator, index]
-        return self.method.shifted(self.compute(found)) * (1 + self.numbers[0][0]) * self.settings.power
-
-
-class Method:
-    def __init__(self) -> None:
-        self.shift = 0.0
-
-    def shifted(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.shift
-
-
-def closure(stack: Stack) -> list[Any]:
-    return [cell.cell_contents for cell in stack.compute.__closure__ or ()]
-
-
-def doubled_in_place(tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.mul_(2)
-
-
-def first(stack: Stack) -> nn.Linear:
-    found: nn.Linear = stack.modules_of_a_list[0]  # type: ignore[assignment]
-    return found
-
-
-def second(stack: Stack) -> nn.Linear:
-    found: nn.Linear = stack.modules_of_a_list[1]["inner"][0]  # type: ignore[index]
-    return found
-
-
-STACK_CHANGES: dict[str, Callable[[Any], object]] = {
-    "module in a list": lambda stack: stack.modules_of_a_list.__setitem__(0, nn.Linear(*first(stack).weight.shape)),
-    "parameter of a module in a list": lambda stack: setattr(first(stack), "weight", nn.Parameter(-first(stack).weight)),
-    "weight in a list edited in place": lambda stack: doubled_in_place(first(stack).weight),
-    "data of a module in a dict": lambda stack: setattr(second(stack).weight, "data", torch.eye(len(second(stack).weight))),
-    "tensor in a dict": lambda stack: stack.tensors.update(shift=-stack.tensors["shift"]),
-    "tensor in a dict edited in place": lambda stack: doubled_in_place(stack.tensors["shift"]),
-    "number in a list in a list": lambda stack: stack.numbers[0].__setitem__(0, 0.7),
-    "attribute of an object": lambda stack: setattr(stack.settings, "power", 1.5),
-    "attribute of a method's object": lambda stack: setattr(stack.method, "shift", 0.5),
-    "number in a closure": lambda stack: next(each for each in closure(stack) if isinstance(each, list)).__setitem__(0, 1.3),
-    "module in a closure": lambda stack: doubled_in_place(next(each for each in closure(stack) if isinstance(each, nn.Module)).weight),
-    "another function": lambda stack: setattr(stack, "compute", torch.neg),
-    "hook on a module in a list": lambda stack: first(stack).register_forward_hook(lambda module, args, output: -output),
-}
-
-
-@pytest.mark.parametrize("change", STACK_CHANGES)
-def test_a_change_behind_attributes(models: Callable[[str], PreTrainedModel], change: str) -> None:
-    """In the middle of a text, which programs compute before and, hooks aside, after."""
-    model: Any = models("qwen3_moe")
-    layer = model.model.layers[1]
-    norm, ids = layer.input_layernorm, prompt(40)
-
-    def steps(*turns: int) -> torch.Tensor:
-        torch.manual_seed(3)
-        layer.input_layernorm = Stack(norm)
-
-        def between(cache: DynamicCache, step: int) -> None:
-            if step in turns:
-                STACK_CHANGES[change](layer.input_layernorm)
-
-        return fed(model, ids, [7, *[1] * 24], between=between)
-
-    try:
-        with layer_by_layer():
-            expected = steps(14)
-            assert float(differences(steps(), expected)[22:].max()) > 1e-3, "the change changes nothing"
-        before = replayed(model)
-        assert float(differences(steps(14), expected).max()) <= CLOSE
-        assert replayed(model) - before >= (8 if "hook" in change else 15), reasons(model)
-    finally:
-        layer.input_layernorm = norm
-
-
-def test_an_attribute_that_changes_in_every_step(models: Callable[[str], PreTrainedModel]) -> None:
+def test_a_parameter_that_changes_in_every_step() -> None:
     """No step is recorded for ever, and the next text begins again."""
     model: Any = new_model("qwen3_moe")
-    replaced_module(model)
-    scaled_norm = model.model.layers[1].input_layernorm
 
     def between(cache: DynamicCache, step: int) -> None:
-        scaled_norm.active = f"step {step}"
+        model.model.norm.weight = nn.Parameter(norm_weight(model).detach().clone())
 
     assert_equal_steps(model, prompt(40), [7, *[1] * 30], between=between, least=0)
-    assert "the model's attributes change from step to step" in reasons(model)
+    assert "the model changes from step to step" in reasons(model)
     assert_equal_steps(model, prompt(40), [7, *[1] * 20], least=10)
-
-
-def other_value(value: Any) -> Any:
-    return not value if isinstance(value, bool) else f"{value}x" if isinstance(value, str) else 1 if value is None else value + 1
-
-
-def test_what_dynamo_guards_is_noticed(qwen: PreTrainedModel) -> None:
-    """TorchDynamo lists what a step reads of the model: constants, hooks, absent attributes. A change of each must be noticed."""
-    cache = new_cache(qwen)
-    fed(qwen, prompt(20), [7, *[1] * 4], cache=cache)
-    with torch.no_grad():
-        found = torch._dynamo.explain(qwen)(input_ids=prompt(20)[:, 11:12], past_key_values=cache, use_cache=True)
-    torch._dynamo.reset()
-    guards = [(guard.create_fn_name(), guard.name) for guard in found.out_guards if guard.name.startswith("L['self']")]
-    state = ModelState(qwen)
-    noticed = []
-    for kind, name in guards:
-        owner_name, _, attribute = name.rpartition(".")
-        if kind == "EMPTY_NN_MODULE_HOOKS_DICT" and attribute in ("_forward_hooks", "_forward_pre_hooks"):
-            table = eval(name, {"L": {"self": qwen}})
-            table[-1] = print
-            assert state.changed(fully=False), f"a hook in {name}"
-            del table[-1]
-        elif kind in ("CONSTANT_MATCH", "EQUALS_MATCH") and attribute.isidentifier() and ".__" not in name and "_moegraft" not in name:
-            owner = eval(owner_name, {"L": {"self": qwen}})
-            table = vars(owner)
-            if attribute not in table or isinstance(owner, Operator):
-                continue  # of a class, or our own
-            before = table[attribute]
-            table[attribute] = other_value(before)
-            assert state.changed(fully=True), name
-            table[attribute] = before
-        else:
-            continue
-        noticed.append(attribute)
-        assert not state.changed(fully=True), f"{name} as it was"
-    assert len(noticed) > 80
-    assert {"_forward_hooks", "head_dim", "attention_scaling", "variance_epsilon", "output_router_logits"} <= set(noticed)
 
 
 def test_a_lora_adapter() -> None:
@@ -1525,7 +1292,7 @@ def test_caches_are_freed(qwen: PreTrainedModel) -> None:
 
 def test_statistics() -> None:
     model = new_model("qwen3_moe")
-    steps = model.moegraft.context.decode_steps
+    steps = model.moegraft.context.replay
     none = {"replayed_steps": 0, "programs": 0, "step_us": 0.0, "outside_kernels_us": 0.0, "reasons": []}
     assert steps.statistics() == none
     fed(model, prompt(20), [7, *[1] * 10])

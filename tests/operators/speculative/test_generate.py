@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.operators.decode.replay import StepPrograms
+from moegraft.operators.decode.replay import StepReplay
 
 STEPS = 24
 IDS = prompt(9)
@@ -278,14 +280,16 @@ def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:
 def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted under a processor with state; the steps follow each other as those of plain decoding do."""
     pair = drafting("mixtral"), stock("mixtral")
-    compute, steps = StepPrograms.continue_by, []
+    looping, steps = StepReplay.looping, []
 
-    def continue_by(self: StepPrograms, continuation: Any, extend: Any) -> None:
+    @contextmanager
+    def noted(self: StepReplay, continuation: Any) -> Iterator[Any]:
         before = continuation.done
-        compute(self, continuation, extend)
+        with looping(self, continuation) as native:
+            yield native
         steps.append(continuation.done - before)
 
-    monkeypatch.setattr(StepPrograms, "continue_by", continue_by)
+    monkeypatch.setattr(StepReplay, "looping", noted)
     marks = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400, 836])
     for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
         for seed in range(3):

@@ -13,9 +13,10 @@ from support.families import prompt
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
+from moegraft.operators.decode import loop
+from moegraft.operators.decode.loop import DecodedSequence, Decoding
 from moegraft.operators.draft import DraftSettings
-from moegraft.operators.speculative import decoding
-from moegraft.operators.speculative.decoding import ExpertsDrafter, GeneratedText, SpeculativeDecoding
+from moegraft.operators.speculative.decoding import Drafting, ExpertsDrafter
 from moegraft.operators.speculative.options import SpeculativeOptions
 from moegraft.operators.speculative.schedule import FixedSchedule, Statistics
 
@@ -81,8 +82,8 @@ def test_a_draft_with_all_experts_is_always_accepted(samples: bool, drafting: An
     assert statistics(model)["tokens_per_round"] == 4.0  # three drafts and the bonus token
 
 
-class CachedText(GeneratedText):
-    """A text that caches the forward pass of each context, so that thousands of texts can be drawn."""
+class CachedSequence(DecodedSequence):
+    """A sequence that caches the forward pass of each context, so that thousands of texts can be drawn."""
 
     seen: dict[tuple[Any, ...], torch.Tensor]
 
@@ -149,10 +150,10 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, 
 
 
 def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> list[tuple[int, ...]]:
-    CachedText.seen = {}
-    monkeypatch.setattr(decoding, "GeneratedText", CachedText)
+    CachedSequence.seen = {}
+    monkeypatch.setattr(loop, "DecodedSequence", CachedSequence)
     operator = model.moegraft.model_operator
-    loop = SpeculativeDecoding(
+    drafting = Drafting(
         options=SpeculativeOptions(max_draft=LENGTH - 1),
         drafter=ExpertsDrafter(operator._switch, operator.options.settings, 0.0),
         schedule=FixedSchedule(LENGTH - 1),
@@ -160,12 +161,13 @@ def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> l
         switch=operator._switch,
         warn_once=pytest.fail,
     )
+    decoding = Decoding(None, drafting)
     config = model.generation_config
     config.update(do_sample=True, max_length=ids.shape[1] + LENGTH, return_dict_in_generate=False)
     criteria = StoppingCriteriaList([MaxLengthCriteria(ids.shape[1] + LENGTH)])
     torch.manual_seed(0)
     texts = []
     for _ in range(DRAWS):
-        result = loop(model, ids, processors(), criteria, config, past_key_values=DynamicCache(), use_cache=True)
+        result = decoding(model, ids, processors(), criteria, config, past_key_values=DynamicCache(), use_cache=True)
         texts.append(tuple(result[0, ids.shape[1] :].tolist()))
     return texts
