@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -196,28 +196,25 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         return _ties_outside(ties, (path for path, module in self.named_modules() if isinstance(module, Operator)))
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group = self.moegraft.context.expert_group
-        if group is None:
-            return own_generate(self, *args, **kwargs)
-        if group.rank:
-            outputs = group.await_result()
-            arguments = call_arguments(functools.partial(base.generate, self), args, kwargs)  # type: ignore[attr-defined] # as below
-            stream(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences, arguments)
-            return outputs
-        with group.result() as give:
-            outputs = own_generate(self, *args, **kwargs)
-            give(outputs)
-        return outputs
-
-    def own_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
         operator, context = self.moegraft.model_operator, self.moegraft.context
-        with _HELD_LOG.while_printing(call_arguments(stock, args, kwargs).get("streamer")):
+        group, streamer = context.expert_group, call_arguments(stock, args, kwargs).get("streamer")
+        if group is not None and group.rank:
+            outputs = group.await_result()
+            stream(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences, call_arguments(stock, args, kwargs))
+            return outputs
+        with nullcontext() if group is None else group.result() as give, _HELD_LOG.while_printing(streamer):
             if operator is not None:
-                return operator.generate(self, stock, *args, **kwargs)
-            if context.captured is not None:
-                return stock(*args, **context.captured.generation(self, args, kwargs))
-            return stock(*args, **kwargs) if context.replay is None else generate_one(self, stock, args, kwargs, context.replay)
+                outputs = operator.generate(self, stock, *args, **kwargs)
+            elif context.captured is not None:
+                outputs = stock(*args, **context.captured.generation(self, args, kwargs))
+            elif context.replay is not None:
+                outputs = generate_one(self, stock, args, kwargs, context.replay)
+            else:
+                outputs = stock(*args, **kwargs)
+            if give is not None:
+                give(outputs)
+        return outputs
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         given = model_kwargs.get("past_key_values")

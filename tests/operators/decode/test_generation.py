@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -623,6 +624,28 @@ def test_texts_within_a_text(models: Callable[[str], PreTrainedModel], family: s
 
     assert own(model, stopping_criteria=[Nested()]).tolist() == outer.tolist()
     assert found == [inner] * 3
+
+
+def test_few_calls_lie_between_generate_and_the_native_program(qwen: PreTrainedModel) -> None:
+    own(qwen)
+    frames: list[list[str]] = []
+
+    def note(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and getattr(called, "__name__", "") == "greedy":
+            ours = []
+            while frame is not None:
+                if frame.f_globals.get("__name__", "").startswith("moegraft."):
+                    ours.append(frame.f_code.co_name)
+                frame = frame.f_back
+            frames.append(ours)
+
+    sys.setprofile(note)
+    try:
+        own(qwen)
+    finally:
+        sys.setprofile(None)
+    assert frames
+    assert all(len(ours) <= 5 for ours in frames), frames[0]
 
 
 def test_replayed_steps_are_counted(qwen: PreTrainedModel) -> None:
