@@ -41,7 +41,7 @@ KEPT_FREE = 0.1  # of a machine's memory, beside the weights
 PROBE_BYTES = 64 << 20
 # torch.distributed's groups and its store belong to the process as well.
 _groups: WeakSet[ExpertGroup] = WeakSet()
-_meetings: list[_Meeting] = []  # one, once this process has connected
+_rendezvous: list[_Rendezvous] = []  # one, once this process has connected
 TIMEOUT_VARIABLE = "MOEGRAFT_RANK_TIMEOUT"  # seconds
 
 
@@ -100,10 +100,10 @@ def report_to_others(failure: Exception) -> None:
 def report_whole_model() -> None:
     """Let other processes, which may wait for this one to load a share of a model, report that it has loaded a whole one."""
     # Without torchrun's store, another process may have to start first, which this one does not need.
-    if not _meetings and (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"):
+    if not _rendezvous and (dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"):
         return
     with suppress(RuntimeError, ValueError):
-        _meeting(NOTICE_S).leave_word("it has loaded a whole model ('parallel: {shares: none}' in its rule file)")
+        _join(NOTICE_S).note_absence("it has loaded a whole model ('parallel: {shares: none}' in its rule file)")
 
 
 def _text_of(failure: Exception) -> str:
@@ -120,28 +120,28 @@ class _Offer:
     rest_bytes: int
 
 
-class _Meeting:
-    """Which processes have come to load a model together, and what the others do instead, in a store that all of them reach.
+class _Rendezvous:
+    """Which ranks have arrived to load a model together, and what the others do instead, in a store that all of them reach.
 
-    A collective would only tell that someone is missing, and that late.
+    A collective would only report that a rank is missing, and that late.
     """
 
     def __init__(self, store: Any, count: int, rank: int) -> None:  # torch's stubs lack its stores
         self.store = store
         self._count, self._rank = count, rank
 
-    def leave_word(self, reason: str, *, declines: bool = False) -> None:
-        """Note why this process has not come; `declines`: it does not come either unless its program tries again."""
+    def note_absence(self, reason: str, *, declines: bool = False) -> None:
+        """Note why this rank has not arrived; `declines`: it does not unless its program tries again."""
         self.store.set(f"moegraft/word/{self._rank}", f"{int(declines)}{socket.gethostname()}: {reason}" if reason else "")
 
-    def attend(self) -> int:
-        """Wait until all processes have come; return the number of times that they have met.
+    def arrive(self) -> int:
+        """Wait until all ranks have arrived; return how often they have.
 
         Raises:
             MoegraftError: a process declines.
-            GroupLostError: one has not come in CONNECTING_S.
+            GroupLostError: one has not arrived in CONNECTING_S.
         """
-        self.leave_word("")
+        self.note_absence("")
         number = self.store.add(f"moegraft/came/{self._rank}", 1)
         try:
             began, noticed = time.monotonic(), False
@@ -174,14 +174,14 @@ class _Meeting:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
-def _meeting(timeout_s: float) -> _Meeting:
-    """Return this process's side of the meeting, which connects at first; rank 0 or torchrun has the store."""
-    if not _meetings:
+def _join(timeout_s: float) -> _Rendezvous:
+    """Return this process's side of the rendezvous, which connects at first; rank 0 or torchrun has the store."""
+    if not _rendezvous:
         from torch.distributed.rendezvous import rendezvous  # PyTorch may be built without it
 
         store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        _meetings.append(_Meeting(store, count, rank))
-    return _meetings[0]
+        _rendezvous.append(_Rendezvous(store, count, rank))
+    return _rendezvous[0]
 
 
 class Processes:
@@ -210,9 +210,9 @@ class Processes:
                 "another model is loaded over these processes, which follow one model at a time: close it in all of them "
                 "(model.moegraft.close()) before the next is loaded"
             )
-            for meeting in _meetings:
+            for rendezvous in _rendezvous:
                 with suppress(RuntimeError):  # the store's process has ended
-                    meeting.leave_word(reason, declines=True)
+                    rendezvous.note_absence(reason, declines=True)
             raise UnsupportedModelError(reason)
         try:
             self._connect()
@@ -228,11 +228,11 @@ class Processes:
 
     def _connect(self) -> None:
         try:
-            if _meetings or not dist.is_initialized():  # else the program has its own store
-                meeting = _meeting(CONNECTING_S)
-                number = meeting.attend()
+            if _rendezvous or not dist.is_initialized():  # else the program has its own store
+                rendezvous = _join(CONNECTING_S)
+                number = rendezvous.arrive()
                 if not dist.is_initialized():
-                    store = dist.PrefixStore(f"moegraft/groups/{number}", meeting.store)  # type: ignore[attr-defined] # as above
+                    store = dist.PrefixStore(f"moegraft/groups/{number}", rendezvous.store)  # type: ignore[attr-defined] # as above
                     timeout = timedelta(seconds=CONNECTING_S)
                     dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.count, timeout=timeout)
             self._loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECTING_S))
