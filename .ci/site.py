@@ -77,6 +77,7 @@ API = {
             ("injection/planning.py", "plan"),
             ("injection/grafting.py", "graft"),
             ("injection/loading.py", "load"),
+            ("injection/injected.py", "new_cache"),
         ],
     ),
     "api/plans": (

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
@@ -24,9 +24,6 @@ from moegraft.operators.decode.loop import generate as generate_one
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
-
-if TYPE_CHECKING:
-    from moegraft.operators.decode.captured import CapturedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +204,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
             if operator is not None:
                 outputs = operator.generate(self, stock, *args, **kwargs)
             elif context.captured is not None:
-                outputs = stock(*args, **context.captured.generation(self, args, kwargs))
+                outputs = context.captured.generate(self, stock, args, kwargs)
             elif context.replay is not None:
                 outputs = generate_one(self, stock, args, kwargs, context.replay)
             else:
@@ -330,12 +327,6 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     """Return `model.moegraft`; None for a stock model."""
     found = getattr(model, "moegraft", None)
     return found if isinstance(found, Injection) else None
-
-
-def captured_steps_of(model: PreTrainedModel) -> CapturedSteps | None:
-    """Return the object that captures a model's decode steps on GPUs; None for stock models, and where no rule enables capture."""
-    injection = injection_of(model)
-    return None if injection is None else injection.context.captured
 
 
 def new_cache(model: PreTrainedModel) -> Any:

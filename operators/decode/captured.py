@@ -30,7 +30,11 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.utils.generic import ModelOutput
 
+from moegraft.operators.base import call_arguments
+from moegraft.operators.decode.cache import buffers_of, own
+from moegraft.operators.decode.loop import effective_config
 from moegraft.operators.offload.captured import StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 
@@ -47,6 +51,7 @@ CACHE = "past_key_values"
 MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
 TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order, of the same experts on the same devices
 CACHE_TENSORS = ("keys", "values", "cumulative_length")  # of a layer
+DEFAULT_NEW_TOKENS = 20  # transformers' own, of a call that gives no length
 KEPT_STEPS = 4  # of different forms: windows that are full or not, lengths of caches, sequences
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
 
@@ -91,30 +96,39 @@ class CapturedSteps:
                 reason = "measured"
             return plain(**arguments) if reason is not None else self._forward(plain, arguments)
 
-    def generation(self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `generate`'s arguments, with a static cache where steps may be captured and the caller names no other."""
-        if not self._may_capture(model):
-            return arguments
-        if arguments.get(CACHE) is not None and why_not_static(arguments[CACHE]) is None:
-            return {"disable_compile": True, **arguments}
-        ids = args[0] if args else arguments.get("input_ids")
-        many = not isinstance(ids, torch.Tensor) or len(ids) > MAX_SEQUENCES or arguments.get("num_beams", 1) > 1
-        if many or _names_a_cache(arguments, model.generation_config) or arguments.get("assistant_model") is not None:
-            return arguments
-        return {**arguments, "cache_implementation": "static", "disable_compile": True} if _has_static_form(model.config) else arguments
+    def generate(self, model: PreTrainedModel, stock: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what `stock(*args, **kwargs)`, the model's `generate`, returns.
 
-    def fixed_cache(self, model: PreTrainedModel, cache: DynamicCache | None, tokens: int) -> DynamicCache | StaticCache | None:
-        """Return the contents of `cache` with room for `tokens` in all, for callers that pass caches to `generate`.
-
-        It is a static cache where steps may be captured, else `cache` itself.
+        Where steps may be captured, and the caller gives no cache or one of moegraft's own, a cache of fixed size holds the keys and values
+        during the call. Its contents are in the given cache, or in the one that is returned, afterwards.
         """
-        if not self._may_capture(model) or not _has_static_form(model.config):
-            return cache
-        return to_static(cache, model.config.get_text_config(decoder=True), tokens)
-
-    def grown_cache(self, model: PreTrainedModel, cache: Any) -> Any:
-        """Return `cache` as one that can grow and be cut: undoes `fixed_cache`."""
-        return cache if why_not_static(cache) is not None else to_dynamic(cache, model.config.get_text_config(decoder=True))
+        arguments = call_arguments(stock, args, dict(kwargs))
+        given, ids = arguments.get(CACHE), arguments.get("inputs", arguments.get("input_ids"))
+        if given is not None and why_not_static(given) is None and self._may_capture(model):
+            return stock(**{"disable_compile": True, **arguments})
+        growing = given is not None and buffers_of(given) is not None
+        if (
+            not self._may_capture(model)
+            or not _has_static_form(model.config)
+            or not isinstance(ids, torch.Tensor)
+            or len(ids) > MAX_SEQUENCES
+            or arguments.get("num_beams", 1) > 1
+            or arguments.get("assistant_model") is not None
+            or (not growing and _names_a_cache(arguments, model.generation_config))
+        ):
+            return stock(**arguments)
+        config = effective_config(model, arguments)
+        tokens = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
+        text_config = model.config.get_text_config(decoder=True)
+        fixed = to_static(given, text_config, tokens or ids.shape[1] + DEFAULT_NEW_TOKENS)
+        try:
+            outputs = stock(**{**arguments, CACHE: fixed, "disable_compile": True})
+        finally:
+            if growing:
+                given.layers = to_dynamic(fixed, text_config).layers
+        if isinstance(outputs, ModelOutput) and CACHE in outputs:
+            outputs[CACHE] = given if growing else own(to_dynamic(fixed, text_config))
+        return outputs
 
     def release(self) -> None:
         """Free the captured steps; the model computes no more."""
@@ -516,4 +530,4 @@ def _names_a_cache(arguments: Mapping[str, Any], default: Any) -> bool:
     """Whether the cache of `generate` is given, by its arguments or by its model's own configuration."""
     own = arguments.get("generation_config") or default
     named = arguments.get("cache_implementation") or getattr(own, "cache_implementation", None)
-    return named is not None or CACHE in arguments or arguments.get("use_cache") is False
+    return named is not None or arguments.get(CACHE) is not None or arguments.get("use_cache") is False

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from moegraft.injection.cli.chat.conversation import PromptCache
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
-from moegraft.injection.injected import captured_steps_of, injection_of
+from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import PREFILL_CHUNK, read_ahead, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
@@ -268,14 +268,11 @@ class Answerer:
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
         cache, kept = self._cache.take(token_ids)
         room = self._room(len(token_ids))
-        model, steps = self._loaded.model, captured_steps_of(self._loaded.model)
         try:
             with stop.listening(self._loaded.model):
                 cache = self._read_ahead(token_ids, cache)
-                given = cache if steps is None else steps.fixed_cache(model, cache, len(token_ids) + room)
-                made = self._generate(token_ids, streamer=streamer, stopping_criteria=[stop], past_key_values=given, max_new_tokens=room)
-            known = made.past_key_values
-            self._cache.keep(made.sequences[0].tolist(), known if steps is None else steps.grown_cache(model, known))
+                made = self._generate(token_ids, streamer=streamer, stopping_criteria=[stop], past_key_values=cache, max_new_tokens=room)
+            self._cache.keep(made.sequences[0].tolist(), made.past_key_values)
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:

@@ -22,7 +22,7 @@ from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.batch import CacheMemory, PaddedTexts, PagedTexts, Text
 from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
 from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
-from moegraft.injection.injected import captured_steps_of, injection_of
+from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import APPENDABLE, read_ahead, why_not_appendable
 from moegraft.operators.base import BatchDrafts, DraftedRow
 
@@ -289,15 +289,13 @@ class SequentialDecoder:
 
     def _answer(self, reading: _Reading) -> None:
         job, cache, ids = reading.job, reading.cache, reading.job.ask.token_ids
-        steps = captured_steps_of(self._model)
-        given = cache if steps is None else steps.fixed_cache(self._model, cache, len(ids) + job.ask.max_tokens)
         prompt = torch.tensor([ids], device=self._model.device)
         with torch.random.fork_rng():
             torch.manual_seed(job.seed % (1 << 63))
             made = self._model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                past_key_values=given,
+                past_key_values=cache,
                 streamer=_Tokens(job),
                 stopping_criteria=[_Ended(job)],
                 logits_processor=[_Usable(job), _Adjusted(job, self._drafting)],
@@ -308,8 +306,7 @@ class SequentialDecoder:
                 return_dict_in_generate=True,
                 **_sampling(job),
             )
-        known = made.past_key_values
-        self._kept.keep(made.sequences[0].tolist(), known if steps is None else steps.grown_cache(self._model, known))
+        self._kept.keep(made.sequences[0].tolist(), made.past_key_values)
         self._kept_scope = job.scope
         job.finish("cancelled" if job.cancelled else "stop")
         if job.ending == "failed":  # only the tokens before this request are certainly right in the cache
