@@ -7,7 +7,7 @@ not the whole program. program.py builds the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -248,27 +248,9 @@ def _operand(value: Any) -> Operand:
     raise _Unsupported
 
 
-_UNARY = {
-    name: name
-    for name in (
-        "neg",
-        "abs",
-        "exp",
-        "log",
-        "log1p",
-        "sin",
-        "cos",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "sigmoid",
-        "silu",
-        "relu",
-        "tanh",
-        "floor",
-        "sign",
-    )
-} | {"logical_not": "not"}
+_UNARY = {name: name for name in (
+    "neg", "abs", "exp", "log", "log1p", "sin", "cos", "sqrt", "rsqrt", "reciprocal", "sigmoid", "silu", "relu", "tanh", "floor", "sign",
+)} | {"logical_not": "not"}  # fmt: skip
 _BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum",
     "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "logical_and": "and", "logical_or": "or", "logical_xor": "xor",
@@ -432,13 +414,8 @@ def _cat(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: 
     start = _ZERO
     for piece in pieces:
         if stacked:
-            piece = Place(
-                piece.storage,
-                piece.dtype,
-                piece.offset,
-                (*piece.sizes[:dim], _ONE, *piece.sizes[dim:]),
-                (*piece.strides[:dim], _ZERO, *piece.strides[dim:]),
-            )
+            sizes, strides = ((*numbers[:dim], new, *numbers[dim:]) for numbers, new in ((piece.sizes, _ONE), (piece.strides, _ZERO)))
+            piece = replace(piece, sizes=sizes, strides=strides)
         if piece.dims != out.dims:
             raise _Unsupported
         to.elementwise("copy", out.sliced(dim, start, piece.sizes[dim]), piece)
