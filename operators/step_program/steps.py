@@ -223,6 +223,8 @@ class StepPrograms:
             return None
         if not isinstance(cache, DynamicCache | PagedCache) or not is_library(type(cache)):
             return f"the cache is a {type(cache).__name__}, and programs append to a DynamicCache or to pages"
+        if isinstance(cache, PagedCache) and cache.gathers:
+            return "attention does not read keys and values in pages"
         if getattr(cache, "offloading", False):
             return "the cache is offloaded"
         if ids.shape[0] > MAX_REPLAYED_SEQUENCES:

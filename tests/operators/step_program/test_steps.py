@@ -30,7 +30,6 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import TextIteratorStreamer
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.serve.batch import Batch
 from moegraft.operators.base import Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
@@ -248,32 +247,6 @@ def test_steps_called_with_ids_by_position(qwen: PreTrainedModel) -> None:
         expected = fed(qwen, ids, [7, *[1] * 23])
     assert differences(torch.cat(found, 1), expected).max() < 1e-4
     assert replayed(qwen) - before >= 10
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_sequences_that_join_and_leave(models: Callable[[str], PreTrainedModel], family: str) -> None:
-    """As the server decodes them: shorter ones behind padding, which changes as they come and go."""
-    model = models(family)
-
-    def steps() -> torch.Tensor:
-        batch, found = Batch(model), []
-        for turn in range(40):
-            if turn in (0, 6, 7, 20):
-                cache = new_cache(model)
-                fed(model, prompt(12 + turn // 3, seed=turn), [12 + turn // 3], cache=cache)
-                batch.add(cache)
-            elif turn in (12, 28, 29):
-                batch.remove(turn % len(batch))
-            with torch.no_grad():
-                found.append(batch.step([turn + row for row in range(len(batch))]))
-        return torch.cat(found)
-
-    with layer_by_layer():
-        expected = steps()
-    before = replayed(model)
-    for _ in range(2):
-        assert float(differences(steps()[None], expected[None]).max()) <= CLOSE
-    assert replayed(model) - before > 25, reasons(model)
 
 
 def test_batches_of_latent_attention(models: Callable[[str], PreTrainedModel]) -> None:
