@@ -4,9 +4,11 @@ A page holds the keys and values of `PAGE_TOKENS` tokens: a part of each layer's
 tokens fill, in any order, so that its memory follows its own length: at most one page is partly empty. Sequences join, leave and share a
 common beginning without a copy of anything but one page.
 
-Attention reads keys where they are, by a table of pages (`Runtime.paged_attention`). That needs an attention operator which knows these
-tables: the states that `PagedLayer.update` returns have the layer as their attribute `pages`, and the operator reports with `take` that it
-has appended and read them. A forward pass that leaves the states of a layer unread fails, as its model computes attention in another way.
+An attention operator that knows the table of pages reads keys where they are (`Runtime.paged_attention`). For any other attention, on any
+device, a layer appends the new states itself and gathers each row's keys and values from its pages: [padding][earlier tokens][new tokens].
+Distances between a row's tokens are then those of its text, so that the masks which transformers makes of a 2-D attention mask are right
+for every row, those of sliding windows as well. Gathering copies what appending to a padded batch would copy in every step. A layer gathers
+until an operator has taken its states for the first time.
 
 Pages were chosen over two simpler forms. Rows in classes of capacity double in size and waste half of it; groups of rows of similar length,
 each with little padding, need a forward pass each, and then read the weights as often. Layers with a sliding window keep all tokens of a
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +36,7 @@ PAGE_TOKENS = 32
 
 
 class UnreadPagesError(Exception):
-    """The model's attention did not read the pages of a layer."""
+    """An operator that reads pages left those of a layer unread."""
 
 
 class NoPagesError(Exception):
@@ -56,8 +59,9 @@ class PagePool:
     pages are given first. Nothing moves, so that recorded decode steps stay valid.
 
     Attributes:
-        data: of each layer, (pages, elements) of the cache's dtype: a page's keys (KV heads, PAGE_TOKENS, columns), then its values. The
-            pages of a layer are side by side, so that a pass uses few pages of virtual memory.
+        data: of each layer, (pages + 1, elements) in the cache's dtype and on its device: a page's keys (KV heads, PAGE_TOKENS, columns),
+            then its values. The pages of a layer are side by side, so that a pass uses few pages of virtual memory. The last page is no
+            sequence's: it has the zeros that rows are padded with.
         value_starts: of each layer's values in a page, in elements.
         table: (sequences, most pages of one) int64, the pages of the sequences of the current forward pass.
         held: (sequences,) int64, their tokens before it.
@@ -75,20 +79,23 @@ class PagePool:
     """
 
     def __init__(self, example: DynamicCache, pages: int, *, most_sequences: int, most_tokens: int) -> None:
-        forms: list[tuple[list[int], torch.dtype]] = []
+        self.pages = pages
+        self.page_bytes = 0
+        self.data: list[torch.Tensor] = []
+        self.value_starts: list[int] = []
         for layer in example.layers:
             keys: Any = getattr(layer, "keys", None)
             values: Any = getattr(layer, "values", None)
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or keys is None or keys.shape[1] != values.shape[1]:
                 raise ValueError(f"a layer's cache is a {type(layer).__name__}, which has no pages")
-            sizes = [PAGE_TOKENS * states.shape[1] * states.shape[3] for states in (keys, values)]
             if keys.dtype != values.dtype:
                 raise ValueError("keys and values have several dtypes")
-            forms.append((sizes, keys.dtype))
-        self.pages = pages
-        self.page_bytes: int = sum(sum(sizes) * dtype.itemsize for sizes, dtype in forms)
-        self.value_starts = [sizes[0] for sizes, _ in forms]
-        self.data = [torch.empty(pages, sum(sizes), dtype=dtype) for sizes, dtype in forms]
+            start, end = (PAGE_TOKENS * keys.shape[1] * columns for columns in (keys.shape[3], keys.shape[3] + values.shape[3]))
+            data = torch.empty(pages + 1, end, dtype=keys.dtype, device=keys.device)
+            data[pages].zero_()
+            self.data.append(data)
+            self.value_starts.append(start)
+            self.page_bytes += end * keys.dtype.itemsize
         self.table = torch.zeros(most_sequences, -(-most_tokens // PAGE_TOKENS), dtype=torch.int64)
         self.held = torch.zeros(most_sequences, dtype=torch.int64)
         # The memory of both, which NumPy writes in a tenth of the time where caches are cold.
@@ -118,7 +125,7 @@ class PagePool:
             self._uses[page] = 1
             sequence.pages.append(page)
 
-    def begin_with(self, other: PagedSequence, tokens: int) -> PagedSequence:
+    def fork(self, other: PagedSequence, tokens: int) -> PagedSequence:
         """Return a sequence with the first `tokens` tokens of another: it shares whole pages, and has a copy of the last one.
 
         Raises:
@@ -126,19 +133,19 @@ class PagePool:
         """
         assert tokens <= other.tokens, "the other sequence has the tokens"
         whole, rest = divmod(tokens, PAGE_TOKENS)
-        found = PagedSequence(whole * PAGE_TOKENS, other.pages[:whole])
-        for page in found.pages:
+        sequence = PagedSequence(whole * PAGE_TOKENS, other.pages[:whole])
+        for page in sequence.pages:
             self._uses[page] += 1
         if rest:
             try:
-                self.grow(found, tokens)
+                self.grow(sequence, tokens)
             except NoPagesError:
-                self.release(found)
+                self.release(sequence)
                 raise
             for layer in self.data:
-                layer[found.pages[whole]] = layer[other.pages[whole]]
-            found.tokens = tokens
-        return found
+                layer[sequence.pages[whole]] = layer[other.pages[whole]]
+            sequence.tokens = tokens
+        return sequence
 
     def crop(self, sequence: PagedSequence, tokens: int) -> None:
         """Drop all but the first `tokens` tokens, and pages that hold none."""
@@ -167,17 +174,23 @@ def pages_of(tokens: int) -> int:
 class PagedLayer(CacheLayerMixin):
     """One layer of a `PagedCache`.
 
+    The states that `update` returns have the layer as their attribute `pages`. An operator that knows pages calls `take` for the new ones,
+    appends them and reads the pages. It must do so in every later pass as well.
+
     Attributes:
         data, value_start: of the layer, as in `PagePool`.
         window: tokens that a query attends to; 0: all.
+        gathers: whether keys and values are gathered from the pages, as no operator has taken the states of this layer yet.
     """
 
     def __init__(self, cache: PagedCache, number: int, window: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = weakref.ref(cache)
         self._number = number
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # states that no operator has taken
         self.value_start = cache.pool.value_starts[number]
         self.window = window
+        self.gathers = True
         self.is_sliding = window > 0
         self.is_initialized = True
 
@@ -196,15 +209,26 @@ class PagedLayer(CacheLayerMixin):
         return cache
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new states, for an operator that finds this layer as their attribute `pages`, appends them and reads the pages."""
-        self._owner.unread.add(self._number)
-        for states in (key_states, value_states):
-            states.pages = self  # type: ignore[attr-defined] # read by the operator
-        return key_states, value_states
+        """Return the new states (B, KV heads, T, D) for an operator that appends them, or all of each row's, (B, KV heads, S, D)."""
+        cache = self._owner
+        states = self._new = key_states, value_states
+        if self.gathers:
+            length, first = self.get_mask_sizes(key_states.shape[2])
+            states = cache.gathered(self.data, self._new, first, length)
+        else:
+            cache.unread.add(self._number)
+        if cache.offers_pages or not self.gathers:
+            for each in states:
+                each.pages = self  # type: ignore[attr-defined] # read by the operator
+        return states
 
-    def take(self) -> None:
-        """Note that the states of the last `update` are in the pages and were attended to."""
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states of the last `update` to an operator, which appends them to the pages and attends to these."""
+        assert self._new is not None, "new states are taken once"
+        new, self._new = self._new, None
+        self.gathers = False
         self._owner.unread.discard(self._number)
+        return new
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass
@@ -216,7 +240,11 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # no mask is read
+        if not self._owner.gathers:
+            return query_length, 0  # no mask is read
+        earlier = self._owner.longest
+        kept = min(earlier, self.window - 1) if self.window else earlier
+        return kept + query_length, earlier - kept
 
 
 class PagedCache(Cache):
@@ -224,22 +252,31 @@ class PagedCache(Cache):
 
     Attributes:
         serial: that no other cache has.
+        offers_pages: whether an operator may take the states of a layer that gathers, and then has to in all later passes.
         longest: tokens of the longest sequence before the current pass.
-        unread: layers whose states no operator has read yet.
+        unread: layers whose states an operator has to read in this pass.
 
     Args:
         windows: of each layer: tokens that a query attends to; 0: all.
     """
 
-    def __init__(self, pool: PagePool, windows: Sequence[int]) -> None:
+    def __init__(self, pool: PagePool, windows: Sequence[int], *, offers_pages: bool = True) -> None:
         self.pool = pool
         super().__init__(layers=[PagedLayer(self, number, window) for number, window in enumerate(windows)])
         self.serial = next(_serials)
-        self.longest = 0
+        self.offers_pages = offers_pages
+        self.longest = self._tokens = 0
         self.unread: set[int] = set()
         own(self)
         self._sequences: list[PagedSequence] = []
         self._shown: list[tuple[PagedSequence, int, int]] = []  # the rows of the table, with their numbers of pages and losses
+        self._places: dict[object, torch.Tensor] = {}  # of the states of this pass, which layers of one form share
+
+    @property
+    def gathers(self) -> bool:
+        """Whether keys and values of any layer are gathered, so that masks are read."""
+        layers: list[Any] = self.layers  # without a common type
+        return any(layer.gathers for layer in layers)
 
     def begin(self, sequences: Iterable[PagedSequence], tokens: int) -> None:
         """Prepare a forward pass over `tokens` new tokens of each sequence, which is a row of the pass.
@@ -247,7 +284,7 @@ class PagedCache(Cache):
         Raises:
             NoPagesError: the pool is full.
         """
-        self._sequences = list(sequences)
+        self._sequences, self._tokens = list(sequences), tokens
         pool = self.pool
         for sequence in self._sequences:
             pool.grow(sequence, sequence.tokens + tokens)
@@ -260,17 +297,55 @@ class PagedCache(Cache):
         pool.held_numbers[: len(lengths)] = lengths
         self.longest = max(lengths)
         self.unread.clear()
+        self._places.clear()
 
-    def finish(self, tokens: int) -> None:
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """Return what the model needs beside the tokens of the prepared pass: positions, and a mask if gathered rows are padded."""
+        held = self.pool.held[: len(self._sequences), None]
+        found = {"position_ids": held + torch.arange(self._tokens)}
+        if self.gathers and bool((held != self.longest).any()):
+            found["attention_mask"] = (torch.arange(self.longest + self._tokens) >= self.longest - held).long()
+        return found
+
+    def gathered(
+        self, data: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], first: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a layer's new keys and values (B, KV heads, T, D); return those of `length` columns of the rows, each padded to `longest`.
+
+        Args:
+            data: of the layer.
+            first: the first of these columns; the last one is the last new token.
+        """
+        keys, values = new
+        unit = math.gcd(keys.shape[3], values.shape[3])
+        rows = data.view(-1, unit)  # copied whole, which takes a tenth of the time of indexing the pages on a CPU
+        found, start = [], 0
+        for states in new:
+            batch, heads, tokens, columns = states.shape
+            form = first, start, heads, columns, unit, *data.shape, data.device
+            if form not in self._places:
+                position = torch.arange(first, first + length) - self.longest + self.pool.held[:batch, None]
+                page = self.pool.table[:batch].gather(1, position.clamp(min=0) // PAGE_TOKENS)
+                page[position < 0] = self.pool.pages
+                token = page * data.shape[1] + position % PAGE_TOKENS * columns + start  # (B, S)
+                head = token[:, None] + PAGE_TOKENS * columns * torch.arange(heads)[:, None]
+                self._places[form] = ((head[..., None] + torch.arange(0, columns, unit)) // unit).to(data.device)
+            place = self._places[form]  # (B, KV heads, S, units)
+            rows.index_copy_(0, place[:, :, -tokens:].flatten(), states.reshape(-1, unit))
+            found.append(rows.index_select(0, place.flatten()).view(batch, heads, length, columns))
+            start += PAGE_TOKENS * heads * columns
+        return found[0], found[1]
+
+    def finish(self) -> None:
         """Count the tokens of a forward pass that has succeeded.
 
         Raises:
             UnreadPagesError: a layer's states were not read.
         """
         if self.unread:
-            raise UnreadPagesError(f"{len(self.unread)} of {len(self.layers)} layers do not read keys and values in pages")
+            raise UnreadPagesError(f"attention left the keys and values of {len(self.unread)} of {len(self.layers)} layers unread")
         for sequence in self._sequences:
-            sequence.tokens += tokens
+            sequence.tokens += self._tokens
 
 
 _serials = itertools.count()

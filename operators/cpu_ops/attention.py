@@ -191,7 +191,7 @@ class CpuAttention(CpuOperator):
     ) -> torch.Tensor:
         """Return the kernel's answer from latents (B, 1, S, rank) and rotary keys (B, 1, S, rotary): (B, T, heads, D of values).
 
-        Those of a cache in pages are the T new ones, which are appended first.
+        The T new ones of a cache in pages are appended first.
         """
         weight = projection(module)
         nope = int(module.qk_nope_head_dim)  # type: ignore[arg-type] # `projection` read it
@@ -204,11 +204,12 @@ class CpuAttention(CpuOperator):
         if rotary.shape[3]:
             absorbed[..., rank:].copy_(by_head[..., nope:])
             tail = rotary
-        if hasattr(latents, "pages"):
+        layer = pages_of_latents(latents, rotary)
+        if layer is not None:
             sums = query.new_empty(batch, queries, heads, rank)
             sinks, scale, softcap, _ = numbers
-            states = absorbed.transpose(0, 1), latents, rotary
-            self._attend_in_pages(latents.pages, states, sums, sinks=sinks, latent=True, scale=scale, softcap=softcap)
+            states = absorbed.transpose(0, 1), *layer.take()
+            self._attend_in_pages(layer, states, sums, sinks=sinks, latent=True, scale=scale, softcap=softcap)
         else:
             sums = self.compute((absorbed.transpose(0, 1), latents, latents), mask, *numbers, key_tail=tail)
         out = query.new_empty(batch, queries, heads, weight.shape[1] - nope)
@@ -219,22 +220,15 @@ class CpuAttention(CpuOperator):
     def _matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         self.runtime.matmul(as_array(a), as_array(b), as_array(out))
 
-    def compute_paged(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """Append new keys and values (B, KV heads, T, D) to their pages; return the kernel's answer (B, T, heads, D of values).
+    def compute_paged(self, module: nn.Module, query: torch.Tensor, layer: PagedLayer, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Append the new keys and values (B, KV heads, T, D) of a layer to their pages; return the answer (B, T, heads, D of values).
 
         Query t of a sequence attends to its keys up to that of new token t, and in a layer with a window to the last of them.
-
-        Raises:
-            UnreadPagesError: the kernel cannot answer the call.
         """
-        reason = self.fallback_reason((query, key, value), None, kwargs)
-        if reason is not None:
-            raise UnreadPagesError(f"attention is left to PyTorch: {reason}")
         sinks, scale, softcap, _ = kernel_arguments(module, query, None, kwargs)
+        key, value = layer.take()
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        self._attend_in_pages(key.pages, (query, key, value), out, scale=scale, softcap=softcap, sinks=sinks)  # type: ignore[attr-defined]
+        self._attend_in_pages(layer, (query, key, value), out, scale=scale, softcap=softcap, sinks=sinks)
         return out
 
     def _attend_in_pages(
@@ -258,7 +252,6 @@ class CpuAttention(CpuOperator):
             latent=latent,
             **numbers,
         )
-        layer.take()
 
     def compute(
         self,
@@ -366,18 +359,20 @@ def forward(
         expansion = key.expansion
         latents, rotary = expansion.latents, expansion.rotary
         # In pages, many queries are absorbed as well: expanding needs all latents in one tensor.
-        paged = hasattr(latents, "pages") and rotary.shape[3] > 0
-        attention_mask = None if paged else attention_mask
+        paged = pages_of_latents(latents, rotary) is not None
+        mask = None if paged else attention_mask
         fits = (paged or query.shape[2] <= FEW_QUERIES) and query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3]
         untouched = not expansion.done and type(value) is LatentStates and value.expansion is expansion
-        if fits and untouched and operator.fallback_reason((query, latents, latents), attention_mask, kwargs) is None:
-            numbers = kernel_arguments(module, query, attention_mask, kwargs)
-            return operator.compute_latent(module, query, latents, rotary, attention_mask, numbers), None
+        if fits and untouched and operator.fallback_reason((query, latents, latents), mask, kwargs) is None:
+            return operator.compute_latent(module, query, latents, rotary, mask, kernel_arguments(module, query, mask, kwargs)), None
         key, value = (states.expanded() if type(states) is LatentStates else states for states in (key, value))
-    if hasattr(key, "pages"):
-        return operator.compute_paged(module, query, key, value, kwargs), None
     tensors = query, key, value
-    reason = operator.fallback_reason(tensors, attention_mask, kwargs)
+    layer = getattr(key, "pages", None)
+    reason = operator.fallback_reason(tensors, attention_mask if layer is None else None, kwargs)
+    if reason is None and layer is not None:
+        return operator.compute_paged(module, query, layer, kwargs), None
+    if layer is not None and not layer.gathers:
+        raise UnreadPagesError(f"attention is left to PyTorch: {reason}")
     if reason is None:
         arguments = kernel_arguments(module, query, attention_mask, kwargs)
         if torch.compiler.is_compiling():
@@ -394,6 +389,11 @@ def kernel_arguments(module: nn.Module, query: torch.Tensor, mask: torch.Tensor 
     causal = query.shape[2] > 1 and mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     return kwargs.get("s_aux"), scale, float(kwargs.get("softcap") or 0.0), causal
+
+
+def pages_of_latents(latents: torch.Tensor, rotary: torch.Tensor) -> PagedLayer | None:
+    """Return the layer whose pages a latent cache is in; None for one that is read as tensors, as all without rotary keys are."""
+    return getattr(latents, "pages", None) if rotary.shape[3] else None
 
 
 def _agree(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:

@@ -284,6 +284,8 @@ class StepReplay:
             reason = f"the cache is {named} that moegraft has not made: pass none to generate, or moegraft.injection.new_cache(model)"
             self._log(reason, logging.WARNING if named == "a DynamicCache" else logging.INFO)
             return None
+        if isinstance(cache, PagedCache) and cache.gathers:
+            return "attention does not read keys and values in pages"
         if ids.shape[0] > MAX_REPLAYED_SEQUENCES:
             return f"the batch has more than {MAX_REPLAYED_SEQUENCES} sequences"
         if torch.is_grad_enabled():

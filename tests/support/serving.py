@@ -103,12 +103,15 @@ def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>", then:
     first, second = ([*tokenizer(said)["input_ids"], tokenizer.eos_token_id] for said in (text, then or text))
     answer: list[int] = []
     began: list[int] = []
+    last = [-1]
 
     def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        position = kwargs["past_key_values"].get_seq_length()
-        if kwargs.get("position_ids") is None:
+        positions = kwargs.get("position_ids")
+        position = kwargs["past_key_values"].get_seq_length() - 1 if positions is None else int(positions[0, -1])
+        if kwargs["input_ids"].shape[1] > 1 or position != last[0] + 1:
             began[:] = [position]
             answer[:] = second if "tool:" in tokenizer.decode(kwargs["input_ids"][0]) else first
+        last[:] = [position]
         output.logits[:] = 0
         output.logits[..., answer[position - began[0]]] = 100
 

@@ -139,8 +139,8 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app
-    from moegraft.injection.cli.serve.batch import mib
     from moegraft.injection.cli.serve.connections import server_config
+    from moegraft.injection.cli.serve.pages import mib
 
     class Server(uvicorn.Server):
         """Ends on its first signal, when answers have ended, and exits at once on the second."""

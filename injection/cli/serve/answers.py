@@ -349,7 +349,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": jobs[0].kept_tokens},
+        "prompt_tokens_details": {"cached_tokens": jobs[0].cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
 

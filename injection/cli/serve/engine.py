@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from moegraft.injection.cli.serve.batch import CacheMemory, mib
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
+from moegraft.injection.cli.serve.pages import CacheMemory, mib
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.metrics import Metrics
@@ -92,7 +92,7 @@ class Engine:
         self._closing = False
         self._draining = False
         self.endings: dict[Ending, int] = {"stop": 0, "length": 0, "cancelled": 0, "failed": 0}
-        self.rejected = self.prompt_tokens = self.kept_tokens = self.completion_tokens = 0
+        self.rejected = self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.work: Counts = {}  # the model's work when a job last started or ended
         self._recent: deque[tuple[float, int]] = deque()  # (when, tokens) of each step in the window
         self._thread = threading.Thread(target=self._run, name="moegraft-serve", daemon=True)
@@ -301,7 +301,7 @@ class Engine:
         for job, count in zip(jobs, before, strict=True):
             if count == 0 and job.completion_tokens:
                 self.prompt_tokens += len(job.ask.token_ids)
-                self.kept_tokens += job.kept_tokens
+                self.cached_tokens += job.cached_tokens
         self._metrics.stepped(jobs, before)
         ended = [job for job in jobs if job.ending is not None]
         after = self._counts_now() if ended else self.work

@@ -174,7 +174,7 @@ class Job:
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
         self.random = random.Random(self.seed)
-        self.kept_tokens = 0  # tokens of the prompt in the cache of an earlier request
+        self.cached_tokens = 0  # tokens of the prompt in the cache of an earlier request
         self.completion_tokens = 0
         self.ending: Ending | None = None
         self.error = FAILED

@@ -150,7 +150,7 @@ class Metrics:
         yield _counter("vllm:prompt_tokens", "Tokens of prompts.", [(model, engine.prompt_tokens)])
         yield _counter("vllm:generation_tokens", "Generated tokens.", [(model, engine.completion_tokens)])
         yield _counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the caches.", [(model, engine.prompt_tokens)])
-        yield _counter("vllm:prefix_cache_hits", "Tokens of prompts in the cache of an earlier request.", [(model, engine.kept_tokens)])
+        yield _counter("vllm:prefix_cache_hits", "Tokens of prompts in the cache of an earlier request.", [(model, engine.cached_tokens)])
         ended = [({**model, "finished_reason": end}, engine.endings[end]) for end in ("stop", "length")]
         yield _counter("vllm:request_success", "Requests that were answered, by the reason why the answer ended.", ended)
         yield _counter("moegraft:requests", "Requests that ended, by reason.", [({"ending": end}, n) for end, n in engine.endings.items()])

@@ -23,13 +23,14 @@ from moegraft.injection.cli.serve.answer_parser import (
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.batch import PagedTexts, UnbatchableError, default_limit, open_texts
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
-from moegraft.injection.cli.serve.decoders import BatchedDecoder, SequentialDecoder, batching_obstacle, rotary_limit
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
+from moegraft.injection.cli.serve.pages import UnbatchableError, default_limit, open_pool
 from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
+from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit
+from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import token_bytes
 
@@ -101,7 +102,7 @@ class Service:
         if shared_tokens == 0:
             if limits.batch_invariant:
                 raise OptionsError("--batch-invariant: rotary embeddings of the kind 'dynamic' depend on earlier, longer texts")
-            logger.info("serve: each text has passes of its own, as this model's rotary embeddings depend on the longest of a pass")
+            logger.info("serve: each sequence has passes of its own, as this model's rotary embeddings depend on the longest of a pass")
         if limits.batch_invariant and injection is not None:
             if injection.device_counts():
                 raise OptionsError("--batch-invariant: which device computes an expert depends on time; keep all experts on the CPU")
@@ -109,23 +110,21 @@ class Service:
         if self.alone_because is None:
             try:
                 padding = 0 if drafts is None else drafts.longest
-                texts = open_texts(
+                pool = open_pool(
                     loaded.model,
                     limit=limits.kv_memory,
-                    kept_bytes=limits.prefix_cache,
+                    prefix_bytes=limits.prefix_cache,
                     most=limits.max_batch,
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                 )
-                if drafts is not None and not isinstance(texts, PagedTexts):
-                    raise UnbatchableError("it drafts, and its attention does not read keys and values in pages")
-                return BatchedDecoder(
+                return Scheduler(
                     loaded.model,
-                    texts,
+                    pool,
                     most=limits.max_batch,
                     prefill_chunk=limits.prefill_chunk,
                     drafts=drafts,
                     ends=self.ends,
-                    own_passes=own_passes or (shared_tokens is not None and not isinstance(texts, PagedTexts)),
+                    own_passes=own_passes,
                     shared_tokens=shared_tokens,
                 )
             except UnbatchableError as error:
@@ -140,7 +139,7 @@ class Service:
             prefill_chunk=limits.prefill_chunk,
             token_bytes=sum(token_bytes(loaded.model.config, loaded.model.dtype)),
             memory_limit=limit,
-            kept_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
+            prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
         )
 
     def close(self) -> None:

@@ -38,11 +38,11 @@ from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve import decoders
-from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
+from moegraft.injection.cli.serve import sequential
 from moegraft.injection.cli.serve.constraints import Constraint, grammars
-from moegraft.injection.cli.serve.decoders import BatchedDecoder
 from moegraft.injection.cli.serve.job import Ask, Job, StopText
+from moegraft.injection.cli.serve.pages import SequencePool, open_pool
+from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.injected import injection_of
 from moegraft.operators.base import DraftedRow
@@ -351,9 +351,14 @@ def with_drafts(folder: Path, options: str, extra: str = "", model: str | None =
     return load_model(ModelOptions(model=model, rules=str(rules), dtype="float32", threads=1), QUIET)
 
 
-@pytest.mark.parametrize("draft", ["draft: ngram", "draft_top_k: 1, confidence: 0.3"])
-def test_drafts_change_no_answer_of_a_batch(draft: str, tmp_path: Path) -> None:
-    """Greedy and sampled, with penalties, scores and forms, of texts of several lengths; nor the next turn, from what is kept."""
+NO_ATTENTION = "- {id: attention, match: {kind: attention, name: nothing}, replace: {class: cpu_attention}, expect: any}"
+
+
+@pytest.mark.parametrize(
+    ("draft", "rules"), [("draft: ngram", ""), ("draft_top_k: 1, confidence: 0.3", ""), ("draft_top_k: 1, confidence: 0.3", NO_ATTENTION)]
+)
+def test_drafts_change_no_answer_of_a_batch(draft: str, rules: str, tmp_path: Path) -> None:
+    """Greedy and sampled, with penalties, scores and forms, of several lengths; nor in the next turn, which begins with a prefix."""
     options: list[dict[str, Any]] = [
         {"max_tokens": 40},
         {"max_tokens": 25, "temperature": 0.8, "seed": 3},
@@ -390,7 +395,7 @@ def test_drafts_change_no_answer_of_a_batch(draft: str, tmp_path: Path) -> None:
             service.close()
 
     expected, _ = answers(load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET))
-    found, work = answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed"))
+    found, work = answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed", rules))
     assert found == expected
     assert work["tokens_accepted"] > 20, "drafts were of use"
 
@@ -398,12 +403,12 @@ def test_drafts_change_no_answer_of_a_batch(draft: str, tmp_path: Path) -> None:
 def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = with_drafts(tmp_path, "max_draft: 4")
     drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
-    drafting, step, damaged = drafts.drafting, PagedTexts.step, []
+    drafting, step, damaged = drafts.drafting, SequencePool.step, []
 
     @contextmanager
     def noted() -> Iterator[None]:
         with drafting(), monkeypatch.context() as patch:
-            patch.setattr(PagedTexts, "step", lambda *given: damaged.append(step(*given)) or damaged[-1] * torch.nan)
+            patch.setattr(SequencePool, "step", lambda *given: damaged.append(step(*given)) or damaged[-1] * torch.nan)
             yield
 
     monkeypatch.setattr(drafts, "drafting", noted)
@@ -420,8 +425,8 @@ def test_a_text_near_its_end_leaves_the_drafts_of_others(tmp_path: Path) -> None
     seen: list[tuple[int, int]] = []
     limit = 1 << 22
     for _ in range(2):
-        texts = open_texts(loaded.model, limit=limit, kept_bytes=0, most=2, context=128 + 4)
-        decoder = BatchedDecoder(loaded.model, texts, most=2, prefill_chunk=0, drafts=drafts)
+        pool = open_pool(loaded.model, limit=limit, prefix_bytes=0, most=2, context=128 + 4)
+        decoder = Scheduler(loaded.model, pool, most=2, prefill_chunk=0, drafts=drafts)
         jobs = [Job(Ask(prompt, most), loaded.tokenizer, []) for prompt, most in (((4 * ids)[:100], 28), (ids, 2))]
         limit = sum(map(decoder.needed_bytes, jobs))
         with torch.inference_mode():
@@ -448,7 +453,7 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
     loaded = with_drafts(tmp_path, "confidence: 0, max_draft: 8, schedule: fixed")
     tokenizer = loaded.tokenizer
     drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
-    drafting, step, large = drafts.drafting, PagedTexts.step, [tokenizer(sign)["input_ids"][-1] for sign in "(a"]
+    drafting, step, large = drafts.drafting, SequencePool.step, [tokenizer(sign)["input_ids"][-1] for sign in "(a"]
 
     @contextmanager
     def noted() -> Iterator[None]:
@@ -458,7 +463,7 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
             return logits
 
         with drafting(), monkeypatch.context() as patch:
-            patch.setattr(PagedTexts, "step", draws)
+            patch.setattr(SequencePool, "step", draws)
             yield
 
     grammar = grammars('start: (/[b-z ]/ | "(" s ")")+\ns: s s | "a"')
@@ -485,9 +490,9 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
     job = Job(ask, tokenizer, [], constraint=found.constraint.copy())  # type: ignore[union-attr]
     drawn, own = ([*ask.token_ids, *more] for more in ([large[0], *large[1:] * 8], found.token_ids[len(ask.token_ids) :]))
     logits = torch.zeros(1, loaded.model.config.vocab_size)
-    assert not decoders._Adjusted(job, lambda: True)(torch.tensor([drawn]), logits).any()
+    assert not sequential._Answer(job, lambda: True).adjusted(torch.tensor([drawn]), logits).any()
     assert job.ending is None and len(restarted) == 2
-    assert decoders._Adjusted(job, lambda: False)(torch.tensor([own]), logits)[0, large[1]] == -torch.inf
+    assert sequential._Answer(job, lambda: False).adjusted(torch.tensor([own]), logits)[0, large[1]] == -torch.inf
 
 
 def test_drafts_that_pay_for_one_text_may_not_for_many(tmp_path: Path) -> None:
@@ -506,60 +511,55 @@ def test_drafts_that_pay_for_one_text_may_not_for_many(tmp_path: Path) -> None:
     assert lengths[6] == lengths[8] == 0 and "batches of up to 1: 4 tokens per draft" in state
 
 
-@pytest.mark.parametrize(
-    ("options", "rules", "reason"),
-    [
-        ("mode: adaptive, tolerance: 0.3", "", "speculative_draft decodes one sequence at a time with these options"),
-        (
-            "max_draft: 3, schedule: fixed",
-            "- {id: attention, match: {kind: attention, name: nothing}, replace: {class: cpu_attention}, expect: any}",
-            "does not read keys and values in pages",
-        ),
-    ],
-)
-def test_what_drafts_alone_is_served_one_request_at_a_time(
-    options: str, rules: str, reason: str, chat_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    drafting = with_drafts(tmp_path, options, rules, str(chat_folder))
-    plain = load_model(ModelOptions(model=str(chat_folder), rules="cpu-exact"), QUIET)
+def test_what_drafts_alone_is_served_one_request_at_a_time(chat_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafting = with_drafts(tmp_path, "mode: adaptive, tolerance: 0.3", model=str(chat_folder))
     with serving(drafting, Limits(prefill_chunk=8)) as server, ThreadPoolExecutor(4) as pool:
-        assert any("one at a time: " in record.message and reason in record.message for record in caplog.records)
+        assert "one at a time: speculative_draft decodes one sequence at a time with these options" in caplog.text
         replies = list(pool.map(lambda _: ask(server, "hello there"), range(4)))
-        if "adaptive" not in options:
-            assert [reply.choices[0].message.content for reply in replies] == [wanted(plain, "hello there")] * 4
         assert replies[-1].usage.completion_tokens == 12
         figures = server.get("/metrics")
         assert float(re.findall(r'moegraft:operator\{module="\(the model\)",name="rounds"\} (\S+)', figures)[0]) > 0
 
 
-def test_captured_steps_serve_sliding_windows_one_request_at_a_time(loaded: LoadedModel, tmp_path: Path, gpu: str) -> None:
+@pytest.fixture
+def sliding(loaded: LoadedModel) -> LoadedModel:
+    """A stock model whose window is shorter than the longest question."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = MixtralConfig(vocab_size=len(loaded.tokenizer), num_local_experts=4, sliding_window=16, eos_token_id=0, **sizes)
-    stock = LoadedModel("sliding", MixtralForCausalLM(config).eval(), loaded.tokenizer, lambda: [])
+    return LoadedModel("sliding", MixtralForCausalLM(config).eval(), loaded.tokenizer, lambda: [])
+
+
+def test_captured_steps_serve_sliding_windows_one_request_at_a_time(sliding: LoadedModel, tmp_path: Path, gpu: str) -> None:
     questions = ["hello", "a question that is longer than the window"]
-    expected = [wanted(stock, question) for question in questions]
+    sliding.model.generation_config.repetition_penalty = 1.0001  # which only `generate` applies
+    expected = [wanted(sliding, question) for question in questions]
     rules = tmp_path / "rules.yaml"
     experts = f'{{class: hybrid_experts, kwargs: {{gpu: "{gpu}", cache: {{ratio: 0.5}}, decode: graph}}}}'
     rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {experts}\n")
-    model = optimize_and_load(placed(copy.deepcopy(stock.model), gpu), rules, progress=False, threads=1)
-    with serving(LoadedModel("sliding", model, loaded.tokenizer, lambda: [])) as server:
+    model = optimize_and_load(placed(copy.deepcopy(sliding.model), gpu), rules, progress=False, threads=1)
+    with serving(LoadedModel("sliding", model, sliding.tokenizer, lambda: [])) as server:
         assert [ask(server, question).choices[0].message.content for question in questions] == expected
         again = ask(server, questions[1], expected[1], "and more")
-        assert again.choices[0].message.content == wanted(stock, questions[1], expected[1], "and more")
+        assert again.choices[0].message.content == wanted(sliding, questions[1], expected[1], "and more")
     (engine,) = model.moegraft.context.gpu_engines
     assert engine.statistics.replayed > 20
 
 
-def test_sliding_windows_are_served_one_request_at_a_time(loaded: LoadedModel) -> None:
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = MixtralConfig(vocab_size=len(loaded.tokenizer), num_local_experts=4, sliding_window=16, eos_token_id=0, **sizes)
-    sliding = LoadedModel("sliding", MixtralForCausalLM(config).eval(), loaded.tokenizer, lambda: [])
-    with serving(sliding) as server:
-        assert server.service.alone_because is not None
-        question = "a question that is longer than the window"
-        assert ask(server, question).choices[0].message.content == wanted(sliding, question)
+def test_experts_on_a_gpu_and_sliding_windows_are_batched(sliding: LoadedModel, tmp_path: Path, gpu: str) -> None:
+    """Several requests in one pass, of which one is longer than the window; then one that begins with a prefix."""
+    questions = ["hello", "a question that is longer than the window", "and another", "hello"]
+    rules = tmp_path / "rules.yaml"
+    experts = f'{{class: hybrid_experts, kwargs: {{gpu: "{gpu}", cache: {{ratio: 0.5}}}}}}'
+    rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {experts}\n")
+    expected = [wanted(sliding, question) for question in questions]
+    model = optimize_and_load(placed(copy.deepcopy(sliding.model), gpu), rules, progress=False, threads=1)
+    with serving(LoadedModel("sliding", model, sliding.tokenizer, lambda: [])) as server, ThreadPoolExecutor(4) as pool:
+        assert server.service.alone_because is None
+        assert list(pool.map(lambda question: ask(server, question).choices[0].message.content, questions)) == expected
+        again = ask(server, questions[1], expected[1], "and more")
+        assert again.choices[0].message.content == wanted(sliding, questions[1], expected[1], "and more")
+        assert again.usage.prompt_tokens_details.cached_tokens > len(questions[1])
 
 
 @pytest.mark.parametrize("package", ["fastapi", "httptools", "prometheus_client", "uvicorn"])

@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from moegraft.injection.cli.serve.decoders import adjusted, choose
 from moegraft.injection.cli.serve.job import Ask, Job
+from moegraft.injection.cli.serve.sampling import adjusted, choose
 
 TOKENIZER = byte_tokenizer()
 

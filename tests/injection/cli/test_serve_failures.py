@@ -22,10 +22,10 @@ import torch
 from support.serving import Server, ask, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve import constraints, decoders
+from moegraft.injection.cli.serve import constraints, scheduler
 from moegraft.injection.cli.serve.app import Preparation
-from moegraft.injection.cli.serve.decoders import usable
 from moegraft.injection.cli.serve.protocol import TextBody
+from moegraft.injection.cli.serve.sampling import usable
 from moegraft.injection.cli.serve.service import Limits
 
 KNOWN = len("hello") + 3 + 12 - 1  # tokens of a first question with its answer, of which the last is not read
@@ -136,12 +136,9 @@ def test_a_row_without_usable_logits_ends_alone(loaded: LoadedModel, bad: float,
     """The long prompt's row is spoiled, in the pass that reads it or once it is decoded beside the other."""
 
     def spoil(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            if place == "prompt" and kwargs["past_key_values"].get_seq_length() > len(LONG):
-                output.logits[..., 5] = bad
-        elif place == "answer":
-            output.logits[positions[:, 0] > len(LONG), :, 5] = bad
+        positions = kwargs["position_ids"]
+        if (place == "prompt") == (positions.shape[1] > 1):
+            output.logits[positions[:, -1] > len(LONG), :, 5] = bad
 
     with serving(loaded) as server, ThreadPoolExecutor(1) as pool:
         expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
@@ -203,7 +200,7 @@ def test_text_that_cannot_be_decoded_ends_its_answer_alone(
 
 
 def test_an_error_of_the_prompts_own_pass_ends_it_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "LEAST_CHUNK", 512)  # a busy machine would read the long prompt in passes that do not fail
+    monkeypatch.setattr(scheduler, "LEAST_CHUNK", 512)  # a busy machine would read the long prompt in passes that do not fail
 
     def fail(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"].shape[1] > 64:
@@ -222,31 +219,6 @@ def test_an_error_of_the_prompts_own_pass_ends_it_alone(loaded: LoadedModel, mon
             assert cached(server, "hello", first, "and then?") == KNOWN
     finally:
         handle.remove()
-
-
-def test_a_batch_that_cannot_grow_continues_without_the_new_text(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out while a long text joins the others, after one of the layers has been joined."""
-    join = torch.cat
-
-    def fail(tensors: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(tensors, list) and len(tensors) == 2 and tensors[0].ndim == 4 and tensors[1].shape[-2] > len(LONG):
-            calls.append(1)
-            if len(calls) > 2:
-                raise torch.OutOfMemoryError("no memory")
-        return join(tensors, *args, **options)
-
-    calls: list[int] = []
-    with serving(loaded) as server, ThreadPoolExecutor(1) as pool:
-        hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
-        expected = said(server, "hello", max_tokens=60, temperature=1.5, seed=3)
-        other = neighbour(pool, server)
-        with monkeypatch.context() as patched:
-            patched.setattr("moegraft.injection.cli.serve.batch.torch.cat", fail)
-            with pytest.raises(openai.InternalServerError):
-                said(server, LONG)
-        hook.remove()
-        assert len(calls) == 3
-        assert other.result() == expected
 
 
 @pytest.mark.usefixtures("slowly")

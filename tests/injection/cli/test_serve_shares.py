@@ -27,10 +27,10 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions, OptionsError
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve import decoders
-from moegraft.injection.cli.serve.batch import PagedTexts, open_texts
+from moegraft.injection.cli.serve import scheduler
 from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Ask, Job
+from moegraft.injection.cli.serve.pages import open_pool
 from moegraft.injection.cli.serve.service import Limits, Service
 
 SHORT = 16  # tokens of a prompt beside which a chunk is long
@@ -64,15 +64,15 @@ def wait(*jobs: Job) -> None:
 
 @pytest.mark.usefixtures("slowly")
 def test_a_request_waits_for_memory(loaded: LoadedModel) -> None:
-    with running(loaded, Limits(kv_memory=150 * TOKEN_BYTES, prefix_cache=0)) as service:
+    with running(loaded, Limits(kv_memory=192 * TOKEN_BYTES, prefix_cache=0)) as service:
         engine = service.engine
         first, second, third = job(loaded, 60), job(loaded, 5, prompt=70), job(loaded, 5)
         engine.submit([first])
         until(lambda: engine.running == 1)
-        engine.submit([second])  # a padded batch of both would hold two rows of 75 tokens
+        engine.submit([second])  # three pages each, which are all
         engine.submit([third])
         until(lambda: engine.running == 2)
-        assert engine.memory.promised <= engine.memory.limit == 150 * TOKEN_BYTES
+        assert engine.memory.promised <= engine.memory.limit == 192 * TOKEN_BYTES
         assert engine.waiting == 1
         wait(first, second, third)
         assert [each.ending for each in (first, second, third)] == ["length"] * 3
@@ -81,12 +81,12 @@ def test_a_request_waits_for_memory(loaded: LoadedModel) -> None:
 
 
 def test_what_never_fits_is_refused_with_the_numbers(loaded: LoadedModel) -> None:
-    with serving(loaded, Limits(kv_memory=1000 * TOKEN_BYTES)) as server:
+    with serving(loaded, Limits(kv_memory=1024 * TOKEN_BYTES)) as server:
         with pytest.raises(openai.BadRequestError) as refused:
             ask(server, "hello", max_tokens=4000)
         assert "4008 tokens need 1.0 MiB of keys and values; the limit is 0.2 MiB, of which 0.2 MiB are free" in str(refused.value)
         status = json.loads(server.get("/v1/status"))["memory"]
-        assert status["limit"] == 1000 * TOKEN_BYTES and status["promised"] == 0
+        assert status["limit"] == 1024 * TOKEN_BYTES and status["promised"] == 0
         assert ask(server, "hello").usage.completion_tokens == 12
 
 
@@ -173,8 +173,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(loaded: LoadedModel, way: C
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_a_short_prompt_is_read_next_after_any_chunk_of_a_lone_one(chunks: int, loaded: LoadedModel) -> None:
-    texts = open_texts(loaded.model, limit=4000 * TOKEN_BYTES, kept_bytes=0, most=4, context=None)
-    decoder = decoders.BatchedDecoder(loaded.model, texts, most=4, prefill_chunk=50)
+    pool = open_pool(loaded.model, limit=4000 * TOKEN_BYTES, prefix_bytes=0, most=4, context=None)
+    decoder = scheduler.Scheduler(loaded.model, pool, most=4, prefill_chunk=50)
     long, short = job(loaded, 3, prompt=1000), job(loaded, 3, prompt=20)
     with torch.inference_mode():
         decoder.admit(long)
@@ -184,11 +184,11 @@ def test_a_short_prompt_is_read_next_after_any_chunk_of_a_lone_one(chunks: int, 
         decoder.step()
         assert short.completion_tokens == 1
         decoder.step()  # and then the long one goes on
-    assert texts.memory.used >= (chunks + 1) * 50 * TOKEN_BYTES and long.completion_tokens == 0
+    assert pool.memory.used >= (chunks + 1) * 50 * TOKEN_BYTES and long.completion_tokens == 0
 
 
 @pytest.mark.parametrize(
-    ("cost", "chunk"), [(lambda tokens: tokens, 32), (lambda tokens: 1000 + tokens, 128), (lambda tokens: 30 + tokens, 96)]
+    ("cost", "chunk"), [(lambda tokens: tokens, 32), (lambda tokens: 1000 + tokens, 128), (lambda tokens: 100 + tokens, 96)]
 )
 def test_a_short_prompt_does_not_wait_for_many_times_its_own_time(
     cost: Callable[[int], float], chunk: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
@@ -200,9 +200,9 @@ def test_a_short_prompt_does_not_wait_for_many_times_its_own_time(
         nonlocal now
         now += cost(kwargs["input_ids"].numel())
 
-    monkeypatch.setattr(decoders, "time", SimpleNamespace(perf_counter=lambda: now))
-    decoder = decoders.BatchedDecoder(
-        loaded.model, open_texts(loaded.model, limit=1 << 25, kept_bytes=0, most=4, context=None), most=4, prefill_chunk=128
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=lambda: now))
+    decoder = scheduler.Scheduler(
+        loaded.model, open_pool(loaded.model, limit=1 << 25, prefix_bytes=0, most=4, context=None), most=4, prefill_chunk=128
     )
     clock = loaded.model.register_forward_pre_hook(forward, with_kwargs=True)
     with passes(loaded) as seen, torch.inference_mode():
@@ -215,16 +215,16 @@ def test_a_short_prompt_does_not_wait_for_many_times_its_own_time(
     long = [tokens for _, tokens in seen if tokens != SHORT]
     assert long[:2] == [128, 128], "nothing waits for the first prompt"
     assert long[7:30] == [chunk] * 23
-    assert cost(chunk) <= decoders.LONGEST_WAIT * cost(SHORT) or chunk == 128
+    assert cost(chunk) <= scheduler.LONGEST_WAIT * cost(SHORT) or chunk == 128
     assert long[-2:] == [128, 128], "no other prompt has come for a while"
 
 
 def test_chunks_stay_small_while_short_prompts_come_beside_a_long_one() -> None:
     """Also the first, whose time is not known yet but bounded by a short prompt's; and short prompts that share their pass count."""
-    size = decoders.ChunkSize(512)
+    size = scheduler.ChunkSize(512)
     size.took(0.096, 32, prompts=1, whole=True)
-    assert size.tokens == decoders.LONGEST_WAIT * 32
-    for _ in range(3 * decoders.REMEMBERED):
+    assert size.tokens == scheduler.LONGEST_WAIT * 32
+    for _ in range(3 * scheduler.REMEMBERED):
         size.took(0.002 * size.tokens, size.tokens, prompts=1, whole=False)
         size.took(0.13, 32, prompts=2, whole=True)
     assert size.tokens == 128
@@ -352,7 +352,7 @@ def scored(service: Service, asked: list[Ask]) -> tuple[list[Scored], list[int]]
     service.engine.submit(jobs)
     wait(*jobs)
     until(lambda: service.engine.running == 0)
-    return [(job.token_ids, own) for job, own in zip(jobs, scores, strict=True)], [job.kept_tokens for job in jobs]
+    return [(job.token_ids, own) for job, own in zip(jobs, scores, strict=True)], [job.cached_tokens for job in jobs]
 
 
 @pytest.mark.parametrize(("rules", "dtype"), [("cpu", "bfloat16"), ("cpu-exact", "bfloat16")])  # int8 weights, and bfloat16 ones
@@ -379,7 +379,7 @@ def test_a_batch_invariant_answer_is_exactly_the_same_beside_others(rules: str, 
             assert scored(service, [further[number]]) == ([goes_on[number]], [0])
 
 
-@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["padded", "one by one"])
+@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
 def test_batch_invariant_passes_have_one_text_and_the_same_tokens(loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
     model = way(loaded)
     with running(model, Limits(prefill_chunk=20, batch_invariant=True)) as service, passes(model) as seen:
@@ -442,18 +442,17 @@ def test_what_depends_on_time_is_refused_as_batch_invariant(loaded: LoadedModel,
 def test_logits_beside_31_others_differ_within_a_bound(rules: str, dtype: str, most: float, mean: float) -> None:
     """Relative to each token's logits. More sequences take other kernels, which round elsewhere: rarely, an expert changes with that."""
     loaded = bundled(rules, dtype)
-    texts = open_texts(loaded.model, limit=None, kept_bytes=0, most=32, context=512)
-    assert isinstance(texts, PagedTexts)
+    pool = open_pool(loaded.model, limit=None, prefix_bytes=0, most=32, context=512)
     prompts, given = questions(loaded), torch.randint(5, 200, (32, 8), generator=torch.Generator().manual_seed(0)).tolist()
 
     def logits(rows: list[int]) -> torch.Tensor:
-        some = [texts.begin(prompts[row], 100, "") for row in rows]
+        sequences = [pool.begin(prompts[row], 100) for row in rows]
         with torch.inference_mode():
-            for text, row in zip(some, rows, strict=True):
-                texts.read([text], [prompts[row]])
-            found = torch.stack([texts.step(some, [given[row][step] for row in rows]) for step in range(8)], 1)
-        for text in some:
-            texts.end(text)
+            for sequence, row in zip(sequences, rows, strict=True):
+                pool.forward([sequence], [prompts[row]])
+            found = torch.stack([pool.step(sequences, [given[row][step] for row in rows]) for step in range(8)], 1)
+        for sequence in sequences:
+            pool.end(sequence)
         return found
 
     together, alone = logits(list(range(32))), torch.cat([logits([row]) for row in range(32)])

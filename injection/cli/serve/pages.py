@@ -1,0 +1,298 @@
+"""The sequences that a server computes, in pages of one pool, and the prefixes that ended requests leave there, within a limit of bytes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
+
+from moegraft.injection.injected import injection_of
+from moegraft.operators.cache_form import layer_types
+from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.machine import probe_machine
+from moegraft.operators.paged_cache import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, windows_of
+
+logger = logging.getLogger(__name__)
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """Bytes of keys and values: the limit, what running requests may need until they end, all that is used, and that of prefixes."""
+
+    limit: int
+    promised: int
+    used: int
+    kept: int
+
+    @property
+    def free(self) -> int:
+        return max(0, self.limit - self.promised)
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+@dataclass(eq=False, slots=True)
+class _Prefix:
+    """The tokens of a request that has ended, with which later ones of its scope may begin."""
+
+    token_ids: IntArray
+    sequence: PagedSequence
+    scope: str
+
+    def shared(self, token_ids: IntArray) -> int:
+        """Return with how many tokens both begin."""
+        size = min(len(self.token_ids), len(token_ids))
+        differ = np.flatnonzero(self.token_ids[:size] != token_ids[:size])
+        return int(differ[0]) if len(differ) else size
+
+
+class SequencePool:
+    """The sequences of a model's forward passes, whose keys and values are in pages (paged_cache.py), and the prefix cache.
+
+    A sequence is promised the pages of its greatest length when it begins, so that none runs out of memory. Prefixes have the pages that
+    are left, up to a limit of their own; the least recently used is evicted first.
+
+    Args:
+        prefix_bytes: for the prefixes.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int) -> None:
+        self._model: Any = model  # torch types every attribute of a module as a tensor
+        self._cache = cache
+        self._pool = cache.pool
+        self._promised: dict[PagedSequence, int] = {}  # pages
+        self._prefixes: list[_Prefix] = []  # the most recently used one last
+        self._most_prefix_pages = prefix_bytes // self._pool.page_bytes
+        injection = injection_of(model)
+        self._steps = None if injection is None else injection.context.replay
+        self._stepped: list[PagedSequence] = []  # the rows of the last step
+        self._continuation: Any = None  # of the last step, from `continuation` of `_steps`
+
+    @property
+    def memory(self) -> CacheMemory:
+        """The bytes now; any thread may ask."""
+        size, promised = self._pool.page_bytes, sum(list(self._promised.values()))
+        return CacheMemory(size * self._pool.pages, size * promised, size * self._pool.used, size * self._prefix_pages())
+
+    def needed_bytes(self, tokens: int) -> int:
+        return pages_of(tokens) * self._pool.page_bytes
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of at most `tokens` tokens can begin now."""
+        return sum(self._promised.values()) + pages_of(tokens) <= self._pool.pages
+
+    def begin(self, token_ids: list[int], most_tokens: int, scope: str = "", *, multiple: int = 1) -> PagedSequence:
+        """Begin a sequence, with what a prefix of its scope shares with its prompt, of which the last token is never shared.
+
+        Args:
+            multiple: so many tokens are shared, or a multiple of them; 0: none.
+        """
+        sequence = (self._fork(np.array(token_ids[:-1]), scope, multiple) if multiple else None) or PagedSequence()
+        self._promised[sequence] = pages_of(most_tokens)
+        return sequence
+
+    def _fork(self, token_ids: IntArray, scope: str, multiple: int) -> PagedSequence | None:
+        mine = [prefix for prefix in self._prefixes if prefix.scope == scope]
+        best = max(mine, key=lambda prefix: prefix.shared(token_ids), default=None)
+        if best is None or not (shared := best.shared(token_ids) // multiple * multiple):
+            return None
+        self._prefixes.remove(best)  # so that it is not evicted for the copy of its own page
+        try:
+            if shared % PAGE_TOKENS:
+                self._make_room(1)
+            return self._pool.fork(best.sequence, shared)
+        except NoPagesError:
+            return self._pool.fork(best.sequence, shared - shared % math.lcm(PAGE_TOKENS, multiple))
+        finally:
+            self._prefixes.append(best)
+
+    def forward(self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], **extra: Any) -> torch.Tensor:
+        """Compute the next tokens of some sequences, equally many of each; return the logits, (B, T, V).
+
+        A sequence is unchanged if that fails.
+        """
+        self._stepped, self._continuation = [], None  # another pass may come between two steps
+        self._begin(sequences, len(token_ids[0]))
+        device = self._model.device
+        output = self._model(
+            input_ids=torch.tensor(token_ids, device=device),
+            **{name: value.to(device) for name, value in self._cache.arguments().items()},
+            past_key_values=self._cache,
+            use_cache=True,
+            **extra,
+        )
+        self._cache.finish()
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def _begin(self, sequences: Sequence[PagedSequence], tokens: int) -> None:
+        self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
+        self._cache.begin(sequences, tokens)
+
+    def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
+        """Compute one token of each sequence; return the logits of the next ones, (B, V) float32."""
+        continuation, self._continuation = self._continuation, None
+        if continuation is not None and self._stepped == list(sequences):
+            self._begin(sequences, 1)
+            continued: torch.Tensor | None = continuation.step(tokens) if continuation.position == self._cache.longest else None
+            if continued is not None:
+                self._cache.finish()
+                self._continuation = continuation
+                return continued.clone()
+        logits = self.forward(sequences, [[token] for token in tokens])[:, -1].float()
+        if self._steps is not None:
+            self._stepped = list(sequences)
+            self._continuation = self._steps.continuation(self._cache)
+        return logits
+
+    def crop(self, sequence: PagedSequence, tokens: int) -> None:
+        """Drop all but the first `tokens` tokens of a sequence."""
+        self._stepped, self._continuation = [], None
+        self._pool.crop(sequence, tokens)
+
+    def end(self, sequence: PagedSequence, token_ids: Sequence[int] = (), scope: str = "") -> None:
+        """End a sequence, and keep those of its tokens that are given as a prefix."""
+        del self._promised[sequence]
+        self._pool.crop(sequence, len(token_ids))
+        if not sequence.tokens or not self._most_prefix_pages:
+            self._pool.release(sequence)
+            return
+        new = _Prefix(np.array(token_ids[: sequence.tokens]), sequence, scope)
+        for old in [old for old in self._prefixes if old.scope == scope and old.shared(new.token_ids) == len(old.token_ids)]:
+            self._evict(old)  # the new one begins with all of it
+        self._prefixes.append(new)
+        while self._prefix_pages() > self._most_prefix_pages:
+            self._evict(self._prefixes[0])
+
+    def drop_prefixes(self) -> None:
+        for prefix in self._prefixes[:]:
+            self._evict(prefix)
+
+    def _evict(self, prefix: _Prefix) -> None:
+        self._prefixes.remove(prefix)
+        self._pool.release(prefix.sequence)
+
+    def _prefix_pages(self) -> int:
+        return len({page for prefix in list(self._prefixes) for page in prefix.sequence.pages})
+
+    def _make_room(self, pages: int) -> None:
+        while self._prefixes and self._pool.free < pages:
+            self._evict(self._prefixes[0])
+
+
+class UnbatchableError(Exception):
+    """Sequences of a model cannot be computed together."""
+
+
+def default_limit(model: PreTrainedModel) -> int:
+    """Return half of the free memory of the model's device, in bytes."""
+    machine = probe_machine()
+    gpus = [gpu.free_bytes for gpu in machine.gpus] if model.device.type == "cuda" else []
+    return (min(gpus) if gpus else machine.available_bytes) // 2
+
+
+def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | None, most: int, context: int | None) -> SequencePool:
+    """Return a pool for the sequences of a model, which has computed a few tokens in it with the logits of its own cache.
+
+    Args:
+        limit: bytes of keys and values. By default half of the free memory, and at most that of `most + 4` whole contexts.
+        prefix_bytes: of these, for prefixes; by default half.
+        most: sequences at once.
+        context: tokens of one sequence.
+
+    Raises:
+        UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
+    """
+    try:
+        example, expected = _stock_steps(model)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # what a single answer by `generate` may not need
+        raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
+    layers: list[Any] = example.layers  # without a common type
+    states = [each for layer in layers for each in (layer.keys, layer.values) if each is not None]
+    token_bytes = sum(each.nbytes // each.shape[2] for each in states)
+    if limit is None:
+        limit = default_limit(model)
+        if context is not None:
+            limit = min(limit, (most + 4) * pages_of(context) * PAGE_TOKENS * token_bytes)
+    pages = limit // (token_bytes * PAGE_TOKENS)
+    prefix_bytes = limit // 2 if prefix_bytes is None else min(prefix_bytes, limit)
+    try:
+        if pages < 1:
+            raise ValueError("the limit has no room for a page")
+        memory = PagePool(example, pages, most_sequences=most, most_tokens=min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS))
+    except torch.AcceleratorError:
+        raise
+    except (ValueError, RuntimeError) as error:  # the latter: there is not enough memory
+        raise UnbatchableError(f"its keys and values cannot be stored in pages ({error})") from error
+    # Operators that read pages know these kinds of layers; for another kind the model's own masks are right.
+    known = set(layer_types(model.config)) <= {"full_attention", "sliding_attention"}
+    for offers_pages in (True, False) if known else (False,):
+        cache = PagedCache(memory, windows_of(example), offers_pages=offers_pages)
+        pool = SequencePool(model, cache, prefix_bytes)
+        try:
+            _check(model, pool, expected)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # noqa: BLE001 # the model's own code computes with states that it does not expect
+            reason = str(error)
+            continue
+        cache.offers_pages = False
+        if cache.gathers:
+            logger.info("serve: keys and values are gathered from their pages, as not all of the model's attention reads pages")
+        return pool
+    raise UnbatchableError(f"it cannot compute sequences of several lengths together ({reason})")
+
+
+_PROBES = ([1, 2, 3, 4, 5], [*range(3, 3 + 2 * PAGE_TOKENS - 3)])  # prompts, of which one begins a second page
+
+
+def _stock_steps(model: PreTrainedModel) -> tuple[DynamicCache, torch.Tensor]:
+    """Return a cache with tokens, and the logits that follow both probes, (2, V)."""
+    call: Any = model
+    found = []
+    with torch.inference_mode():
+        for prompt in _probes(model):
+            cache = new_cache(model)
+            call(input_ids=torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, use_cache=True)
+            output = call(input_ids=torch.tensor([prompt[-1:]], device=model.device), past_key_values=cache, use_cache=True)
+            found.append(output.logits[0, -1].float())
+    return cache, torch.stack(found)
+
+
+def _probes(model: PreTrainedModel) -> list[list[int]]:
+    embeddings: Any = model.get_input_embeddings()
+    return [[token % embeddings.weight.shape[0] for token in prompt] for prompt in _PROBES]
+
+
+def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor) -> None:
+    """Compare the logits after both probes with `expected`: read alone but for two tokens, then together.
+
+    Raises:
+        ValueError: they differ.
+    """
+    prompts = _probes(model)
+    sequences = [pool.begin(prompt, len(prompt)) for prompt in prompts]
+    try:
+        with torch.inference_mode():
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                pool.forward([sequence], [prompt[:-3]])
+            pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
+            found = pool.step(sequences, [prompt[-1] for prompt in prompts])
+    finally:
+        for sequence in sequences:
+            pool.end(sequence)
+    off = float((found - expected).norm() / expected.norm())
+    if not off <= (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")

@@ -1,0 +1,151 @@
+"""The choice of tokens by their logits and the options of each request, and the scores of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
+from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
+
+
+def usable(logits: torch.Tensor) -> torch.Tensor:
+    """Return (...) bool, whether a token can be chosen from each row of `logits` (..., V): no NaN, no +inf, and not only -inf."""
+    return logits.amax(-1).isfinite()  # a NaN is the largest of its row
+
+
+def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int], constraint: Constraint | None = None) -> torch.Tensor:
+    """Return `logits` (V,) with the penalties, biases and grammar of a request; `token_ids` are its prompt and the answer so far.
+
+    Raises:
+        AnswerError: the grammar has become too large.
+    """
+    if constraint is not None:
+        try:
+            logits = constraint.restrict(logits, token_ids[len(ask.token_ids) :])
+        except GrammarError as error:
+            raise AnswerError(str(error)) from error
+    penalty = ask.repetition_penalty or 1.0
+    answer = Counter(token_ids[len(ask.token_ids) :]) if ask.presence_penalty or ask.frequency_penalty else {}
+    if penalty == 1.0 and not answer and not ask.logit_bias:
+        return logits
+    logits, device = logits.clone(), logits.device
+    if penalty != 1.0:
+        seen = torch.tensor(list(set(token_ids)), device=device)
+        logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    if answer:
+        counts = torch.tensor(list(answer.values()), dtype=logits.dtype, device=device)
+        logits[torch.tensor(list(answer), device=device)] -= ask.presence_penalty + ask.frequency_penalty * counts
+    if ask.logit_bias:
+        biases = torch.tensor(list(ask.logit_bias.values()), dtype=logits.dtype, device=device)
+        logits[torch.tensor(list(ask.logit_bias), device=device)] += biases
+    return logits
+
+
+class Draft:
+    """The draft of one answer: tokens that the model may choose next. As a `Job`, it has all that the choice of a token needs.
+
+    Its random numbers are those that the answer will use, so that the model chooses a draft token again where both distributions agree.
+
+    Args:
+        most: tokens that it may have.
+    """
+
+    def __init__(self, job: Job, most: int) -> None:
+        self.most = most if job.constraint is None or job.constraint.drafts else 0
+        self.ask = job.ask
+        self.constraint = job.constraint
+        self.token_ids = list(job.token_ids)
+        self.random = random.Random()
+        self.random.setstate(job.random.getstate())
+        self.tokens: list[int] = []
+        self.confidences: list[float] = []  # of the draft in its tokens
+        self.ended = False
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """End the draft if the block fails; the answer may not."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 # the answer is chosen from other logits
+            self.ended = True
+            if self.constraint is not None:
+                self.constraint.restart()
+
+
+def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
+    """Return a token for each job from its row of `logits` (B, V) float32: the likeliest, or a random one by the options of its request.
+
+    A token depends on the job's own logits, options and random numbers only: other jobs do not change an answer. A job whose logits cannot
+    be adjusted, as by a grammar that has become too large, fails; its token has no meaning.
+    """
+    given = logits.unbind()
+    changed = list(given)
+    for row, job in enumerate(jobs):
+        with job.failing_alone():
+            changed[row] = adjusted(given[row], job.ask, job.token_ids, job.constraint)
+    if any(row is not old for row, old in zip(changed, given, strict=True)):
+        logits = torch.stack(changed)
+    tokens: list[int] = logits.argmax(-1).tolist()
+    alike: dict[tuple[int, bool], list[int]] = {}  # rows in which tokens are chosen in the same order
+    for row, job in enumerate(jobs):
+        if not job.ask.greedy:
+            alike.setdefault((job.ask.top_k, job.ask.top_p < 1), []).append(row)
+    for (top_k, nucleus), rows in alike.items():
+
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=logits.device)[:, None]
+
+        scores = logits if len(rows) == len(jobs) else logits[rows]
+        scores = scores / column((jobs[row].ask.temperature for row in rows), torch.float32)
+        index = None  # of the tokens from the likeliest to the unlikeliest
+        if 0 < top_k < scores.shape[-1]:
+            scores, index = scores.topk(top_k)
+        elif nucleus:
+            scores, index = scores.sort(descending=True, stable=True)
+        probabilities = scores.softmax(-1, dtype=torch.float64)
+        if nucleus:  # up to the first token with which the share is reached
+            before = probabilities.cumsum(-1) - probabilities
+            left_out = before >= column(jobs[row].ask.top_p for row in rows)
+            left_out[:, 0] = False  # the likeliest token always stays
+            probabilities = probabilities.masked_fill(left_out, 0)
+        least = column(jobs[row].ask.min_p for row in rows) * probabilities.amax(-1, keepdim=True)
+        cumulative = probabilities.masked_fill(probabilities < least, 0).cumsum(-1)
+        total = cumulative[:, -1:].contiguous()
+        drawn = column(jobs[row].random.random() for row in rows) * total
+        # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.
+        found = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
+        chosen = found if index is None else index.gather(-1, found)
+        for row, token in zip(rows, chosen[:, 0].tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def score(logits: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
+    """Return the scores of a token for each row of `logits` (N, V), with the likeliest `alternatives` tokens."""
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)
+    own = logprobs.gather(-1, torch.tensor(list(tokens), device=logits.device)[:, None])[:, 0].tolist()
+    best, index = (found.tolist() for found in logprobs.topk(min(alternatives, logits.shape[-1])))
+    return [
+        TokenScore(token, value, tuple(zip(ids, values, strict=True)))
+        for token, value, ids, values in zip(tokens, own, index, best, strict=True)
+    ]
+
+
+def extend(jobs: Sequence[Job], logits: torch.Tensor) -> list[int]:
+    """Choose the next token of each answer by its logits (B, V) float32, and add it; return the tokens. A job that cannot go on fails."""
+    good = usable(logits)
+    logits = logits if good.all() else logits.where(good[:, None], 0.0)
+    tokens = choose(logits, jobs)
+    for row, job in enumerate(jobs):
+        with job.failing_alone():
+            if not good[row]:
+                raise BadLogitsError
+            if job.ending is None:
+                wanted = job.ask.logprobs
+                job.take(tokens[row], None if wanted is None else score(logits[row : row + 1], [tokens[row]], wanted)[0])
+    return tokens

@@ -1,0 +1,373 @@
+"""The scheduler of the server: which requests start, which of them a forward pass computes, and which models allow that."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from moegraft.injection.cli.serve.job import Ask, Job, TokenScore
+from moegraft.injection.cli.serve.pages import CacheMemory, SequencePool
+from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
+from moegraft.injection.injected import injection_of
+from moegraft.injection.prefill import APPENDABLE
+from moegraft.operators.base import BatchDrafts, DraftedRow
+from moegraft.operators.paged_cache import PagedSequence
+
+logger = logging.getLogger(__name__)
+# Options of a generation config that only `generate` applies, with the values that mean "off".
+PROCESSED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0, "typical_p": 1.0, "bad_words_ids": None}
+
+
+def batching_obstacle(model: PreTrainedModel) -> str | None:
+    """Return the reason why requests for this model cannot be decoded together; None if they can."""
+    injection = injection_of(model)
+    operator = None if injection is None else injection.model_operator
+    if operator is not None and operator.batch_drafts() is None:
+        return f"{operator.name} decodes one sequence at a time with these options"
+    if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
+        return "the model's forward pass has no arguments for positions and an attention mask"
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    if getattr(model, "_is_stateful", False) or any(type(layer) not in APPENDABLE for layer in layers):
+        return "not all of the model's layers are of attention, and the caches of others cannot be joined at different lengths"
+    asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]
+    return f"the model's generation config sets {', '.join(asked)}" if asked else None
+
+
+def rotary_limit(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a text which leaves the rotary embeddings of others in its pass as they are; None: any number.
+
+    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in (given, *given.values()):
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind in ("longrope", "dynamic"):
+            limits.append(int(each.get("original_max_position_embeddings") or 0) if kind == "longrope" else 0)
+    return min(limits, default=None)
+
+
+SHORT_SHARE = 8  # a prompt of at most this part of a chunk is short
+LONGEST_WAIT = 3  # times that a short prompt takes, for which another one waits for a chunk
+LEAST_CHUNK = 32  # tokens, below which a chunk would read the weights for too few
+REMEMBERED = 32  # chunks for which short prompts are expected after the last one
+
+
+class ChunkSize:
+    """The tokens of prompts in one forward pass: at most `most`, and fewer while short prompts come between those of long ones.
+
+    A short prompt waits for the chunk that is computed when it comes. Where a pass takes as long as its tokens, a chunk of 512 takes many
+    times as long as the short prompt itself; where it takes as long as the weights, as when they are transferred to a GPU, chunks of any
+    size take the same time, and a small one gains nothing. So chunks have the size that takes `LONGEST_WAIT` times as long as the last
+    short prompt did.
+
+    Args:
+        most: 0: whole prompts.
+        fixed: whether all chunks have this size.
+    """
+
+    def __init__(self, most: int, *, fixed: bool = False) -> None:
+        self._most = most
+        self._fixed = fixed
+        self._short_s = self._token_s = 0.0
+        self._left = 0  # chunks before short prompts are forgotten
+
+    @property
+    def tokens(self) -> int:
+        if self._fixed or not self._left:
+            return self._most
+        fitting = int(LONGEST_WAIT * self._short_s / self._token_s) // LEAST_CHUNK * LEAST_CHUNK
+        return min(self._most, max(LEAST_CHUNK, fitting))
+
+    def took(self, seconds: float, tokens: int, *, prompts: int, whole: bool) -> None:
+        """Note the time of a pass over so many tokens of each of `prompts` prompts; `whole`: one of them began and ended in it."""
+        if whole and tokens * SHORT_SHARE <= self._most:
+            self._left = REMEMBERED
+            if prompts == 1 or not self._short_s:
+                self._short_s = seconds / prompts
+            # Before the first chunk, the short prompt's own rate: too slow, as it reads the weights for few tokens, but no long wait.
+            self._token_s = self._token_s or seconds / (prompts * tokens)
+        elif 2 * prompts * tokens > self.tokens > 0:  # not what is left of a prompt
+            self._token_s = seconds / (prompts * tokens)
+            self._left = max(0, self._left - 1)
+
+
+class Scheduler:
+    """Computes several requests in one forward pass, and at most one chunk of prompts between two passes of decoding.
+
+    A chunk is shared by prompts that are equally far from its end: alternately the shortest rest and the oldest prompt lead, and others
+    join with as many tokens. So a short prompt waits for one chunk of a long one, and a long one for no more than every second step.
+
+    A failure of one answer ends it alone; a failed forward pass ends the answers in it. The sequences of the others stay valid.
+
+    With `drafts`, a step may draft several tokens of each answer and verify those of all in one pass. Each token is chosen from the
+    full model's logits with the answer's next random number, as without drafts; a draft only decides for how many tokens these logits
+    are known. So an answer does not depend on what was drafted, nor on when drafts pay.
+
+    What a kernel gives one row depends, by rounding, on the number of rows: other products of matrices are fastest for more. If answers
+    must not depend on that, each sequence has passes of its own, prompts have the same chunks whatever else is computed, and a request
+    begins with whole chunks of earlier prompts only, as answers were computed in other passes than a prompt is.
+
+    Args:
+        most: requests at once.
+        prefill_chunk: prompt tokens in one pass; 0: whole prompts.
+        own_passes: whether each sequence has passes of its own, so that answers are exactly the same whatever other answers there are.
+        shared_tokens: while a sequence has more, each has passes of its own; None: any number.
+        ends: tokens that end an answer, and a draft.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: SequencePool,
+        *,
+        most: int,
+        prefill_chunk: int,
+        drafts: BatchDrafts | None = None,
+        ends: Sequence[int] = (),
+        own_passes: bool = False,
+        shared_tokens: int | None = None,
+    ) -> None:
+        assert drafts is None or not own_passes, "when drafts pay is a matter of time"
+        self._drafts = drafts
+        self._padding = 0 if drafts is None else drafts.longest  # tokens after a sequence's own in the pass that verifies the longest draft
+        self._pool = pool
+        self._most = most
+        self._own_passes = own_passes
+        self._shared_tokens = shared_tokens
+        self._chunk = ChunkSize(prefill_chunk, fixed=own_passes)
+        self._sequences: dict[Job, PagedSequence] = {}  # of all running requests
+        self._decoding: list[Job] = []
+        self._prefilling: list[Job] = []  # the oldest first
+        self._oldest_leads = False
+        self._ends = frozenset(ends)
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [*self._decoding, *self._prefilling]
+
+    @property
+    def memory(self) -> CacheMemory:
+        return self._pool.memory
+
+    @property
+    def _separate(self) -> bool:
+        """Whether each sequence has passes of its own now."""
+        limit = math.inf if self._shared_tokens is None else self._shared_tokens
+        return self._own_passes or any(len(job.token_ids) + self._padding >= limit for job in self.jobs)
+
+    def needed_bytes(self, job: Job) -> int:
+        return self._pool.needed_bytes(job.most_tokens + self._padding)
+
+    def fits(self, job: Job) -> bool:
+        return len(self._sequences) < self._most and self._pool.fits(job.most_tokens + self._padding)
+
+    def admit(self, job: Job) -> None:
+        """Start a request; `fits` must be true."""
+        # For the scores of a prompt every token's logits are needed.
+        multiple = 0 if _scores_prompt(job.ask) else self._chunk.tokens if self._own_passes else 1
+        sequence = self._pool.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, multiple=multiple)
+        job.cached_tokens = sequence.tokens
+        self._sequences[job] = sequence
+        self._prefilling.append(job)
+
+    def step(self) -> None:
+        """Decode a token of each answer, then compute a chunk of prompts."""
+        for job in self.jobs:
+            if job.cancelled:
+                job.finish("cancelled")
+                self._retire(job)
+        if self._decoding and self._separate:
+            for job in list(self._decoding):
+                self._decode([job], alone=True)
+        elif self._decoding:
+            self._decode(list(self._decoding))
+        if self._prefilling:
+            self._prefill()
+
+    def forget(self) -> None:
+        """Drop all requests and caches, after a failure that may have left caches incomplete."""
+        for sequence in self._sequences.values():
+            self._pool.end(sequence)
+        self._sequences, self._decoding, self._prefilling = {}, [], []
+        self._pool.drop_prefixes()
+
+    def _retire(self, job: Job) -> None:
+        """Remove a job that has ended, and keep its tokens as a prefix: after a failure only those that it began with, which are right."""
+        for queue in (self._decoding, self._prefilling):
+            if job in queue:
+                queue.remove(job)
+        tokens = len(job.token_ids) if job.ending != "failed" else job.cached_tokens
+        if self._own_passes:
+            tokens = min(tokens, len(job.ask.token_ids)) // chunk * chunk if (chunk := self._chunk.tokens) else 0
+        self._pool.end(self._sequences.pop(job), job.token_ids[:tokens], job.scope)
+
+    def _decode(self, jobs: Sequence[Job], *, alone: bool = False) -> None:
+        """Compute the next tokens of some answers in one pass: one of each, and as many of its draft as the model chooses."""
+        sequences = [self._sequences[job] for job in jobs]
+        before = [job.completion_tokens for job in jobs]
+        started_s = time.perf_counter()
+        try:
+            drafts = [] if alone else self._draft(jobs, sequences)
+            drafted_s = time.perf_counter()
+            longest = max((len(draft.tokens) for draft in drafts), default=0)
+            if longest or alone:
+                rows = [job.token_ids[-1:] for job in jobs]
+                for row, draft in zip(rows, drafts, strict=False):
+                    row += draft.tokens
+                # A shorter draft is followed by any token, which is dropped with the rejected ones.
+                logits = self._pool.forward(sequences, [row + row[-1:] * (longest + 1 - len(row)) for row in rows])
+            else:
+                logits = self._pool.step(sequences, [job.token_ids[-1] for job in jobs])[:, None]
+            accepted = _accept(jobs, drafts, logits)
+            if longest:
+                for job, sequence in zip(jobs, sequences, strict=True):
+                    self._pool.crop(sequence, len(job.token_ids) - 1)
+        except torch.AcceleratorError:  # the device cannot be used after it
+            raise
+        except Exception as error:  # any error must leave other prompts and waiting requests running
+            logger.exception("serve: a forward pass failed; the %d answers in it end", len(jobs))
+            for job in jobs:
+                job.fail(error)
+        else:
+            if self._drafts is not None and not alone:
+                confidences = [draft.confidences for draft in drafts] or [[]] * len(jobs)
+                done = [
+                    DraftedRow(shares, min(count + 1, len(shares)) if job.ending is None else count, count, job.completion_tokens - old)
+                    for job, shares, count, old in zip(jobs, confidences, accepted, before, strict=True)
+                ]
+                try:
+                    self._drafts.record(done, 1e3 * (drafted_s - started_s), 1e3 * (time.perf_counter() - drafted_s))
+                except Exception:  # statistics must not end answers
+                    logger.exception("serve: a round of drafts cannot be recorded")
+        for job in jobs:
+            if job.ending is not None:
+                self._retire(job)
+
+    def _draft(self, jobs: Sequence[Job], sequences: Sequence[PagedSequence]) -> list[Draft]:
+        """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""
+        if self._drafts is None:
+            return []
+        rests = [job.ask.max_tokens - job.completion_tokens - 1 for job in jobs]  # before the last token, which is not drafted
+        length = self._drafts.plan(len(jobs), max(rests))
+        if not length:
+            return []
+        drafts = [Draft(job, min(length, rest)) for job, rest in zip(jobs, rests, strict=True)]
+        going = [(draft, sequence) for draft, sequence in zip(drafts, sequences, strict=True) if draft.most]
+        for draft, _ in going[:]:
+            if (tokens := self._drafts.lookup(draft.token_ids, draft.most)) is not None:
+                draft.tokens, draft.confidences = tokens, [1.0] * len(tokens)
+                going = []
+        lengths = [sequence.tokens for sequence in sequences]
+        with self._drafts.drafting():
+            for _ in range(length if going else 0):
+                logits = self._pool.step([sequence for _, sequence in going], [draft.token_ids[-1] for draft, _ in going])
+                tokens = choose(logits.where(usable(logits)[:, None], 0.0), [draft for draft, _ in going])
+                shares = logits.softmax(-1).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+                for (draft, _), token, share in zip(going, tokens, shares, strict=True):
+                    if draft.ended or math.isnan(share):  # no token can be chosen; the answer's is chosen from other logits
+                        draft.ended = True
+                        continue
+                    draft.tokens.append(token)
+                    draft.token_ids.append(token)
+                    draft.confidences.append(share)
+                    full = len(draft.tokens) == draft.most
+                    draft.ended = full or token in self._ends or not self._drafts.continues(draft.confidences)
+                going = [(draft, sequence) for draft, sequence in going if not draft.ended]
+                if not going:
+                    break
+        for sequence, tokens_before in zip(sequences, lengths, strict=True):
+            if sequence.tokens > tokens_before:
+                self._pool.crop(sequence, tokens_before)
+        return drafts
+
+    def _prefill(self) -> None:
+        """Compute a chunk of the prompts that share this step."""
+        rest = {job: len(job.token_ids) - self._sequences[job].tokens for job in self._prefilling}
+        self._oldest_leads = len(self._prefilling) == 1 or not self._oldest_leads  # the next turn is that of a prompt which comes now
+        leader = self._prefilling[0] if self._oldest_leads else min(self._prefilling, key=rest.__getitem__)
+        chunk = self._chunk.tokens
+        tokens = min(rest[leader], chunk or rest[leader])
+        together = [leader]
+        if not self._separate and not _scores_prompt(leader.ask):
+            others = [job for job in self._prefilling if job is not leader and rest[job] >= tokens and not _scores_prompt(job.ask)]
+            together += sorted(others, key=rest.__getitem__)[: chunk // tokens - 1 if chunk else 0]
+        if len(together) > 1:
+            try:
+                self._prefill_chunk(together, tokens)
+                return
+            except torch.AcceleratorError:
+                raise
+            except Exception:  # which of the prompts has caused it is not known
+                logger.warning("serve: a chunk of %d prompts failed; each is computed alone", len(together), exc_info=True)
+        for job in together:
+            with job.failing_alone():
+                self._prefill_chunk([job], tokens)
+            if job.ending == "failed" and job in self._sequences:
+                self._retire(job)
+
+    def _prefill_chunk(self, jobs: Sequence[Job], tokens: int) -> None:
+        sequences = [self._sequences[job] for job in jobs]
+        chunks = [job.token_ids[sequence.tokens : sequence.tokens + tokens] for job, sequence in zip(jobs, sequences, strict=True)]
+        whole = any(tokens == len(job.ask.token_ids) - job.cached_tokens for job in jobs)
+        began = time.perf_counter()
+        logits = self._pool.forward(sequences, chunks, **({} if _scores_prompt(jobs[0].ask) else self._last_only))
+        self._chunk.took(time.perf_counter() - began, tokens, prompts=len(jobs), whole=whole)
+        for row, job in enumerate(jobs):
+            with job.failing_alone():
+                self._go_on(job, logits[row], tokens)
+            if job.ending is not None:
+                self._retire(job)
+
+    def _go_on(self, job: Job, logits: torch.Tensor, tokens: int) -> None:
+        """Take the logits (T, V) of a chunk, and start the answer if it was the last."""
+        end = self._sequences[job].tokens
+        if _scores_prompt(job.ask):
+            assert job.ask.logprobs is not None, "scores are asked for"
+            following = job.token_ids[end - tokens + 1 : end + 1]
+            job.prompt_scores += [] if end > tokens else [TokenScore(job.token_ids[0])]
+            job.prompt_scores += score(logits[: len(following)], following, job.ask.logprobs)
+        if end < len(job.token_ids):
+            return
+        if not job.ask.max_tokens:
+            job.finish("length")
+            return
+        extend([job], logits[-1:].float())
+        if job.ending is None:
+            self._prefilling.remove(job)
+            self._decoding.append(job)
+
+
+def _scores_prompt(ask: Ask) -> bool:
+    return ask.echo and ask.logprobs is not None
+
+
+def _accept(jobs: Sequence[Job], drafts: Sequence[Draft], logits: torch.Tensor) -> list[int]:
+    """Extend each answer by the model's choices from its logits (B, T, V) for as long as these are its draft's tokens, and by one more.
+
+    Returns:
+        How many tokens of each draft were accepted.
+    """
+    accepted = [0] * len(jobs)
+    going = list(range(len(jobs)))  # rows whose next logits follow their own tokens
+    for place in range(logits.shape[1]):
+        now = logits[:, place] if len(going) == len(jobs) else logits[going, place]
+        tokens = extend([jobs[row] for row in going], now.float())
+        going = [
+            row
+            for row, token in zip(going, tokens, strict=True)
+            if jobs[row].ending is None and drafts and drafts[row].tokens[place : place + 1] == [token]
+        ]
+        if not going:
+            break
+        for row in going:
+            accepted[row] += 1
+    return accepted

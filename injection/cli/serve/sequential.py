@@ -1,0 +1,179 @@
+"""Requests for a model whose sequences cannot be computed together: one answer at a time through the model's `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from moegraft.injection.cli.chat.conversation import PromptCache
+from moegraft.injection.cli.options import NEUTRAL
+from moegraft.injection.cli.serve.job import BadLogitsError, Job
+from moegraft.injection.cli.serve.pages import CacheMemory
+from moegraft.injection.cli.serve.sampling import Draft, adjusted, usable
+from moegraft.injection.injected import injection_of
+from moegraft.injection.prefill import read_ahead, why_not_appendable
+
+MOST_PROMPTS = 8  # that are computed alternately
+
+
+class SequentialDecoder:
+    """Answers with the model's `generate`, which supports every operator, one answer at a time, and keeps the last cache.
+
+    Long prompts are computed in chunks if the model's cache allows it: one chunk in each step, of one prompt after the other, so that a
+    short one is answered while a long one is computed. An answer that has begun is computed to its end.
+
+    Args:
+        memory_limit: bytes of keys and values.
+        token_bytes: of one token's.
+        prefix_bytes: for the last cache; a longer one is not kept.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int, token_bytes: int, memory_limit: int, prefix_bytes: int
+    ) -> None:
+        self._model: Any = model  # torch types every attribute of a module as a tensor
+        self._pad_token = pad_token
+        self._chunk = prefill_chunk if why_not_appendable(model) is None else 0
+        self._prefix = PromptCache()
+        self._prefix_scope = ""
+        self._token_bytes = token_bytes
+        self._limit = memory_limit
+        self._most_prefix_tokens = prefix_bytes // token_bytes
+        self._caches: dict[Job, DynamicCache | None] = {}  # of prompts; the next one first
+
+    @property
+    def jobs(self) -> list[Job]:
+        return list(self._caches)
+
+    @property
+    def memory(self) -> CacheMemory:
+        prefix = self._token_bytes * len(self._prefix.held[0])
+        used = self._token_bytes * sum(map(_tokens, list(self._caches.values())))
+        return CacheMemory(self._limit, self._promised(), used + prefix, prefix)
+
+    def _promised(self) -> int:
+        return sum(map(self.needed_bytes, self.jobs))
+
+    def needed_bytes(self, job: Job) -> int:
+        return self._token_bytes * job.most_tokens
+
+    def fits(self, job: Job) -> bool:
+        """Whether a job may start: the first, or one whose prompt can be computed between the chunks of others."""
+        chunked = self._chunk > 0 and len(self._caches) < MOST_PROMPTS
+        return not self._caches or (chunked and self._promised() + self.needed_bytes(job) <= self._limit)
+
+    def admit(self, job: Job) -> None:
+        if job.scope != self._prefix_scope:
+            self._prefix.drop()
+        cache, job.cached_tokens = self._prefix.take(job.ask.token_ids)
+        self._caches[job] = cache
+
+    def step(self) -> None:
+        """Compute a chunk of the next prompt; answer the request to its end if no more than a chunk is left."""
+        for job in self.jobs:
+            if job.cancelled:
+                job.finish("cancelled")
+        self._caches = {job: cache for job, cache in self._caches.items() if job.ending is None}
+        if not self._caches:
+            return
+        job, cache = next(iter(self._caches.items()))
+        ids, rest = job.ask.token_ids, dict(list(self._caches.items())[1:])
+        if not job.ask.max_tokens:
+            job.finish("length")
+        elif self._chunk and len(ids) - _tokens(cache) > self._chunk:
+            rest[job] = read_ahead(self._model, ids[: _tokens(cache) + self._chunk + 1], cache, self._chunk)
+        else:
+            self._answer(job, cache)
+        self._caches = rest
+
+    def _answer(self, job: Job, cache: DynamicCache | None) -> None:
+        ids = job.ask.token_ids
+        prompt = torch.tensor([ids], device=self._model.device)
+        injection = injection_of(self._model)
+        answer = _Answer(job, lambda: injection is not None and injection.drafting)
+        with torch.random.fork_rng():
+            torch.manual_seed(job.seed % (1 << 63))
+            made = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                past_key_values=cache,
+                streamer=answer,
+                stopping_criteria=[answer.ended],
+                logits_processor=[answer.adjusted],
+                max_new_tokens=job.ask.max_tokens,
+                max_length=None,
+                num_beams=1,
+                pad_token_id=self._pad_token,
+                return_dict_in_generate=True,
+                **_sampling(job),
+            )
+        self._prefix.keep(made.sequences[0].tolist(), made.past_key_values)
+        self._prefix_scope = job.scope
+        job.finish("cancelled" if job.cancelled else "stop")
+        if job.ending == "failed":  # only the tokens before this request are certainly right in the cache
+            cache, shared = self._prefix.take(ids[: job.cached_tokens + 1])
+            if shared == job.cached_tokens:
+                self._prefix.keep(ids, cache)
+        if len(self._prefix.held[0]) > self._most_prefix_tokens:
+            self._prefix.drop()
+
+    def forget(self) -> None:
+        """Drop the requests and caches, after a failure that may have left a cache incomplete."""
+        self._prefix.drop()
+        self._caches = {}
+
+
+def _tokens(cache: DynamicCache | None) -> int:
+    return 0 if cache is None else cache.get_seq_length()
+
+
+class _Answer(BaseStreamer):
+    """The part of `generate` that one job has: it takes the tokens, adjusts the scores, and ends.
+
+    Args:
+        drafting: whether the tokens after the answer are now a draft's, which may not fail it.
+    """
+
+    def __init__(self, job: Job, drafting: Callable[[], bool]) -> None:
+        self._job = job
+        self._drafting = drafting
+        self._ask = replace(job.ask, repetition_penalty=None)  # `generate` has it
+        self._saw_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take tokens. A draft gives several at once, and a stop string may end the answer before the last of them."""
+        for token in value.reshape(-1).tolist() if self._saw_prompt else ():
+            if self._job.ending is None:
+                self._job.take(token)
+        self._saw_prompt = True
+
+    def end(self) -> None:
+        pass
+
+    def ended(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        stop = self._job.ending is not None or self._job.cancelled
+        return torch.full((input_ids.shape[0],), stop, dtype=torch.bool, device=input_ids.device)
+
+    def adjusted(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Apply what `generate` does not have; where that fails, return zeros, with which it ends and leaves a complete cache."""
+        found = torch.zeros_like(scores)
+        with Draft(self._job, 0).failing_alone() if self._drafting() else self._job.failing_alone():
+            if not usable(scores).all():
+                raise BadLogitsError
+            rows = zip(scores, input_ids.tolist(), strict=True)
+            found = torch.stack([adjusted(row, self._ask, ids, self._job.constraint) for row, ids in rows])
+        return found
+
+
+def _sampling(job: Job) -> dict[str, Any]:
+    ask = job.ask
+    own = {} if ask.repetition_penalty is None else {"repetition_penalty": ask.repetition_penalty}
+    if ask.greedy:
+        return {**NEUTRAL, **own, "do_sample": False}
+    drawn = {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k}
+    return {"do_sample": True, **drawn, **own, **({"min_p": ask.min_p} if ask.min_p else {})}

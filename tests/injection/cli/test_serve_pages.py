@@ -1,0 +1,294 @@
+"""Keys and values of a server's sequences: in pages that attention reads or that are gathered, within a limit, and shared as prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.families import build_model, prompt, served_cases
+from transformers import DynamicCache, PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, open_pool
+from moegraft.operators.paged_cache import PAGE_TOKENS, PagedSequence
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")  # of which two have sliding windows, and one a latent cache
+LENGTHS = [3, 40, 17, 9, 64, 25, 1, 33]
+CLOSE = 1e-4  # relative to the largest logit, in float32
+MIXED = """
+version: 1
+extends: cpu-exact
+rules:
+- id: stock attention
+  match: {kind: attention, layers: "1"}
+  replace: {class: default}
+"""
+Models = Callable[[str, str], PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Models by family and by how they read pages: all layers natively, some of them, or none."""
+    made: dict[tuple[str, str], PreTrainedModel] = {}
+    mixed = tmp_path_factory.mktemp("rules") / "mixed.yaml"
+    mixed.write_text(MIXED)
+
+    def model(name: str, kind: str) -> PreTrainedModel:
+        if (name, kind) not in made:
+            model = build_model(next(case for case in served_cases() if case.model_type == name))
+            rules = {"native": "cpu-exact", "mixed": str(mixed)}
+            made[name, kind] = model if kind == "gathered" else optimize_and_load(model, rules[kind], progress=False, threads=1)
+        return made[name, kind]
+
+    return model
+
+
+@pytest.fixture(params=["native", "gathered"])
+def qwen(models: Models, request: pytest.FixtureRequest) -> PreTrainedModel:
+    return models("qwen3_moe", request.param)
+
+
+def opened(model: PreTrainedModel, *, limit: int | None = 1 << 22, prefixes: int | None = None, most: int = 32) -> SequencePool:
+    return open_pool(model, limit=limit, prefix_bytes=prefixes, most=most, context=2048)
+
+
+def begun(pool: SequencePool, ids: list[int], most_tokens: int | None = None, scope: str = "") -> PagedSequence:
+    """A sequence with all of `ids` computed but the last."""
+    sequence = pool.begin(ids, len(ids) + 40 if most_tokens is None else most_tokens, scope)
+    with torch.inference_mode():
+        if sequence.tokens < len(ids) - 1:
+            pool.forward([sequence], [ids[sequence.tokens : -1]])
+    return sequence
+
+
+def expected(model: PreTrainedModel, ids: list[int], first: int) -> torch.Tensor:
+    """The model's own logits of the tokens of `ids` from `first` on, one after the other."""
+    cache, call, found = DynamicCache(config=model.config.get_text_config()), model, []
+    with torch.inference_mode():
+        if first:
+            call(input_ids=torch.tensor([ids[:first]]), past_key_values=cache, use_cache=True)
+        for token in ids[first:]:
+            found.append(call(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1].float())
+    return torch.stack(found)
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert float((found - wanted).abs().max()) <= CLOSE * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["native", "mixed", "gathered"])
+def test_sequences_have_the_models_own_logits(models: Models, family: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also past windows of 16 tokens, while sequences join and leave, and with native steps."""
+    caplog.set_level("INFO")
+    model = models(family, kind)
+    pool = opened(model)
+    assert ("gathered from their pages" in caplog.text) == (kind != "native")
+    rows: list[tuple[PagedSequence, list[int], list[torch.Tensor]]] = []
+    done = []
+    replayed = 0 if kind == "gathered" else model.moegraft.context.decode_steps.replayed
+    for turn in range(44):
+        if turn in (0, 2, 3, 20):
+            ids = prompt(LENGTHS[turn % 8], seed=turn)[0].tolist()
+            rows.append((begun(pool, ids), ids, []))
+        if turn in (12, 28):
+            sequence, ids, logits = rows.pop(turn % len(rows))
+            pool.end(sequence)
+            done.append((ids, logits))
+        with torch.inference_mode():
+            found = pool.step([sequence for sequence, _, _ in rows], [ids[-1] for _, ids, _ in rows])
+        for row, (_, ids, logits) in enumerate(rows):
+            logits.append(found[row])
+            ids.append(int(found[row].argmax()))
+    for ids, logits in [*done, *((ids, logits) for _, ids, logits in rows)]:
+        assert_close(torch.stack(logits), expected(model, ids[:-1], len(ids) - 1 - len(logits)))
+    if kind == "native":
+        assert model.moegraft.context.decode_steps.replayed - replayed > 20
+
+
+@pytest.mark.parametrize("kind", ["native", "gathered"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_prompts_of_several_lengths_are_computed_together(models: Models, family: str, kind: str) -> None:
+    model = models(family, kind)
+    pool = opened(model)
+    prompts = [prompt(length, seed=length)[0].tolist() for length in (60, 31, 90)]
+    some = [pool.begin(ids, 100) for ids in prompts]
+    with torch.inference_mode():
+        pool.forward(some[:1], [prompts[0][:20]])
+        pool.forward(some, [ids[each.tokens : each.tokens + 30] for each, ids in zip(some, prompts, strict=True)])
+        found = pool.step(some, [ids[each.tokens] for each, ids in zip(some, prompts, strict=True)])
+    for row, (ids, read) in enumerate(zip(prompts, (50, 30, 30), strict=True)):
+        assert_close(found[row : row + 1], expected(model, ids[: read + 1], read))
+
+
+def test_a_sequence_without_numbers_leaves_the_others(qwen: PreTrainedModel) -> None:
+    """Also the shorter ones, which are padded to its length, and the next one in its pages."""
+    pool = opened(qwen, prefixes=0)
+    ids = [prompt(length)[0].tolist() for length in (70, 9)]
+    damaged, short = (begun(pool, each) for each in ids)
+
+    def damage(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.index_fill(0, torch.tensor([0]), torch.nan)
+
+    hook = qwen.get_input_embeddings().register_forward_hook(damage)
+    with torch.inference_mode():
+        found = pool.step([damaged, short], [each[-1] for each in ids])
+    hook.remove()
+    assert found[0].isnan().all()
+    assert_close(found[1:], expected(qwen, ids[1], len(ids[1]) - 1))
+    ids[1].append(int(found[1].argmax()))
+    with torch.inference_mode():
+        found = pool.step([damaged, short], [1, ids[1][-1]])
+    assert found[0].isnan().all()
+    assert_close(found[1:], expected(qwen, ids[1], len(ids[1]) - 1))
+    pool.end(damaged)
+    after = begun(pool, ids[0])
+    with torch.inference_mode():
+        assert_close(pool.step([after], ids[0][-1:]), expected(qwen, ids[0], len(ids[0]) - 1))
+
+
+def test_32_mixed_sequences_take_the_memory_of_their_own_tokens(qwen: PreTrainedModel) -> None:
+    """One long sequence beside 31 short ones, which have no memory of its length."""
+    lengths = [1500, *(60 + 7 * number for number in range(31))]
+    own = DynamicCache(config=qwen.config)
+    with torch.inference_mode():
+        qwen(input_ids=prompt(1), past_key_values=own, use_cache=True)
+    token_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in own.layers)  # type: ignore[union-attr]
+    needed = sum(lengths) * token_bytes
+    pool = opened(qwen, limit=int(1.1 * needed), prefixes=0)
+    some = []
+    for length in lengths:
+        assert pool.fits(length)
+        some.append(begun(pool, [*prompt(length - 1, seed=length)[0].tolist(), 1], length))
+    with torch.inference_mode():
+        pool.step(some, [1] * 32)
+    assert needed <= pool.memory.used <= pool.memory.limit <= 1.1 * needed
+    assert not pool.fits(lengths[0])
+    pool.end(some[0])
+    assert pool.fits(lengths[0])
+
+
+def test_a_sequence_that_ends_returns_all_of_its_pages(qwen: PreTrainedModel) -> None:
+    pool = opened(qwen, prefixes=0)
+    for _ in range(3):
+        some = [begun(pool, prompt(length)[0].tolist()) for length in LENGTHS]
+        assert pool.memory.used > 0
+        for sequence in some:
+            pool.end(sequence, [1] * 10)
+        assert (pool.memory.used, pool.memory.promised, pool.memory.kept) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("shared", [5, 16, 40])
+def test_a_request_begins_with_a_prefix(qwen: PreTrainedModel, shared: int) -> None:
+    """Within a page, with whole pages, and both; and the prefix is unchanged."""
+    pool = opened(qwen)
+    first = prompt(50)[0].tolist()
+    pool.end(begun(pool, first), first)
+    ids = [*first[:shared], *prompt(20, seed=shared)[0].tolist()]
+    second, again = begun(pool, ids), pool.begin([*first[:-1], 1], 60)
+    assert again.tokens == 49
+    with torch.inference_mode():
+        found = pool.step([second, again], [ids[-1], first[-1]])
+    assert_close(found[:1], expected(qwen, ids, len(ids) - 1))
+    assert_close(found[1:], expected(qwen, first, len(first) - 1))
+
+
+def test_a_prefix_is_for_its_scope_only(qwen: PreTrainedModel) -> None:
+    pool = opened(qwen)
+    ids = prompt(50)[0].tolist()
+    pool.end(begun(pool, ids, scope="one"), ids, "one")
+    assert pool.begin(ids, 60, "two").tokens == 0
+    assert pool.begin(ids, 60, "one").tokens == 49
+
+
+def test_the_least_recently_used_prefix_is_evicted(qwen: PreTrainedModel) -> None:
+    token_bytes = opened(qwen).needed_bytes(PAGE_TOKENS) // PAGE_TOKENS
+    pool = opened(qwen, limit=2000 * token_bytes, prefixes=2 * 64 * token_bytes)
+    conversations = [prompt(65, seed=seed)[0].tolist() for seed in range(3)]
+    for number in (0, 1, 0, 2):  # the second is the oldest when the third comes
+        pool.end(begun(pool, conversations[number]), conversations[number])
+    assert pool.memory.kept <= 2 * 64 * token_bytes
+    shared = []
+    for ids in conversations:
+        sequence = pool.begin(ids, 66)
+        shared.append(sequence.tokens)
+        pool.end(sequence, ids[: sequence.tokens])
+    assert shared == [64, 0, 64]
+
+
+def test_prefixes_are_evicted_for_running_requests(qwen: PreTrainedModel) -> None:
+    pool = opened(qwen, limit=opened(qwen).needed_bytes(40 * PAGE_TOKENS))
+    prefix = prompt(300)[0].tolist()
+    pool.end(begun(pool, prefix), prefix)
+    assert pool.memory.kept > 0
+    ids = prompt(39 * PAGE_TOKENS, seed=1)[0].tolist()
+    long = begun(pool, ids, 40 * PAGE_TOKENS)
+    with torch.inference_mode():
+        found = pool.step([long], [ids[-1]])
+    assert_close(found, expected(qwen, ids, len(ids) - 1))
+    assert pool.memory.kept == 0
+
+
+def test_a_failed_pass_leaves_sequences_as_they_were(qwen: PreTrainedModel) -> None:
+    pool = opened(qwen)
+    ids = prompt(30)[0].tolist()
+    sequence = begun(pool, ids)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("inner")
+
+    hook = qwen.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="inner"):
+            pool.step([sequence], [ids[-1]])
+    finally:
+        hook.remove()
+    with torch.inference_mode():
+        assert_close(pool.step([sequence], [ids[-1]]), expected(qwen, ids, len(ids) - 1))
+
+
+@pytest.mark.parametrize("failing_call", [1, 3])  # of the model's own cache, and of pages
+def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched(models: Models, failing_call: int) -> None:
+    model = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+
+    def fail(module: Any, args: Any, kwargs: Any) -> None:
+        if (failing_call == 1) != ("position_ids" in kwargs):
+            raise RuntimeError("inner")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(UnbatchableError, match=r"cannot compute .* \(inner\)"):
+        opened(model)
+
+
+def test_a_closed_pool_leaves_no_program_behind(models: Models) -> None:
+    """The memory of a server's pool is freed with it, although steps over it were recorded."""
+    model = models("qwen3_moe", "native")
+    steps = model.moegraft.context.decode_steps
+    before = len(steps._kinds)
+    pool = opened(model)
+    sequence = begun(pool, prompt(10)[0].tolist())
+    for _ in range(6):
+        with torch.inference_mode():
+            pool.step([sequence], [1])
+    assert len(steps._kinds) > before
+    del pool, sequence
+    assert len(steps._kinds) == before
+
+
+def test_cropped_sequences_grow_into_other_pages(qwen: PreTrainedModel) -> None:
+    """As with rejected drafts: the lowest free page is that of another sequence."""
+    pool = opened(qwen)
+    ids = [prompt(PAGE_TOKENS + 2, seed=seed)[0].tolist() for seed in (1, 2)]
+    second, first = (begun(pool, one[: PAGE_TOKENS + 1], 60) for one in reversed(ids))
+    with torch.inference_mode():
+        pool.step([second], [7])  # into a second page, before the first sequence
+        pool.step([first], [7])
+        pool.step([first, second], [8, 8])
+        for sequence in (first, second):
+            pool.crop(sequence, PAGE_TOKENS)
+        pool.step([first, second], [one[PAGE_TOKENS] for one in ids])
+        found = [pool.step([sequence], one[-1:]) for sequence, one in zip((first, second), ids, strict=True)]
+    for one, logits in zip(ids, found, strict=True):
+        assert_close(logits, expected(qwen, one, PAGE_TOKENS + 1))
