@@ -106,7 +106,7 @@ class HybridExpertsOptions:
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
             changes the model's answers.
         gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
-            separated by commas. Without a GPU everything runs on the CPU, which is logged. `emulated` is for tests.
+            separated by commas. Without a GPU everything runs on the CPU, which is logged.
         cache: which experts have a slot on the GPU, and how many.
         schedule: which device computes which expert: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's
             simulation; `on_demand`, all on the GPU; `fixed`, resident experts on the GPU and the rest on the CPU; `layer_map`, whole
@@ -258,7 +258,7 @@ class HybridExperts(Operator):
     @classmethod
     def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
         gpu = options.on_gpu
-        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
+        return frozenset() if gpu is None or not gpu.on_cuda else frozenset(options.gpu.split(","))
 
     @classmethod
     def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
@@ -321,7 +321,7 @@ class HybridExperts(Operator):
     @classmethod
     def expert_slots(cls, options: HybridExpertsOptions) -> SharedSlots | None:
         gpu = options.on_gpu
-        return None if gpu is None or gpu.emulated else SharedSlots(gpu)
+        return None if gpu is None or not gpu.on_cuda else SharedSlots(gpu)
 
     @classmethod
     def replays_steps(cls, options: HybridExpertsOptions) -> bool:
