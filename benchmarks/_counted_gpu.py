@@ -16,14 +16,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support.virtual_device import VirtualDevice, VirtualEvent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.devices.base import Buffer, Bytes, Stream, Work
-from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.virtual import VirtualDevice, VirtualEvent
 
 GPU = torch.device("meta")
 # Operations that allocate or make views, which no kernel does.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import support.emulated  # noqa: F401  the device that rules name
 import torch
 from transformers import PreTrainedModel
 

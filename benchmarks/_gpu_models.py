@@ -6,7 +6,6 @@ import gc
 import gzip
 import logging
 import shutil
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -23,7 +22,7 @@ import sparse_model
 import speculative
 import torch
 from _gpu_systems import RULES, system
-from gpu_day import MOST_BYTES, ROOT, TRACE, Case, Row, Session, SkippedError
+from gpu_day import MOST_BYTES, TRACE, Case, Row, Session, SkippedError
 from hybrid_gpu import engines_of
 from torch.profiler import ProfilerActivity, schedule
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -122,8 +121,6 @@ def injected(name: str, gpu: str, decode: str = "eager", more: str = "") -> Iter
 
 def _tiny(name: str) -> tuple[Any, Any]:
     """The tests' tiny models, and a family's."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
     from support import families
 
     return families, next(case for case in families.served_cases() if case.model_type == name)

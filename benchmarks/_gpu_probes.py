@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from gpu_day import Case, Row, Session, SkippedError
 from record import percentiles
+from support.virtual_device import VirtualDevice
 
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.devices.base import Bytes, Device, DeviceError, Work
 from moegraft.operators.offload.devices.cuda import CudaDevice
-from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 
 PAGE = mmap.PAGESIZE
 KIB, MIB = 1 << 10, 1 << 20

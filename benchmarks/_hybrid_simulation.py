@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 from _model_shapes import ModelShape
 from numpy.typing import NDArray
+from support.virtual_device import VirtualDevice
 
+from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Work
-from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moegraft.operators.offload.devices.profiles import INT4_BITS
+from moegraft.operators.experts.forecast import INT4_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     python benchmarks/format_quality.py                                   # the bundled model
     python benchmarks/format_quality.py --model FOLDER --text FILE
     python benchmarks/format_quality.py --encoding                        # time and error of quantising one matrix, to format_encoding.csv
+    python benchmarks/format_quality.py --experts                         # two types by layer or by expert, to expert_mixtures.csv
 
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
 only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
@@ -30,7 +31,7 @@ from demo_recipe import split_text
 from numpy.typing import NDArray
 from record import RESULTS, write_rows
 from sparse_quality import TEXT
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
@@ -39,7 +40,7 @@ from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, logits_of
-from moegraft.operators.block_encoding import encode, row_bytes
+from moegraft.operators.block_encoding import encode, fitting_type, row_bytes
 
 RULES = """
 rules:
@@ -57,6 +58,7 @@ MIXTURES = (
     "gate=IQ3_XXS,up=IQ3_XXS,down=Q4_K",
     "gate=IQ2_XXS,up=IQ2_XXS,down=Q4_K",
 )
+EXPERT_TYPES = (("Q8_0", "Q4_0"), ("Q6_K", "Q3_K"), ("Q4_K", "Q2_K"))
 # llama.cpp's numbers of its types with one type for all matrices.
 THEIRS = {
     "Q8_0": 7,
@@ -224,6 +226,83 @@ def measure_encoding(rows: int, columns: int, rounds: int) -> None:
         write_rows("format_encoding", found, ("torch", "gguf", "llama_cpp_python"))
 
 
+def measure_experts(text: str, tokens: int, window: int) -> None:
+    """Give some experts of the bundled model a larger type, at equal bytes: whole layers, or the experts that a text chooses most.
+
+    The profile is from the training split, which is more than a calibration text knows of the text to come. `by layer` has the larger type
+    in the layers whose rounding alone costs most on that text; `by profile` in the fewest experts of each layer that have an equal share of
+    its routed tokens.
+    """
+    import gguf
+
+    model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_path())
+    profile, held_out = (
+        [each for each in torch.tensor(tokenizer(part, verbose=False)["input_ids"][:tokens]).split(window) if len(each) == window]
+        for part in (split_text(TEXT.read_text(encoding="utf-8"))[0], text)
+    )
+    layers = [layer.mlp.experts for layer in model.model.layers]
+    full = [{name: value.detach().clone() for name, value in experts.named_parameters()} for experts in layers]
+    num_experts = model.config.num_experts
+    used = torch.zeros(len(layers), num_experts)
+
+    def count(layer: int, inputs: tuple[torch.Tensor, ...]) -> None:
+        used[layer] += torch.bincount(inputs[1].flatten(), minlength=num_experts)
+
+    hooks = [experts.register_forward_pre_hook(lambda _, inputs, layer=layer: count(layer, inputs)) for layer, experts in enumerate(layers)]
+    expected = {id(profile): [logits_of(model, each) for each in profile]}
+    for hook in hooks:
+        hook.remove()
+    expected[id(held_out)] = [logits_of(model, each) for each in held_out]
+
+    def rounded(value: torch.Tensor, types: str) -> torch.Tensor:
+        name = fitting_type(types, value.shape[-1])
+        blocks = encode(value.reshape(-1, value.shape[-1]), name)
+        return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])).view_as(value)
+
+    packed = {
+        types: [{name: rounded(value, types) for name, value in layer.items()} for layer in full]
+        for types in dict.fromkeys(each for pair in EXPERT_TYPES for each in pair)
+    }
+
+    def kl(windows: list[torch.Tensor], large: torch.Tensor, types: tuple[str, str], only: int | None = None) -> tuple[float, float]:
+        """Return KL and same next tokens with the larger type where `large (L, E)`; with `only`, other layers are as they were."""
+        for layer, experts in enumerate(layers):
+            for name, value in experts.named_parameters():
+                if only is None or only == layer:
+                    value.data = torch.where(large[layer, :, None, None], packed[types[0]][layer][name], packed[types[1]][layer][name])
+                else:
+                    value.data = full[layer][name]
+        found = [compare_logits(stock, logits_of(model, each), each) for stock, each in zip(expected[id(windows)], windows, strict=True)]
+        return sum(each.kl_nats for each in found) / len(found), sum(each.top1_agreement for each in found) / len(found)
+
+    rows: list[Row] = []
+    share, order = torch.zeros_like(used), used.argsort(dim=1, descending=True)
+    sorted_share = used.gather(1, order) / used.sum(dim=1, keepdim=True)
+    share.scatter_(1, order, sorted_share.cumsum(dim=1) - sorted_share)  # of the experts that are chosen more
+    for types in EXPERT_TYPES:
+        none = torch.zeros(len(layers), num_experts, dtype=torch.bool)
+        costs = torch.tensor([kl(profile, none, types, only=layer)[0] for layer in range(len(layers))])
+        for whole in range(len(layers) + 1):
+            by_layer, by_profile = none.clone(), none.clone()
+            by_layer[costs.argsort(descending=True)[:whole]] = True
+            by_profile.view(-1)[share.flatten().argsort()[: whole * num_experts]] = True
+            for provider, large in (("by layer", by_layer), ("by profile", by_profile)):
+                nats, same = kl(held_out, large, types)
+                row: Row = {
+                    "provider": provider,
+                    "larger": types[0],
+                    "smaller": types[1],
+                    "larger_share": whole / len(layers),
+                    "tokens": sum(map(len, held_out)),
+                    "kl_nats": round(nats, 6),
+                    "same_next_token": round(same, 4),
+                }
+                print(row, flush=True)
+                rows.append(row)
+                write_rows("expert_mixtures", rows, ("torch", "transformers", "gguf"))
+
+
 def _quantize_chunk() -> Any:
     """Return llama.cpp's `ggml_quantize_chunk`: type, floats, blocks, first number, rows, columns, importance."""
     import llama_cpp
@@ -279,9 +358,13 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--plot-only", action="store_true")
     parser.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
+    parser.add_argument("--experts", action="store_true", help="measure two types by layer and by expert")
     args = parser.parse_args()
     if args.encoding:
         measure_encoding(rows=128, columns=2048, rounds=3)
+        return
+    if args.experts:
+        measure_experts(split_text(TEXT.read_text(encoding="utf-8"))[1], args.tokens, args.window)
         return
     if not args.plot_only:
         text = split_text(TEXT.read_text(encoding="utf-8"))[1] if args.text is None else args.text.read_text(encoding="utf-8")

@@ -185,6 +185,8 @@ class Session:
 
         if not self.emulated and why_no_cuda() is not None:
             raise SkippedError(str(why_no_cuda()))
+        if self.emulated:
+            import support.emulated  # noqa: F401  which rules name
         return "emulated" if self.emulated else "cuda:0"
 
     def run(self, cases: Iterable[Case]) -> bool:
@@ -533,7 +535,7 @@ def environment_of(device: str) -> dict[str, str]:
     """Return the environment of a phase."""
     own = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     own["TOKENIZERS_PARALLELISM"] = "false"
-    own["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     if device == "emulated":
         own["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
         own["OMP_NUM_THREADS"] = "1"  # PyTorch's, at small sizes

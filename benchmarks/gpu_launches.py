@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
 import torch
 from _counted_gpu import GPU, CountedGpu, Counts, GpuTensor, counting
 from record import RESULTS, write_rows
+from support.virtual_device import PROFILES
 from torch import nn
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -27,7 +32,6 @@ from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.captured import StepGraph
 from moegraft.operators.offload.costs import CostModel, CostTables
-from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.gpu_layer import GpuLayer

@@ -15,16 +15,19 @@ other.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from _hybrid_simulation import Figures, Simulation, System
 from _model_shapes import MODELS
 from _synthetic_routing import synthetic_trace
 from record import percentiles, with_speedups, write_rows
+from support.virtual_device import PROFILES
 
 from moegraft.operators.offload.cache import CacheOptions
-from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.timeline import Timeline, write_trace
 

@@ -19,6 +19,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
 import torch
 from _gpu_systems import SHAPES, SYSTEMS, system
 from _prompts import read_sets, sampled
@@ -160,6 +162,8 @@ def arguments_of() -> argparse.Namespace:
     if reason is not None:
         systems = ", ".join(arguments.systems)
         parser.exit(2, f"{reason}: with a GPU this measures {systems}; --gpu emulated --scale 16 tests the code\n")
+    if arguments.gpu == "emulated":
+        import support.emulated  # noqa: F401  which rules name
     return arguments
 
 

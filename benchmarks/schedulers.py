@@ -32,9 +32,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from record import RESULTS, write_rows
 from support.optimum import ProblemStruct, compile_library, optimum
+from support.virtual_device import PROFILES
 
 from moegraft.cpu_backend import Planner
-from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.scheduler import SCHEDULES, LayerProblem, ScheduleName, Scheduler
 from moegraft.operators.routing_trace import Trace
 

@@ -19,8 +19,11 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from _draft_rounds import Rounds, Way, draft_rounds, load

@@ -32,8 +32,11 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
 from _draft_bounds import Costs, DraftBound, Verification
@@ -43,9 +46,10 @@ from _model_shapes import MODELS, ModelShape
 from _synthetic_routing import synthetic_trace
 from matplotlib.figure import Figure
 from record import RESULTS, write_rows
+from support.virtual_device import PROFILES
 
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.cache import CacheOptions
-from moegraft.operators.offload.devices.profiles import PROFILES, MachineProfile
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 

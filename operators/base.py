@@ -158,7 +158,7 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     def devices_wanted(cls, options: Any) -> frozenset[str]:
-        """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices."""
+        """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU."""
         return frozenset()
 
     @classmethod

@@ -22,6 +22,9 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined. "0" where a test's own process compiles kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+import support.emulated  # noqa: E402, F401  registers `gpu: emulated`
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it puts in the background deaf to Ctrl-C, and the tests of Ctrl-C with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -73,6 +73,8 @@ stock = Qwen3MoeForCausalLM(config).eval()
 ids = torch.arange(5)[None] + 7
 """
 GPU_EXPERTS = f"""{MODEL}
+sys.path.append({str(ROOT / "tests")!r})
+import support.emulated
 from moegraft.injection import build_meta_model, graft, load, plan
 
 folder, rules = sys.argv[1:]

@@ -10,7 +10,7 @@ Whatever cannot be captured runs layer by layer, and the reason is logged once:
 - texts that the server decodes as a batch, whose cache grows and shrinks with each that joins or leaves;
 - prompts, and steps of more than `MAX_SEQUENCES` sequences, which gain more from a schedule for each layer;
 - caches that grow or are quantised, recurrent states, and windows whose masks and positions the step is not given;
-- experts without some of their neurons, several GPUs, and on an emulated device operators that it does not see.
+- experts without some of their neurons, several GPUs, and operators on the CPU, which a capture does not see.
 
 No GPU has run this yet. Hooks on modules do not see replayed steps.
 """
@@ -235,7 +235,7 @@ class CapturedSteps:
     def _find_obstacle(self, model: PreTrainedModel) -> str | None:
         engines, layers = list(self._engines), self._engines.layers
         if not engines or (self._mode == "auto" and engines[0].device.torch_device.type != "cuda"):
-            return ""  # that everything runs on the CPU was logged; and on an emulated device nothing can be measured
+            return ""  # that everything runs on the CPU was logged; and where no GPU is, nothing can be measured
         if len(engines) > 1 or len(self._engines.options) > 1:
             return "the layers are on several GPUs, or their experts differ in size or options"
         own: Any = model  # torch types every attribute of a module as a tensor
@@ -246,7 +246,7 @@ class CapturedSteps:
         if any(layer.sparse for layer in layers):
             return "neurons are left out of experts"
         if engines[0].device.torch_device.type != "cuda" and len(others) > len(layers):
-            return "other operators compute on the CPU, unseen by an emulated device"
+            return "other operators compute on the CPU, where a capture does not see them"
         return None
 
     def _log(self, reason: str) -> None:

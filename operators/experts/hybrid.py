@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import call
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
-from moegraft.operators.experts.profiled import WEIGHT_TYPES, LayerWeights, ProfiledWeights, places_of, why_unfit
+from moegraft.operators.experts.profiled import WEIGHT_TYPES, why_unfit
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
@@ -41,7 +41,6 @@ from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, shared_experts_of
 from moegraft.operators.routing import router_of, sibling_router
-from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
@@ -94,8 +93,7 @@ class HybridExpertsOptions:
 
     Attributes:
         weights: the type the experts are packed to. On the CPU without sparsity also a mapping by projection, such as
-            `{gate: int4, up: int4, down: int8}`, or by how often a text chose each expert, such as
-            `{hot: int8, cold: iq3_xxs, profile: routing.npz}`. `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
+            `{gate: int4, up: int4, down: int8}`. `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. The other types are those of GGUF files,
             without sparsity, and on a GPU where it has kernels for them. Blocks of GGUF files and of quantised
             checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, without
@@ -106,7 +104,7 @@ class HybridExpertsOptions:
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
             changes the model's answers.
         gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
-            separated by commas. Without a GPU everything runs on the CPU, which is logged. `emulated` is for tests.
+            separated by commas. Without a GPU everything runs on the CPU, which is logged.
         cache: which experts have a slot on the GPU, and how many.
         schedule: which device computes which expert: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's
             simulation; `on_demand`, all on the GPU; `fixed`, resident experts on the GPU and the rest on the CPU; `layer_map`, whole
@@ -119,7 +117,7 @@ class HybridExpertsOptions:
             without one, `eager` runs and the reason is logged.
     """
 
-    weights: WEIGHT_TYPES | ExpertWeights | ProfiledWeights = "stored"
+    weights: WEIGHT_TYPES | ExpertWeights = "stored"
     cache_dir: str | None = None
     sparsity: SparsityOptions | None = None
     gpu: str = "none"
@@ -131,8 +129,7 @@ class HybridExpertsOptions:
     def __post_init__(self) -> None:
         check_gpu(self.gpu)
         check_decode(self.decode, self.schedule)
-        by_part = isinstance(self.weights, ExpertWeights) and self.weights.up != self.weights.down
-        mixed = by_part or isinstance(self.weights, ProfiledWeights)
+        mixed = isinstance(self.weights, ExpertWeights) and self.weights.up != self.weights.down
         if mixed and self.gpu != "none":
             raise ValueError("weights of several types need gpu: none, as all slots of a GPU have the size of one expert in one type")
         if mixed and self.sparsity is not None:
@@ -144,17 +141,6 @@ class HybridExpertsOptions:
     def on_gpu(self) -> GpuOptions | None:
         """None for experts that the CPU computes alone."""
         return None if self.gpu == "none" else GpuOptions(self.gpu, self.cache, self.schedule, self.prefetch, self.decode)
-
-
-def _packed_as(weights: str, dtype: torch.dtype) -> str:
-    return joined(*(STORED_TYPES[dtype] if each == "stored" else each for each in apart(weights)))
-
-
-def _by_type(options: HybridExpertsOptions, held: range, dtype: torch.dtype) -> dict[str, Sequence[int]]:
-    """Return the experts of each weight type, of which there are two by a profile."""
-    by_name = options.weights.split(held) if isinstance(options.weights, LayerWeights) else {str(options.weights): held}
-    found = {_packed_as(name, dtype): experts for name, experts in by_name.items()}
-    return found if len(found) > 1 else {next(iter(found)): held}
 
 
 class HybridExperts(Operator):
@@ -194,8 +180,6 @@ class HybridExperts(Operator):
         self._draft = draft
         self._warn = warn
         self._packed: PackedExperts | None = None
-        self._others: PackedExperts | None = None  # the cold experts, where those in `_packed` are hot
-        self._places: torch.Tensor | None = None  # of both, as by `places_of`
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self.gpu_layer: GpuLayer | None = None
@@ -208,10 +192,8 @@ class HybridExperts(Operator):
         reason = why_unsupported(module)
         if reason is not None:
             return reason
-        layout, weights = read_layout(module), options.weights
-        if isinstance(weights, ProfiledWeights):
-            return weights.why_unfit(layout)
-        for name, columns in zip(apart(str(weights)), (layout.hidden, layout.intermediate), strict=True):
+        layout = read_layout(module)
+        for name, columns in zip(apart(str(options.weights)), (layout.hidden, layout.intermediate), strict=True):
             if name in FORMATS and FORMATS[name].stored and not cls.supports_weight_type(options, name):
                 if options.sparsity is not None:
                     return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
@@ -229,36 +211,15 @@ class HybridExperts(Operator):
     @classmethod
     def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
         yield from sparsity_errors(use, uses, model)
-        weights = use.options.weights
-        if isinstance(weights, ProfiledWeights):
-            try:
-                for path in use.paths:
-                    if why_unsupported(model.get_submodule(path)) is None:
-                        weights.hot_experts(path, read_layout(model.get_submodule(path)).num_experts)
-            except (TraceError, OSError) as error:
-                yield "weights.profile", error_sentence(error)
-
-    @classmethod
-    def options_for(
-        cls, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
-    ) -> HybridExpertsOptions:
-        weights = options.weights
-        if not isinstance(weights, ProfiledWeights):
-            return super().options_for(path, module, options, resolve)  # type: ignore[no-any-return]
-        hot: Any = weights.hot if resolve is None else resolve(weights.hot)
-        cold: Any = weights.cold if resolve is None else resolve(weights.cold)
-        experts = weights.hot_experts(path, read_layout(module).num_experts)
-        return replace(options, weights=LayerWeights(hot, cold, weights.profile, weights.share, experts))
 
     @classmethod
     def identity(cls, options: HybridExpertsOptions) -> str:
-        hot = f" {options.weights.experts}" if isinstance(options.weights, LayerWeights) else ""
-        return f"{options.weights}{hot} {options.sparsity}"
+        return f"{options.weights} {options.sparsity}"
 
     @classmethod
     def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
         gpu = options.on_gpu
-        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
+        return frozenset() if gpu is None or not gpu.on_cuda else frozenset(options.gpu.split(","))
 
     @classmethod
     def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
@@ -267,10 +228,8 @@ class HybridExperts(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
-        nbytes = sum(
-            len(experts) * PackedExperts.expert_bytes_for(layout.shape, weight_type, sparse=options.sparsity is not None)
-            for weight_type, experts in _by_type(options, range(layout.num_experts), dtype).items()
-        )
+        weight_type = cls.weight_type_for(options, dtype)
+        nbytes = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, weight_type, sparse=options.sparsity is not None)
         # Pages of a mapped file can be dropped and read again: they need no memory.
         held = {"cpu" if options.cache_dir is None else "disk": nbytes}
         slots = None if options.on_gpu is None else options.cache.per_layer(layout.num_experts)
@@ -294,13 +253,11 @@ class HybridExperts(Operator):
             return f"gpu: {options.gpu} keeps experts on this machine's GPUs; with several processes, experts run on the CPU (gpu: none)"
         if options.sparsity is not None:
             return "sparsity is not supported where several processes hold the experts: remove it, or start one process"
-        if isinstance(options.weights, ProfiledWeights):
-            return "weights by a routing profile are not supported where several processes hold the experts: give one type for all"
         return None
 
     @classmethod
     def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
-        return "/".join(dict.fromkeys(_packed_as(name, dtype) for name in str(options.weights).split("/")))
+        return joined(*(STORED_TYPES[dtype] if each == "stored" else each for each in apart(str(options.weights))))
 
     @classmethod
     def savings(cls, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
@@ -320,7 +277,7 @@ class HybridExperts(Operator):
     @classmethod
     def expert_slots(cls, options: HybridExpertsOptions) -> SharedSlots | None:
         gpu = options.on_gpu
-        return None if gpu is None or gpu.emulated else SharedSlots(gpu)
+        return None if gpu is None or not gpu.on_cuda else SharedSlots(gpu)
 
     @classmethod
     def replays_steps(cls, options: HybridExpertsOptions) -> bool:
@@ -343,39 +300,26 @@ class HybridExperts(Operator):
     @property
     def weight_type(self) -> str | None:
         """The type of the packed weights, None before they are loaded."""
-        held = self._held_sets()
-        return "/".join(packed.weight_type for packed in held) if held else None
-
-    def _held_sets(self) -> list[PackedExperts]:
-        return [packed for packed in (self._packed, self._others) if packed is not None]
+        return None if self._packed is None else self._packed.weight_type
 
     def weight_samples(self) -> Iterator[bytes]:
         assert self._packed is not None, "called after load"
-        for packed in self._held_sets():
-            for expert in packed.buffer.reshape(packed.shape.num_experts, 1, -1):  # a digest of each: other processes hold others
-                yield hashlib.sha256(sampled(expert)).digest()
+        packed = self._packed
+        for expert in packed.buffer.reshape(packed.shape.num_experts, 1, -1):  # a digest of each: other processes hold others
+            yield hashlib.sha256(sampled(expert)).digest()
 
     def placement(self) -> str:
         runtime = self._runtime
         skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
         where = "" if self.gpu_layer is None else f" and {self.gpu_layer.describe()}"
         share = "" if self._group is None else f", experts {self._held.start} to {self._held[-1]} of {self.num_experts}"
-        if self._packed is not None and self._others is not None:
-            share = f", {self._packed.shape.num_experts} of {self.num_experts} experts hot"
         return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}{share}"
 
     def statistics(self) -> Mapping[str, object]:
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        sets = _by_type(self.options, self._held, source.dtype)
-        packed = [self._load_set(experts, weight_type, source, advance) for weight_type, experts in sets.items()]
-        self._packed, self._others = (*packed, None)[:2]
-        self._places = places_of(list(sets.values()), self.num_experts) if len(sets) > 1 else None
-
-    def _load_set(self, experts: Sequence[int], weight_type: str, source: WeightSource, advance: Callable[[int], None]) -> PackedExperts:
-        """Return some experts, packed to one weight type."""
-        sparse = self.sparsity is not None
+        experts, weight_type, sparse = self._held, self.weight_type_for(self.options, source.dtype), self.sparsity is not None
         held = replace(self.layout, num_experts=len(experts))
         cache_dir = self.options.cache_dir
         fingerprint = None if cache_dir is None else source.fingerprint
@@ -384,7 +328,8 @@ class HybridExperts(Operator):
                 warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
             packed = PackedExperts(held.shape, held.gate, weight_type, sparse=sparse)
             self._pack(packed, experts, source, advance)
-            return packed
+            self._packed = packed
+            return
         read = 0
 
         def count(size: int) -> None:
@@ -395,10 +340,9 @@ class HybridExperts(Operator):
         key = key_for(fingerprint, held, weight_type, sparse=sparse, experts=experts)
         cache = PackedCache(cache_dir, self._warn)
         found = cache.open(key, held)
-        packed = found or cache.build(key, held, lambda packed: self._pack(packed, experts, source, count))
+        self._packed = found or cache.build(key, held, lambda packed: self._pack(packed, experts, source, count))
         values = sum(math.prod(self.layout.part_shape(part)) for part in self.layout.parts())
         advance(len(experts) * values * source.dtype.itemsize - read)
-        return packed
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         if self._engines is None and self._group is None:
@@ -535,9 +479,6 @@ class HybridExperts(Operator):
     def _compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Compute contiguous tensors on the CPU with the experts that this process holds, whose numbers begin at 0."""
         assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
-        if self._others is not None:
-            self._compute_sets([self._packed, self._others], tokens, index, weights, out)
-            return
         arrays = as_array(tokens), index.numpy(), as_array(weights), as_array(out)
         sparsity = self.sparsity
         if sparsity is None:
@@ -550,24 +491,6 @@ class HybridExperts(Operator):
         self._runtime.forward(self._packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
         if observer is not None and acted is not None:
             observer(index, torch.from_numpy(acted))
-
-    def _compute_sets(
-        self, sets: Sequence[PackedExperts], tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Add up what the experts of each set compute, rounded to the dtype of `out`, in calls that a recorded step replays."""
-        assert self._places is not None, "two sets have places"
-        try:
-            ids = [torch.gather(row.expand(len(index), -1), 1, index + 1) for row in self._places]
-        except RuntimeError:
-            raise ValueError(
-                f"top_k_index has ids from {index.min()} to {index.max()}: expert ids are 0 to {self.num_experts - 1}, "
-                f"and -1 or {self.num_experts} for a padded slot"
-            ) from None
-        for packed, of_set in zip(sets, ids, strict=True):
-            part = out if packed is sets[0] else torch.empty_like(out)
-            self._runtime.forward(packed, as_array(tokens), of_set.numpy(), as_array(weights), as_array(part))
-            if part is not out:
-                out += part
 
     def extra_repr(self) -> str:
         layout = self.layout

@@ -105,34 +105,6 @@ class StepBuffers:
             self.table.copy_(self._host_table, non_blocking=True)
             self._version = version
 
-    def gather(
-        self,
-        layer: int,
-        tokens: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        scores: torch.Tensor | None,
-        *,
-        by_kernel: bool,
-    ) -> None:
-        """Write a layer's tokens and routing into the row on the device: with Triton in one launch, otherwise by PyTorch."""
-        self.scored[layer] = scores is not None
-        if by_kernel:
-            from moegraft.operators.kernels.routing import route  # Triton need not be installed where no GPU is
-
-            route(tokens, scores, top_k_index, top_k_weights, self.table[layer], self.row)
-            return
-        row, slot_of, index = self.row, self.table[layer], top_k_index.long()
-        real = (index >= 0) & (index < len(slot_of))
-        slots = slot_of[index.where(real, 0)].where(real, -1)
-        row["tokens"].copy_(tokens)
-        if scores is not None:
-            row["scores"].copy_(scores)
-        row["weights"].copy_(top_k_weights)
-        row["chosen"].copy_(index.where(real, -1))
-        row["ids"].copy_(index.where(real & (slots < 0), -1))
-        row["slots"].copy_(slots)
-
     def to_host(self, layer: int) -> None:
         """Copy the row to the layer's row in host memory."""
         self._rows[layer].copy_(self._row, non_blocking=True)
@@ -168,7 +140,8 @@ class CapturedLayer:
         tokens = rounded(hidden_states.detach()).contiguous()
         index, weights = top_k_index.detach().contiguous(), top_k_weights.detach().contiguous()
         scores = None if scores is None else scores.contiguous()
-        buffers.gather(self._index, tokens, index, weights, scores, by_kernel=not layers.emulated)
+        buffers.scored[self._index] = scores is not None
+        layers.write_routing(tokens, scores, index, weights, buffers.table[self._index], buffers.row)
 
         def return_cpu_part() -> None:
             buffers.returned.copy_(buffers.out, non_blocking=True)
@@ -238,9 +211,8 @@ class StepGraph:
             DeviceError: it cannot be captured.
         """
         with self._engine.exclusive():
-            if not self._layers.emulated:
-                with self._engine.device.errors():
-                    self._warm_up()
+            with self._engine.device.errors():
+                self._warm_up()
             self._graph = self._engine.device.capture(step)
 
     def _warm_up(self) -> None:

@@ -2,7 +2,7 @@
 
 HybriMoE, section IV: the scheduler simulates the CPU, the GPU and the link and assigns every active expert; transfers that the plan asks
 for run while resident experts are computed; later layers' experts are loaded while the link is idle; the cache learns from every token's
-scores. The same code drives CUDA and the emulated devices.
+scores. The same code drives any device.
 """
 
 from __future__ import annotations

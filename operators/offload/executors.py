@@ -1,14 +1,13 @@
 """How the experts of one call are computed: on the CPU from host memory, and on the device from the slots that hold them.
 
-On an emulated device slots are host memory, and the CPU kernel computes from them by the number of the slot: an expert that is missing,
-still in flight or already evicted gives wrong numbers. No GPU has run the CUDA path yet.
+No GPU has run the CUDA path yet.
 
 Shapes: T tokens, E experts, K experts per token, H hidden, S slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.cpu_backend import ExpertsShape, PackedExperts, Runtime
+from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
 from moegraft.operators.offload.step import Ids
@@ -55,7 +54,7 @@ class EngineLayers:
     """The layers of one engine, which share its slots: all have experts of one shape and weight type.
 
     Args:
-        device: of the slots' kernels; the CPU for emulated devices.
+        device: of the slots' kernels.
         packed, routers: of each layer, in the model's order.
         sparsity: which neurons each layer leaves out; None for layers that leave none out.
         slots: the memory of the slots, one after another.
@@ -82,31 +81,11 @@ class EngineLayers:
         self.look_ahead = LookAhead(routers)
         self.num_experts = first.shape.num_experts
         self._pinned: dict[str, torch.Tensor] = {}  # page-locked host tensors, kept between calls: one call at a time
-        self._slot_experts: PackedExperts | None = None
-        self._kernels: Sequence[Any] = [None] * len(packed)
-        if slots.array is not None:
-            shape, array = first.shape, slots.array.view()
-            array.flags.writeable = False  # read-only bytes count as completely packed
-            in_slots = ExpertsShape(
-                array.nbytes // first.expert_bytes, shape.hidden, shape.intermediate, gated=shape.gated, bias=shape.bias
-            )
-            self._slot_experts = PackedExperts(in_slots, first.gate_spec, first.weight_type, array, sparse=first.sparse)
-        else:
-            self._slot_memory = slots.tensor.view(-1, first.expert_bytes)  # (S, expert_bytes) uint8
-            self._kernels = [self.device_kernel(each) for each in sparsity]
-
-    @property
-    def emulated(self) -> bool:
-        """Whether the slots are host memory."""
-        return self._slot_experts is not None
+        self._slot_memory = slots.tensor.view(-1, first.expert_bytes)  # (S, expert_bytes) uint8
+        self._kernels: Sequence[Any] = [self.device_kernel(each) for each in sparsity]
 
     def device_kernel(self, sparsity: LayerSparsity | None, paths: TimedSlotPaths | None = None) -> Any:
-        """Return the kernel that computes a layer from slots, for `slot_kernel`; it follows the layer's threshold, and counts for it.
-
-        None on emulated devices.
-        """
-        if self.emulated:
-            return None
+        """Return the kernel that computes a layer from slots, for `slot_kernel`; it follows the layer's threshold, and counts for it."""
         # Triton need not be installed where no GPU is
         from moegraft.operators.kernels.slots import SlotExperts
         from moegraft.operators.sparse.slots import SparseSlotExperts
@@ -128,14 +107,12 @@ class EngineLayers:
 
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
         """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
-        if self._slot_experts is not None:
-            return partial(self._compute_emulated, self._slot_experts, sparse_arguments(sparsity))
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
         return partial(self._compute_on_device, kernel, drafting)
 
     def begin_grouped(self, kernel: Any, tokens: Tokens) -> Any:
         """Return the call of a layer's `device_kernel` that computes experts as they arrive; None where there is none."""
-        if self.emulated or not hasattr(kernel, "begin"):
+        if not hasattr(kernel, "begin"):
             return None
         return kernel.begin(tokens.hidden_states, self._slot_memory, tokens.top_k_index, tokens.top_k_weights)
 
@@ -151,20 +128,6 @@ class EngineLayers:
     ) -> None:
         kernel.forward(x, self._slot_memory, slots, weights, out, experts=experts, **arguments)
 
-    def _compute_emulated(
-        self,
-        in_slots: PackedExperts,
-        arguments: dict[str, Any],
-        x: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        experts: torch.Tensor | None = None,
-    ) -> None:
-        part = torch.empty_like(x)
-        self.runtime.forward(in_slots, as_array(x), slots.long().numpy(), weights.numpy(), as_array(part), **arguments)
-        out.copy_(part)
-
     def time_paths(self, resident: int, top_k: int, choices: PathChoices) -> None:
         """Time the kernels of sparse experts and use the fastest from now on; slots are unused before and after.
 
@@ -172,7 +135,7 @@ class EngineLayers:
             resident: experts of a layer that have slots.
         """
         sparsity = self.sparsity[0]
-        if self.emulated or sparsity is None or resident == 0:
+        if sparsity is None or resident == 0:
             return
         from moegraft.operators.sparse.slots import SparseSlotExperts, TimedSlotPaths
 
@@ -196,8 +159,6 @@ class EngineLayers:
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors in host memory, fetched with one copy and one wait: the GPU has done all work before them."""
-        if self.emulated:
-            return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         # Gathered on the device, so that one copy does; wider types first, so that each part begins at a multiple of its type's size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
         parts = [tensors[name].contiguous().view(-1).view(torch.uint8) for name in order]
@@ -213,14 +174,29 @@ class EngineLayers:
 
     def host_buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory that the GPU can be copied from and to; overwritten by the next call that asks for this name."""
-        if self.emulated:
-            return torch.empty(shape, dtype=dtype)
         key = f"{name} {dtype}"
         held = self._pinned.get(key)
         if held is None or held.numel() < shape.numel():
             with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
                 held = self._pinned[key] = torch.empty(shape.numel(), dtype=dtype, pin_memory=self.device.type == "cuda")
         return held[: shape.numel()].view(shape)
+
+    def write_routing(
+        self,
+        tokens: torch.Tensor,
+        scores: torch.Tensor | None,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        slot_of: torch.Tensor,
+        row: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Write the parts of `StepBuffers.row` that a captured layer's host call reads."""
+        from moegraft.operators.kernels.routing import route
+
+        route(tokens, scores, top_k_index, top_k_weights, slot_of, row)
+
+    def wait_for(self, launches: Sequence[Event]) -> None:
+        """Wait for launches whose results are used next. On CUDA what uses them is queued behind them on the same stream."""
 
 
 class LookAhead:
@@ -277,7 +253,7 @@ class CallExecutor:
     """Computes one call of a layer.
 
     Args:
-        host, on_device: the call's tokens in host memory, and where the slots are; on emulated devices the same.
+        host, on_device: the call's tokens in host memory, and where the slots are.
         slot_kernel: of the layer, bound to the calling thread.
         device_kernel: the layer's kernel itself, where launches may share the work of one call.
 
@@ -348,8 +324,7 @@ class CallExecutor:
             self.result += part
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
-        for event in gpu if self._layers.emulated else ():
-            event.wait()
+        self._layers.wait_for(gpu)
         if self._grouped is not None:
             self._grouped.finish(self.result)
             self._grouped = None

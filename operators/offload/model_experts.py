@@ -20,10 +20,8 @@ from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
-from moegraft.operators.offload.devices.base import Device, DeviceError, Neurons
+from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceError, DeviceKind, Neurons
 from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
-from moegraft.operators.offload.devices.profiles import PROFILES
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.gpu_layer import GpuLayer
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
-EMULATED_PROFILE = "a6000_10core"
+CUDA = DeviceKind(CudaDevice, EngineLayers)
 QUANTILE_EXPERTS, QUANTILE_TOKENS = 8, 16  # whose activations give the threshold that leaves out a share of synthetic tokens' neurons
 
 
@@ -119,9 +117,9 @@ class ModelEngines:
             self._open_engines(options, layers, kv_bytes)
 
     def _open_engines(self, options: GpuOptions, layers: Sequence[LoadedLayer], kv_bytes: int) -> None:
-        # Layers are computed where their routers are; emulated devices share them out evenly, in order.
+        # Layers are computed where their routers are; devices that hold no routers share them out evenly, in order.
         names, devices = [str(layer.device) for layer in layers], options.devices
-        if options.emulated:
+        if not options.on_cuda:
             names = [devices[number * len(devices) // len(layers)] for number in range(len(layers))]
         elif (reason := why_no_cuda()) is not None or any(layer.device.type != "cuda" for layer in layers):
             reason = reason or "the rest of the model is not on a GPU; load it with device_map='cuda:0' or 'auto'"
@@ -203,8 +201,10 @@ def open_engine(
         taken_bytes: of that memory, what slots of other layers have taken already.
     """
     packed, routers = [layer.packed for layer in loaded], [layer.router for layer in loaded]
+    name, _, number = device_name.partition(":")
+    kind = DEVICE_KINDS.get(name, CUDA)
     try:
-        device = _open_device(device_name)
+        device = kind.open(int(number or 0))
     except DeviceError as error:
         logger.warning("%s cannot be used, all experts run on the CPU: %s", device_name, error)
         return None
@@ -230,7 +230,8 @@ def open_engine(
         device.close()
         return None
     slots = cache.slots
-    layers = EngineLayers(device.torch_device, runtime, packed, routers, [layer.sparsity for layer in loaded], cache.arena)
+    sparsity = [layer.sparsity for layer in loaded]
+    layers = kind.engine_layers(device.torch_device, runtime, packed, routers, sparsity, cache.arena)
     layers.time_paths(min(slots.capacity_of(0), store.num_experts), top_k, PathChoices(choices_path()))
     synthetic = SyntheticCalls(layers, top_k)
     costs = CostModel(warm_up(device, cache, synthetic.executor, synthetic.neurons))
@@ -240,13 +241,6 @@ def open_engine(
     engine = Engine(device, cache, Scheduler(options.schedule, gpu_layers), costs, policy, options.effective_prefetch, timings)
     _fill_slots(engine)
     return engine, layers
-
-
-def _open_device(name: str) -> Device:
-    kind, _, index = name.partition(":")
-    if kind == "emulated":
-        return VirtualDevice(PROFILES[EMULATED_PROFILE], index=int(index))
-    return CudaDevice(int(index or 0))
 
 
 def _slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int, share: float) -> SlotPlan:

@@ -10,6 +10,7 @@ import torch
 
 from moegraft.operators.estimates import gpu_margin_bytes
 from moegraft.operators.offload.cache import CacheOptions
+from moegraft.operators.offload.devices.base import DEVICE_KINDS
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.store import SlotPlan, even_plan
@@ -20,7 +21,7 @@ STAGING = 4  # slots to load into, in addition to those in use: two chunks are i
 # For captured steps, during which nothing is evicted and all that lands needs a slot: one per so many slots, up to a maximum.
 CAPTURED_SHARE, CAPTURED_STAGING = 16, 16
 MOST_BYTES = 2**63
-GPU = re.compile(r"auto|none|(cuda|emulated)(:\d+)?")
+GPU = re.compile(r"auto|none|[a-z]+(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ class GpuOptions:
         return tuple(name if ":" in name else f"{name}:0" for name in self.gpu.split(","))
 
     @property
-    def emulated(self) -> bool:
-        return self.gpu.startswith("emulated")
+    def on_cuda(self) -> bool:
+        """Whether the devices are GPUs of PyTorch's, not of `DEVICE_KINDS`."""
+        return self.gpu.partition(":")[0].partition(",")[0] not in DEVICE_KINDS
 
 
 def check_decode(decode: DecodeName, schedule: ScheduleName) -> None:
@@ -150,7 +152,8 @@ def check_gpu(gpu: str) -> None:
     """
     names = gpu.split(",")
     kinds = {name.partition(":")[0] for name in names}
-    if not all(GPU.fullmatch(name) for name in names) or len(kinds) > 1 or len(set(names)) < len(names):
+    valid = all(GPU.fullmatch(name) for name in names) and kinds <= {"auto", "none", "cuda", *DEVICE_KINDS}
+    if not valid or len(kinds) > 1 or len(set(names)) < len(names):
         raise ValueError(f"gpu is auto, none, cuda:N or several of them separated by commas, not '{gpu}'")
 
 

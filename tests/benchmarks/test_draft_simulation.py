@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support import ROOT
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES
 
-from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.speculative.schedule import FixedSchedule, MarginalSchedule
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.emulated import HostSlotLayers
 from support.families import build_model, prompt, served_cases
 from support.gpus import emulated_only, limit, placed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -21,7 +22,6 @@ from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload.captured import CapturedLayer, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.scheduler import Scheduler
 
 RULES = """
@@ -327,17 +327,17 @@ def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type:
     load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU quantises activations and a GPU does not: a step is compared with one that has the same experts on each device."""
-    compute, plan = EngineLayers._compute_emulated, Scheduler.plan
+    compute, plan = HostSlotLayers.compute, Scheduler.plan
     everything_on_the_cpu = Scheduler("all_cpu")
 
-    def scaled(self: EngineLayers, *given: Any, **more: Any) -> None:
+    def scaled(self: HostSlotLayers, *given: Any, **more: Any) -> None:
         compute(self, *given, **more)
         given[-1].mul_(1.5)  # far more than rounding, so that the logits of two splits differ
 
     def planned(self: Scheduler, *given: Any) -> Any:
         return plan(self if self.name == "fixed" else everything_on_the_cpu, *given)
 
-    monkeypatch.setattr(EngineLayers, "_compute_emulated", scaled)
+    monkeypatch.setattr(HostSlotLayers, "compute", scaled)
     monkeypatch.setattr(Scheduler, "plan", planned)
     model = load("qwen3_moe")
     with caplog.at_level(logging.WARNING, "moegraft"):

@@ -34,7 +34,7 @@ ON_CPU = "with several processes, experts run on the CPU"
 UNDIVIDED = {
     "hybrid_experts, kwargs: {gpu: auto}": ON_CPU,
     "hybrid_experts, kwargs: {gpu: 'cuda:0,cuda:1'}": ON_CPU,  # several GPUs of a process
-    "hybrid_experts, kwargs: {gpu: emulated, decode: graph}": ON_CPU,  # captured steps
+    "hybrid_experts, kwargs: {gpu: auto, decode: graph}": ON_CPU,  # captured steps
     "hybrid_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparsity is not supported",
     "sparse_experts, kwargs: {sparsity: {target: 0.5, scope: routed}}": "sparse_experts needs all experts",
 }

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
 
 
@@ -28,6 +26,8 @@ def combinations(first: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
 
     `first` is the shortest, or every value of it may not come up.
     """
+    import pytest  # benchmarks import other modules of this package, where pytest may be missing
+
     found = []
     turns = product(*(range(len(axis)) for axis in (first, *others)))
     for turn, values in zip(turns, product(first, *others), strict=True):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, CostTables
-from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.prefetch import PrefetchOptions
@@ -22,6 +22,7 @@ from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
+from support.emulated import HostSlotLayers
 from support.kernel_cases import Layer, make_batch, make_layer, make_stored_layer
 from support.transfer_harness import make_device
 
@@ -69,6 +70,7 @@ class EngineRig:
         )
         assert cache is not None, "the device has room"
         self.arena = cache.arena
+        self.layers_type: type[EngineLayers] = EngineLayers if device.torch_device.type == "cuda" else HostSlotLayers
         gpu_layers = [True, *[False] * (LAYERS - 1)] if setting.schedule == "layer_map" else None
         scheduler = Scheduler(setting.schedule, gpu_layers)
         self.engine = Engine(device, cache, scheduler, CostModel(TABLES), policy, setting.prefetch, timings)
@@ -96,7 +98,7 @@ class EngineRig:
 
     def engine_layers(self) -> EngineLayers:
         packed = [layer.packed for layer in self.layers]
-        return EngineLayers(self.engine.device.torch_device, self.runtime, packed, [], [None] * LAYERS, self.arena)
+        return self.layers_type(self.engine.device.torch_device, self.runtime, packed, [], [None] * LAYERS, self.arena)
 
     def executor(self, number: int, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> CallExecutor:
         layers, tokens = self.engine_layers(), Tokens(x, index, weights)

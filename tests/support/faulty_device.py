@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegraft.operators.offload.devices.base import Buffer, Bytes, DeviceError, OutOfDeviceMemoryError, Stream, Waiter, Work
-from moegraft.operators.offload.devices.virtual import HostBuffer, VirtualDevice
+from support.virtual_device import HostBuffer, VirtualDevice
 
 EVERY = range(1 << 62)
 """All calls of a kind, for `Faults`."""
@@ -57,7 +57,7 @@ class FaultyDevice(VirtualDevice):
             return
 
         def first_half() -> None:
-            if target is not None and target.array is not None and source is not None:
+            if isinstance(target, HostBuffer) and source is not None:
                 target.array[target_offset : target_offset + nbytes // 2] = source[: nbytes // 2]
 
         def fail() -> None:

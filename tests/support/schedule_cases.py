@@ -9,9 +9,9 @@ from itertools import pairwise, permutations, product
 
 import numpy as np
 
-from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.scheduler import LayerProblem
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES
 
 Split = tuple[bool, ...]  # whether each expert is on the CPU
 INF = math.inf

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.base import Callback, DeviceError, DeviceTimeoutError, Event, Stream, Waiter, Work, check_not_forked
 from moegraft.operators.offload.devices.cuda import CpuEngine, HostTicket, host_ms
-from moegraft.operators.offload.devices.emulated_graph import Step
-from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
-from moegraft.operators.offload.devices.virtual import as_device_error
+from support.emulated_graph import Step
 from support.faulty_device import Faults, FaultyDevice
+from support.virtual_device import as_device_error
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0

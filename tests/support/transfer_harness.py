@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.devices.base import Device, Event, Work
 from moegraft.operators.offload.devices.cuda import CudaDevice
-from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.slots import Admission, SlotState
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
@@ -23,6 +22,7 @@ from moegraft.operators.offload.transfers import Urgency
 from support.faulty_device import FaultyDevice
 from support.gpus import ON_CUDA
 from support.threaded_device import ThreadedDevice
+from support.virtual_device import HostBuffer, VirtualDevice
 
 EMULATED = ["virtual", "threaded"]
 DEVICES = [*EMULATED, pytest.param("cuda", marks=ON_CUDA)]
@@ -109,7 +109,7 @@ class Harness:
 
         def check() -> None:
             self.reads += 1
-            found = self.arena.array[start:stop].tobytes()  # type: ignore[index]
+            found = self.arena.array[start:stop].tobytes()
             if found != self._expected[value]:
                 self.wrong.append((layer, expert, slot, found))
 
@@ -118,7 +118,7 @@ class Harness:
             wrong = (self.arena.tensor[start:stop] != value).sum()
             self._wrong_on_device = wrong if self._wrong_on_device is None else self._wrong_on_device + wrong
 
-        self.device.launch(self.compute, check if self.arena.array is not None else check_on_device, WORK)
+        self.device.launch(self.compute, check if isinstance(self.arena, HostBuffer) else check_on_device, WORK)
 
     @contextmanager
     def link_held(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Harness:
             assert time.monotonic() < until_s, "the queue does not become idle"
 
     def bytes_in(self, slot: int) -> bytes:
-        data = self.arena.tensor.cpu().numpy() if self.arena.array is None else self.arena.array
+        data = self.arena.array if isinstance(self.arena, HostBuffer) else self.arena.tensor.cpu().numpy()
         return data[slot * self.expert_bytes : (slot + 1) * self.expert_bytes].tobytes()
 
     def check(self) -> None:

@@ -66,7 +66,7 @@ def calibrate(
     With --out, one pass over the first four fifths of the text finds the quantiles of each layer's activations. The last fifth is
     then run with every neuron and with each target, which gives sparsity, perplexity and how often the most likely next token stays
     the same. The file is valid for this model's weights and for any target; rules name it in 'sparsity' (see the guide). With
-    --routing, one pass over the whole text records each router's scores and choices, for expert caches and for hot and cold experts.
+    --routing, one pass over the whole text records each router's scores and choices, for expert caches.
     Exit code 0: the files are written; 1: the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
     if out is None and routing is None:
@@ -147,8 +147,7 @@ def _routing_lines(trace: Trace, routing: Path) -> list[str]:
     return [
         f"routing of {plural(trace.num_tokens, 'token')} in {plural(trace.num_layers, 'layer')}, "
         f"{trace.top_k} of {trace.num_experts} experts per token",
-        f"{routing}: written; in rules: cache: {{policy: static, profile: {routing.name}}}, or on the CPU "
-        f"weights: {{hot: int8, cold: int4, profile: {routing.name}}}",
+        f"{routing}: written; in rules: cache: {{policy: static, profile: {routing.name}}}",
     ]
 
 

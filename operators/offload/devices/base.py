@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+    from moegraft.operators.offload.executors import EngineLayers
 
 Bytes = NDArray[np.uint8]
 Waiter = Callable[[], None]
@@ -117,11 +118,6 @@ class Buffer(Protocol):
     @property
     def nbytes(self) -> int: ...
     @property
-    def array(self) -> Bytes | None:
-        """The bytes where device memory is host memory, as on emulated devices; else None."""
-        ...
-
-    @property
     def tensor(self) -> torch.Tensor:
         """The bytes as a `(nbytes,)` uint8 tensor on the device."""
         ...
@@ -157,16 +153,16 @@ class CpuTicket(Protocol):
 
 
 class Device(Protocol):
-    """A GPU or its emulation. One host thread submits work at a time; notifier callbacks may submit work too."""
+    """A GPU, or what stands for one in tests. One host thread submits work at a time; notifier callbacks may submit work too."""
 
     @property
     def name(self) -> str:
-        """`cuda:0`, `emulated:0`."""
+        """`cuda:0`."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the tensors of its launches are: the CPU for emulated devices."""
+        """Where the tensors of its launches are."""
         ...
 
     def stream(self, name: str) -> Stream:
@@ -202,7 +198,7 @@ class Device(Protocol):
         ...
 
     def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
-        """Submit GPU work: CUDA calls `function` now, under the stream, to launch kernels; emulated devices when the stream gets there.
+        """Submit GPU work: CUDA calls `function` now, under the stream, to launch kernels.
 
         Raises:
             DeviceError: the device refused it at once: for lack of memory (`OutOfDeviceMemoryError`), after an earlier failure, or
@@ -238,7 +234,7 @@ class Device(Protocol):
 
         Args:
             function: starts the job and returns a function that blocks until it is done, as `Runtime.submit` and `Runtime.wait` do; or
-                does the job and returns None. Real devices call it now; the virtual one when its CPU is free, charging `work`.
+                does the job and returns None.
         """
         ...
 
@@ -264,6 +260,18 @@ class Device(Protocol):
     def close(self) -> None:
         """Let running work end, within a second, drop the rest and end the device's threads; later use raises DeviceError."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device: `open` takes a number, and `engine_layers` computes experts from its slots."""
+
+    open: Callable[[int], Device]
+    engine_layers: type[EngineLayers]
+
+
+DEVICE_KINDS: dict[str, DeviceKind] = {}
+"""Kinds beside CUDA, by the name that `gpu:` gives them. The rest of the model is on the CPU, wherever they compute its experts."""
 
 
 def check_not_forked(name: str, owner_pid: int) -> None:

@@ -211,8 +211,6 @@ class CudaStream:
 class CudaBuffer:
     """A block of the device's memory."""
 
-    array: Bytes | None = None
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
         self.address = tensor.data_ptr()

@@ -12,12 +12,12 @@ import torch
 from support.families import build_model, prompt, served_cases
 from support.gpus import CUDA_GPU, limit, placed
 from support.sparse_models import left_out
+from support.virtual_device import VirtualDevice
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import sparse_layers
 from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.statistics import EngineStatistics
 from moegraft.operators.sparsity import WINDOW_TOKENS
 

@@ -88,7 +88,7 @@ def test_sequences_have_the_models_own_logits(models: Models, family: str, kind:
     assert ("gathered from their pages" in caplog.text) == (kind != "native")
     rows: list[tuple[PagedSequence, list[int], list[torch.Tensor]]] = []
     done = []
-    replayed = 0 if kind == "gathered" else model.moegraft.context.decode_steps.replayed
+    replayed = 0 if kind == "gathered" else model.moegraft.context.replay.replayed
     for turn in range(44):
         if turn in (0, 2, 3, 20):
             ids = prompt(LENGTHS[turn % 8], seed=turn)[0].tolist()
@@ -105,7 +105,7 @@ def test_sequences_have_the_models_own_logits(models: Models, family: str, kind:
     for ids, logits in [*done, *((ids, logits) for _, ids, logits in rows)]:
         assert_close(torch.stack(logits), expected(model, ids[:-1], len(ids) - 1 - len(logits)))
     if kind == "native":
-        assert model.moegraft.context.decode_steps.replayed - replayed > 20
+        assert model.moegraft.context.replay.replayed - replayed > 20
 
 
 @pytest.mark.parametrize("kind", ["native", "gathered"])
@@ -265,7 +265,7 @@ def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched(models: Models,
 def test_a_closed_pool_leaves_no_program_behind(models: Models) -> None:
     """The memory of a server's pool is freed with it, although steps over it were recorded."""
     model = models("qwen3_moe", "native")
-    steps = model.moegraft.context.decode_steps
+    steps = model.moegraft.context.replay
     before = len(steps._kinds)
     pool = opened(model)
     sequence = begun(pool, prompt(10)[0].tolist())

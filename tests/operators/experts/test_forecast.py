@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from support import ROOT
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES
 
 from moegraft.operators.estimates import RoutedExperts
 from moegraft.operators.experts.forecast import experts_ms
-from moegraft.operators.offload.devices.profiles import PROFILES
 
 
 def modelled() -> list[dict[str, str]]:

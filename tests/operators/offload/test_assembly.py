@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.faulty_device import EVERY, Faults, FaultyDevice
 from support.transfer_harness import DEVICES, EMULATED, LINK, Harness, make_device, sentinel_store
+from support.virtual_device import VirtualDevice
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, HostSource, SlotPlan, allocate_arena, even_plan
 from moegraft.operators.offload.transfers import Urgency

@@ -8,9 +8,9 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES
 
 from moegraft.operators.offload.costs import CostModel, CostTables, fit_first_expert
-from moegraft.operators.offload.devices.profiles import PROFILES
 
 TABLES = CostTables(
     cpu_ms=((1, 0.1), (4, 0.1), (8, 0.5), (16, 1.5)),

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from support.transfer_harness import DEVICES, LINK, WORK, Harness, advance, make_device
+from support.virtual_device import VirtualDevice
 
 from moegraft.operators.offload.devices.base import Device
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.slots import Reservation, ResidentSet, SlotState, SlotTable
 from moegraft.operators.offload.transfers import Transfer, Urgency
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from support import ROOT
 from support.transfer_harness import DEVICES, Harness, make_device, serve_in_a_process
+from support.virtual_device import VirtualDevice
 
-from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.virtual import VirtualDevice
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.offload.transfers import Urgency
@@ -28,7 +28,7 @@ SLOW = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)  # 1 byte a milli
 INTERRUPTED = """
 import sys, time
 from support.transfer_harness import Harness, make_device
-from moegraft.operators.offload.devices.profiles import MachineProfile
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.transfers import Urgency
 harness = Harness(make_device("threaded", MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)), (3, 3), expert_bytes=640)
 for expert in range(5):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from support.transfer_harness import DEVICES, LINK, Harness, advance, chunk_order, make_device
+from support.virtual_device import VirtualDevice
 
 from moegraft.operators.offload.devices.base import Callback, DeviceError, Event, Work
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.queue import DEMAND_DEPTH, PREFETCH_DEPTH
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency, default_chunk_bytes
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from support.engine_rig import Setting, engine_rig
 from support.kernel_cases import make_batch
+from support.virtual_device import VirtualDevice
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.devices.base import Work
-from moegraft.operators.offload.devices.profiles import MachineProfile
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.shared_overlap import AheadModule, SharedOverlap, shared_experts_of
 from moegraft.operators.offload.statistics import TimingRecorder

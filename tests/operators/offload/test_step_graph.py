@@ -185,7 +185,7 @@ def test_a_step_captured_in_inference_mode_runs_outside_of_it(kind: str) -> None
 
 def test_host_memory_made_in_inference_mode_is_written_outside_of_it() -> None:
     layer = make_layer(num_experts=2, hidden=32, intermediate=32)
-    slots = SimpleNamespace(array=None, tensor=torch.zeros(2 * layer.packed.expert_bytes, dtype=torch.uint8))  # as of a GPU
+    slots = SimpleNamespace(tensor=torch.zeros(2 * layer.packed.expert_bytes, dtype=torch.uint8))  # as of a GPU
     layers = EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [None], slots)  # type: ignore[arg-type]
     shape = torch.Size((2, 32))
     with torch.inference_mode():

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.emulated import HostSlotLayers
+from support.emulated_graph import EmulatedGraph
 from support.kernel_cases import make_layer
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES, VirtualDevice
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, DeviceError, Event, Neurons, Stream, Work
-from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph
-from moegraft.operators.offload.devices.profiles import PROFILES
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.model_experts import SyntheticCalls
 from moegraft.operators.offload.queue import ExpertCache, open_expert_cache
@@ -162,8 +162,8 @@ def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
     layer = make_layer(num_experts=4, hidden=64, intermediate=96, sparse=True)
     of_model = SparseLayers().join(SparsityOptions(0.7, "routed"))
     of_model.set_threshold(1e9, 0.7)  # fits the model's tokens, not the synthetic ones
-    slots = SimpleNamespace(array=layer.packed.buffer)
-    calls = SyntheticCalls(EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [of_model], slots))  # type: ignore[arg-type]
+    slots = SimpleNamespace(tensor=torch.from_numpy(layer.packed.buffer))
+    calls = SyntheticCalls(HostSlotLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [of_model], slots))  # type: ignore[arg-type]
     calls.executor([0, 1, 2, 3], 16).on_cpu(np.arange(4))()()
     on_cpu = calls.sparsity.counts.copy()
     calls.executor([0, 1], 8).on_gpu(np.arange(2), np.arange(2, dtype=np.int32))()
@@ -176,7 +176,7 @@ def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
 def test_kernels_are_warmed_up_for_the_experts_per_token_of_the_model() -> None:
     """Each number of them is a kernel of its own, and the first token would wait for it to be compiled."""
     layer = make_layer(num_experts=4, hidden=64, intermediate=96)
-    arena = SimpleNamespace(array=None, tensor=torch.from_numpy(layer.packed.buffer.copy()))
+    arena = SimpleNamespace(tensor=torch.from_numpy(layer.packed.buffer.copy()))
     layers = EngineLayers(torch.device("cpu"), Runtime(1), [layer.packed], [], [None], arena)  # type: ignore[arg-type]
     calls, shapes = SyntheticCalls(layers, 3), set()
 

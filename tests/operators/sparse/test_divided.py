@@ -38,7 +38,7 @@ def test_both_parts_leave_out_the_same_neurons(weight_type: str, drafting: bool)
     held = torch.zeros(3, layer.packed.expert_bytes, dtype=torch.uint8)
     for expert, slot in SLOTS.items():
         held[slot] = torch.from_numpy(layer.packed.buffer.copy()).view(EXPERTS, -1)[expert]
-    slots = SimpleNamespace(array=None, tensor=held.flatten().to(DEVICE))
+    slots = SimpleNamespace(tensor=held.flatten().to(DEVICE))
     layers = EngineLayers(torch.device(DEVICE), runtime, [layer.packed], [], [sparsity], slots)  # type: ignore[arg-type]
     if drafting:
         sparsity.set_threshold(1e9, 0.5)

@@ -57,7 +57,7 @@ def engine_layers(layer: Layer, target: float) -> tuple[EngineLayers, torch.Tens
     sparsity = SparseLayers().join(SparsityOptions(target, "routed"))
     sparsity.set_threshold(0.3, target)
     held = torch.full((EXPERTS, layer.packed.expert_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
-    slots = SimpleNamespace(array=None, tensor=held.flatten())
+    slots = SimpleNamespace(tensor=held.flatten())
     return EngineLayers(torch.device(DEVICE), Runtime(1), [layer.packed], [], [sparsity], slots), held  # type: ignore[arg-type]
 
 

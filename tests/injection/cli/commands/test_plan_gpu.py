@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.virtual_device import PROFILES
 from typer.testing import Result
 
 from moegraft.injection.estimate import measure as measure_module
@@ -19,7 +20,6 @@ from moegraft.injection.meta_model import build_meta_model
 from moegraft.operators.estimates import GPU_MARGIN_BYTES, GpuRates, Rate, RoutedExperts
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.machine import Gpu, Machine
-from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.options import STAGING
 
 Run = Callable[..., Result]

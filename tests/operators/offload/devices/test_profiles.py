@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES
 
 from moegraft.operators.offload.devices.base import Neurons
-from moegraft.operators.offload.devices.profiles import PROFILES
 
 
 def test_an_expert_of_deepseek_on_the_first_machine() -> None:

@@ -11,9 +11,9 @@ import pytest
 from support.threaded_device import ThreadedDevice
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.interrupts import Uninterrupted
 from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work, aligned_bytes
-from moegraft.operators.offload.devices.profiles import MachineProfile
 
 SLOW = MachineProfile("slow", 1, 1, 1, 1, link_gb_s=0.01)  # 10 bytes a microsecond
 

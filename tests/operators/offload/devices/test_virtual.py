@@ -7,10 +7,9 @@ import time
 import numpy as np
 import pytest
 from support.model_shapes import MODELS
+from support.virtual_device import PROFILES, VirtualDevice
 
 from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, Work, aligned_bytes
-from moegraft.operators.offload.devices.profiles import PROFILES
-from moegraft.operators.offload.devices.virtual import VirtualDevice
 
 MS = Work("dense", cost_ms=1.0)
 

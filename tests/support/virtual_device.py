@@ -20,6 +20,7 @@ from math import exp, inf
 
 import torch
 
+from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.base import (
     Buffer,
     Bytes,
@@ -34,8 +35,19 @@ from moegraft.operators.offload.devices.base import (
     Work,
     aligned_bytes,
 )
-from moegraft.operators.offload.devices.emulated_graph import EmulatedGraph, NumberGuard, Step, StepRecorder
-from moegraft.operators.offload.devices.profiles import INT4_BITS, MachineProfile
+from support.emulated_graph import EmulatedGraph, NumberGuard, Step, StepRecorder
+
+# Assumptions, not measurements.
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        #                              CPU GB/s, GFLOP/s; GPU GB/s, TFLOP/s; link GB/s
+        MachineProfile("a6000_10core", 60, 350, 540, 60, 24),
+        MachineProfile("rtx4090_8core", 50, 400, 700, 90, 24),
+        MachineProfile("a100_amx36", 200, 5000, 1100, 150, 24),
+        MachineProfile("rtx5090_6core", 45, 250, 1200, 120, 50),
+    )
+}
 
 
 class HostBuffer:
