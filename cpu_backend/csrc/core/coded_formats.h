@@ -932,11 +932,21 @@ struct PackedRow {
   }
 };
 
+// How the codes of a group are packed. Formats with the same form share the functions that unpack and multiply them, which get the table, if
+// there is one, as an argument: each function costs time to compile.
+template <int LowBits, int HighBits, int Parts, bool Table>
+struct CodeForm {
+  static constexpr int kLowBits = LowBits, kHighBits = HighBits, kParts = Parts;
+  static constexpr bool kHasTable = Table;
+};
+template <class Coded>
+using CodeFormOf = CodeForm<Coded::kLowBits, Coded::kHighBits, Coded::kParts, kHasTable<Coded>>;
+
 // The unsigned codes of columns 8 * Step + 0 to 3, and of the next four, of a vector of rows that begins at `lines`.
-template <class T, class Coded, int Step>
+template <class T, class Form, int Step>
 MOEGRAFT_INLINE void load_codes(const std::byte* lines, typename T::I table, typename T::I& first, typename T::I& second) {
   using I = typename T::I;
-  constexpr int kLow = Coded::kLowBits, kTwo = 2 * (Step % 2) * 2;  // the first of two bits in a word of 16 columns
+  constexpr int kLow = Form::kLowBits, kTwo = 2 * (Step % 2) * 2;  // the first of two bits in a word of 16 columns
   if constexpr (kLow == 8) {
     first = T::load_int(lines + 2 * Step * kWordsBytes);
     second = T::load_int(lines + (2 * Step + 1) * kWordsBytes);
@@ -950,17 +960,17 @@ MOEGRAFT_INLINE void load_codes(const std::byte* lines, typename T::I table, typ
     second = T::and_bytes(T::template shifted<-(kTwo + 2)>(four), 3);
   }
   const std::byte* high = lines + kLow * kWordsBytes;
-  if constexpr (Coded::kHighBits == 2) {
+  if constexpr (Form::kHighBits == 2) {
     const I four = T::load_int(high + Step / 2 * kWordsBytes);
     first = T::or_int(first, T::and_bytes(T::template shifted<kLow - kTwo>(four), 3 << kLow));
     second = T::or_int(second, T::and_bytes(T::template shifted<kLow - kTwo - 2>(four), 3 << kLow));
   }
-  if constexpr (Coded::kHighBits == 1) {
+  if constexpr (Form::kHighBits == 1) {
     const I eight = T::load_int(high);
     first = T::or_int(first, T::and_bytes(T::template shifted<kLow - 2 * Step>(eight), 1 << kLow));
     second = T::or_int(second, T::and_bytes(T::template shifted<kLow - 2 * Step - 1>(eight), 1 << kLow));
   }
-  if constexpr (kHasTable<Coded>) {
+  if constexpr (Form::kHasTable) {
     first = T::lookup(table, first);
     second = T::lookup(table, second);
   }
