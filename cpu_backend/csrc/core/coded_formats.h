@@ -16,6 +16,7 @@
 //   stored_codes           of a group, from the bytes of a block in the file
 //   scales                 of a group, from the packed order of the header's bytes; rounded as the package `gguf` does
 //   Reader<T>              the same for a vector of rows: `block` begins a packed block, and `group` sets `scale` and `minimum`
+//   kZen4Ahead             bytes by which a single tile prefetches ahead of its reads on EPYC Zen 4; absent where it is 8 KiB, or 4 of a grid
 //   kMostFactor            where the scales of a block's parts are whole numbers up to this times `of_scales`, and their products with codes
 //                          fit 8 bits: `factors` of Reader<T> then sets `factor`, in 32-bit integers, and `minimum`. Absent elsewhere
 //
@@ -176,6 +177,8 @@ struct SixBitScales {
 struct Int8 : OneScale {
   static constexpr const char* kName = "int8";
   static constexpr int kColumns = 32, kFileBytes = 34, kLowBits = 8, kHighBits = 0, kOffset = 128;
+  // In a layer of experts, 8 KiB take 1.07 to 1.14 of the time.
+  static constexpr int kZen4Ahead = 4096;
   static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) {
     for (int k = 0; k < kGroup; ++k) codes[k] = block[2 + k] ^ 128;
   }
@@ -185,12 +188,15 @@ struct Int8 : OneScale {
 struct Int4 : OneScale {
   static constexpr const char* kName = "int4";
   static constexpr int kColumns = 32, kFileBytes = 18, kLowBits = 4, kHighBits = 0, kOffset = 8;
+  // In a layer of experts, 0.89 to 0.95 of the time with 4 KiB, and 0.94 to 0.99 with 8.
+  static constexpr int kZen4Ahead = 6144;
   static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) { nibbles_of(block + 2, codes); }
 };
 
 struct Q4K : SixBitScales {
   static constexpr const char* kName = "q4_k";
   static constexpr int kFileBytes = 144, kLowBits = 4, kHighBits = 0;
+  static constexpr int kZen4Ahead = 6144;  // as INT4
   static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
     const std::uint8_t* pairs = block + 16 + group / 2 * kGroup;  // two groups share 32 bytes
     for (int k = 0; k < kGroup; ++k) codes[k] = pairs[k] >> 4 * (group % 2) & 15;
@@ -770,6 +776,11 @@ constexpr bool kHasTable = false;
 template <class Coded>
 constexpr bool kHasTable<Coded, std::void_t<decltype(Coded::kTable)>> = true;
 
+template <class Coded, class = void>
+constexpr int kZen4AheadOf = kIsGrid<Coded> ? 4096 : 8192;
+template <class Coded>
+constexpr int kZen4AheadOf<Coded, std::void_t<decltype(Coded::kZen4Ahead)>> = Coded::kZen4Ahead;
+
 template <class... Formats>
 struct FormatList {};
 
@@ -816,6 +827,7 @@ struct CodedFormat {
   bool float8;
   bool grid;
   bool split;  // has bits that are packed apart
+  int zen4_ahead;
 };
 
 namespace {
@@ -834,7 +846,7 @@ struct CodedTable {
 template <class... Formats>
 constexpr CodedTable table_of(FormatList<Formats...>) {
   return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>, kIsGrid<Formats>,
-            (Formats::kHighBits > 0)}...}};
+            (Formats::kHighBits > 0), kZen4AheadOf<Formats>}...}};
 }
 constexpr CodedTable kCodedTable = table_of(CodedFormats());
 
