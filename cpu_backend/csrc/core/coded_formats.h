@@ -10,6 +10,7 @@
 //   kLowBits, kHighBits    of a stored code: 8, 4 or 2, and 0, 1 or 2 more, which are packed apart
 //   kFloat8                true where codes are floats of 8 bits (E4M3), whose products are in float; absent elsewhere
 //   kScaleRows             rows that share their scales, of which each holds a part of the header; absent where it is 1
+//   kZen4Ahead             bytes by which a single tile prefetches ahead of its reads on EPYC Zen 4; absent where it is 8 KiB, or 4 of a grid
 //   kTable                 unsigned codes by stored code, 16 of them; absent where stored codes are the codes
 //   kOffset                of unsigned codes where kMinimum is false
 //   kParts                 of a group, 1 or 2, each with a scale and minimum of its own
@@ -176,6 +177,8 @@ struct SixBitScales {
 struct Int8 : OneScale {
   static constexpr const char* kName = "int8";
   static constexpr int kColumns = 32, kFileBytes = 34, kLowBits = 8, kHighBits = 0, kOffset = 128;
+  // In a layer of experts, 8 KiB take 1.07 to 1.14 of the time.
+  static constexpr int kZen4Ahead = 4096;
   static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) {
     for (int k = 0; k < kGroup; ++k) codes[k] = block[2 + k] ^ 128;
   }
@@ -185,12 +188,15 @@ struct Int8 : OneScale {
 struct Int4 : OneScale {
   static constexpr const char* kName = "int4";
   static constexpr int kColumns = 32, kFileBytes = 18, kLowBits = 4, kHighBits = 0, kOffset = 8;
+  // In a layer of experts, 0.89 to 0.95 of the time with 4 KiB, and 0.94 to 0.99 with 8.
+  static constexpr int kZen4Ahead = 6144;
   static void stored_codes(const std::uint8_t* block, int, GroupCodes& codes) { nibbles_of(block + 2, codes); }
 };
 
 struct Q4K : SixBitScales {
   static constexpr const char* kName = "q4_k";
   static constexpr int kFileBytes = 144, kLowBits = 4, kHighBits = 0;
+  static constexpr int kZen4Ahead = 6144;  // as INT4
   static void stored_codes(const std::uint8_t* block, int group, GroupCodes& codes) {
     const std::uint8_t* pairs = block + 16 + group / 2 * kGroup;  // two groups share 32 bytes
     for (int k = 0; k < kGroup; ++k) codes[k] = pairs[k] >> 4 * (group % 2) & 15;
@@ -770,6 +776,11 @@ constexpr bool kHasTable = false;
 template <class Coded>
 constexpr bool kHasTable<Coded, std::void_t<decltype(Coded::kTable)>> = true;
 
+template <class Coded, class = void>
+constexpr int kZen4AheadOf = kIsGrid<Coded> ? 4096 : 8192;
+template <class Coded>
+constexpr int kZen4AheadOf<Coded, std::void_t<decltype(Coded::kZen4Ahead)>> = Coded::kZen4Ahead;
+
 template <class... Formats>
 struct FormatList {};
 
@@ -816,6 +827,7 @@ struct CodedFormat {
   bool float8;
   bool grid;
   bool split;  // has bits that are packed apart
+  int zen4_ahead;
 };
 
 namespace {
@@ -834,7 +846,7 @@ struct CodedTable {
 template <class... Formats>
 constexpr CodedTable table_of(FormatList<Formats...>) {
   return {{{Formats::kName, Formats::kColumns, Formats::kFileBytes, Formats::kParts, kIsFloat8<Formats>, kIsGrid<Formats>,
-            (Formats::kHighBits > 0)}...}};
+            (Formats::kHighBits > 0), kZen4AheadOf<Formats>}...}};
 }
 constexpr CodedTable kCodedTable = table_of(CodedFormats());
 
@@ -932,11 +944,21 @@ struct PackedRow {
   }
 };
 
+// How the codes of a group are packed. Formats with the same form share the functions that unpack and multiply them, which get the table, if
+// there is one, as an argument: each function costs time to compile.
+template <int LowBits, int HighBits, int Parts, bool Table>
+struct CodeForm {
+  static constexpr int kLowBits = LowBits, kHighBits = HighBits, kParts = Parts;
+  static constexpr bool kHasTable = Table;
+};
+template <class Coded>
+using CodeFormOf = CodeForm<Coded::kLowBits, Coded::kHighBits, Coded::kParts, kHasTable<Coded>>;
+
 // The unsigned codes of columns 8 * Step + 0 to 3, and of the next four, of a vector of rows that begins at `lines`.
-template <class T, class Coded, int Step>
+template <class T, class Form, int Step>
 MOEGRAFT_INLINE void load_codes(const std::byte* lines, typename T::I table, typename T::I& first, typename T::I& second) {
   using I = typename T::I;
-  constexpr int kLow = Coded::kLowBits, kTwo = 2 * (Step % 2) * 2;  // the first of two bits in a word of 16 columns
+  constexpr int kLow = Form::kLowBits, kTwo = 2 * (Step % 2) * 2;  // the first of two bits in a word of 16 columns
   if constexpr (kLow == 8) {
     first = T::load_int(lines + 2 * Step * kWordsBytes);
     second = T::load_int(lines + (2 * Step + 1) * kWordsBytes);
@@ -950,17 +972,17 @@ MOEGRAFT_INLINE void load_codes(const std::byte* lines, typename T::I table, typ
     second = T::and_bytes(T::template shifted<-(kTwo + 2)>(four), 3);
   }
   const std::byte* high = lines + kLow * kWordsBytes;
-  if constexpr (Coded::kHighBits == 2) {
+  if constexpr (Form::kHighBits == 2) {
     const I four = T::load_int(high + Step / 2 * kWordsBytes);
     first = T::or_int(first, T::and_bytes(T::template shifted<kLow - kTwo>(four), 3 << kLow));
     second = T::or_int(second, T::and_bytes(T::template shifted<kLow - kTwo - 2>(four), 3 << kLow));
   }
-  if constexpr (Coded::kHighBits == 1) {
+  if constexpr (Form::kHighBits == 1) {
     const I eight = T::load_int(high);
     first = T::or_int(first, T::and_bytes(T::template shifted<kLow - 2 * Step>(eight), 1 << kLow));
     second = T::or_int(second, T::and_bytes(T::template shifted<kLow - 2 * Step - 1>(eight), 1 << kLow));
   }
-  if constexpr (kHasTable<Coded>) {
+  if constexpr (Form::kHasTable) {
     first = T::lookup(table, first);
     second = T::lookup(table, second);
   }

@@ -68,13 +68,10 @@ void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, 
 int bytes_ahead(WeightType type) {
 #if defined(__x86_64__)
   // EPYC Zen 4, 2 cores, one token: in a linear, the formats that read a group from several places (Q2_K, Q3_K, Q5_K, Q6_K) take 0.87 to 0.9
-  // of the time with 8 KiB that they take with 4 KiB, IQ4_XS 0.91, MXFP4 0.84 to 1.01; in a layer of experts, INT8 takes 1.07 to 1.14 of
-  // it, and bfloat16 1.02. INT4 and Q4_K take 0.89 to 0.95 of it with 6 KiB there, and 0.94 to 0.99 with 8. Without prefetches the first
-  // take 1.5 to 2.2 times as long. Zen 3 is of the same family and was not measured.
+  // of the time with 8 KiB that they take with 4 KiB, IQ4_XS 0.91, MXFP4 0.84 to 1.01; bfloat16 takes 1.02 of it in a layer of experts.
+  // Without prefetches the first take 1.5 to 2.2 times as long. Zen 3 is of the same family and was not measured.
   static const bool family_19h = __builtin_cpu_is("amdfam19h");
-  static const WeightType q4_k = parse_weight_type("q4_k");
-  if (family_19h && (type == WeightType::kInt4 || type == q4_k)) return 6144;
-  if (family_19h && is_coded(type) && type != WeightType::kInt8 && !coded_format(type).grid) return 8192;
+  if (family_19h && is_coded(type)) return coded_format(type).zen4_ahead;
 #endif
   return 4096;  // tuned on EPYC Zen 5
 }

@@ -51,21 +51,21 @@ MOEGRAFT_INLINE void store_sums(float* out) {
   if constexpr (Tiles > 2) store_tile_register<4>(out + 2 * kTile, kOutRow), store_tile_register<5>(out + 2 * kTile + kLanes, kOutRow);
 }
 
-template <Format Kind, int Step, int End>
-MOEGRAFT_INLINE void expand_steps(const Expander<Kind>& expander, std::byte* target) {
+template <class Form, int Step, int End>
+MOEGRAFT_INLINE void expand_steps(const Expander<Form>& expander, std::byte* target) {
   if constexpr (Step < End) {
     expander.template step<Step>(target);
-    expand_steps<Kind, Step + 1, End>(expander, target);
+    expand_steps<Form, Step + 1, End>(expander, target);
   }
 }
 
 // One group: products of 1 to 3 tiles of tokens with both halves, and `Count` steps, from `First` on, of the expansion of another group,
 // spread over the places before the products.
-template <Format Kind, int Tiles, int First, int Count>
-MOEGRAFT_INLINE void multiply_group(const std::byte* a, std::size_t a_tile, const std::byte* b, const Expander<Kind>& expander,
+template <class Form, int Tiles, int First, int Count>
+MOEGRAFT_INLINE void multiply_group(const std::byte* a, std::size_t a_tile, const std::byte* b, const Expander<Form>& expander,
                                     std::byte* target) {
   constexpr int kPlaces = 2 * Tiles;
-#define MOEGRAFT_EXPAND(place) expand_steps<Kind, First + Count*(place) / kPlaces, First + Count*((place) + 1) / kPlaces>(expander, target)
+#define MOEGRAFT_EXPAND(place) expand_steps<Form, First + Count*(place) / kPlaces, First + Count*((place) + 1) / kPlaces>(expander, target)
   if constexpr (Tiles == 1) {
     load_tile<6>(b, kLineStride);
     load_tile_once<4>(a, kTileRowBytes);
@@ -111,25 +111,26 @@ MOEGRAFT_INLINE void multiply_group(const std::byte* a, std::size_t a_tile, cons
 #undef MOEGRAFT_EXPAND
 }
 
-template <Format Kind, int Tiles>
-void one_pass(const MatrixArgs& args) {
+template <class Form, int Tiles>
+void one_pass(const MatrixArgs& args, const ExpandedFormat& format) {
   const auto* a = reinterpret_cast<const std::byte*>(args.records);
   const std::size_t a_tile = args.tile_words * 4;
   SpreadPrefetch prefetch(args.ahead, args.ahead_lines, args.groups);
-  Expander<Kind> expander;
+  ScaleReader reader(format, args.groups);
+  Expander<Form> expander(format);
   start_sums<Tiles>(args.out, args.adds);
-  if constexpr (Kind == Format::kBFloat16Dot) {
+  if constexpr (std::is_same_v<Form, PlainForm>) {
     const std::byte* b = args.block;
     for (int group = 0; group < args.groups; ++group, a += kTileBytes, b += kExpandedGroupBytes) {
       prefetch.step();
-      multiply_group<Kind, Tiles, 0, 0>(a, a_tile, b, expander, nullptr);
+      multiply_group<Form, Tiles, 0, 0>(a, a_tile, b, expander, nullptr);
     }
   } else {
     ExpandedWeights& ring = *args.expanded;
     if (ring.block != args.block || ring.passes != 1) {
       ring.first = 0;
       for (int group = 0; group < kAheadGroups && group < args.groups; ++group)
-        expand_group<Kind>(args.block, group, ring.memory + group * kExpandedGroupBytes);
+        expand_group<Form>(format, args.block, group, ring.memory + group * kExpandedGroupBytes);
     }
     const auto slot = [&ring](int group) { return ring.memory + (ring.first + group) % kRingGroups * kExpandedGroupBytes; };
     // First the groups of this block that are not expanded yet, then the first ones of the next block.
@@ -139,15 +140,15 @@ void one_pass(const MatrixArgs& args) {
     for (int part = 0; part < 2 && source != nullptr; ++part) {
       for (const int end = part == 0 ? args.groups - kAheadGroups : args.groups; group < end; ++group, a += kTileBytes) {
         prefetch.step();
-        expander.begin(source, group + ahead);
-        multiply_group<Kind, Tiles, 0, kExpansionSteps>(a, a_tile, slot(group), expander, slot(group + kAheadGroups));
+        expander.begin(reader, source, group + ahead);
+        multiply_group<Form, Tiles, 0, kExpansionSteps>(a, a_tile, slot(group), expander, slot(group + kAheadGroups));
       }
       source = next;
       ahead = kAheadGroups - args.groups;
     }
     for (; group < args.groups; ++group, a += kTileBytes) {
       prefetch.step();
-      multiply_group<Kind, Tiles, 0, 0>(a, a_tile, slot(group), expander, nullptr);
+      multiply_group<Form, Tiles, 0, 0>(a, a_tile, slot(group), expander, nullptr);
     }
     ring.first = (ring.first + args.groups) % kRingGroups;
     ring.block = next;
@@ -157,42 +158,42 @@ void one_pass(const MatrixArgs& args) {
 }
 
 // Groups that are expanded while others are multiplied.
-template <Format Kind>
+template <class Form>
 struct Ahead {
+  Expander<Form> expander;
   const std::byte* source = nullptr;
   int group = 0;
   int end = 0;
   std::byte* target = nullptr;
-  Expander<Kind> expander;
 };
 
 // One pass over the columns of a panel.
 template <int Tiles>
 void multiply_expanded(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups, SpreadPrefetch& prefetch) {
-  for (const Expander<Format::kBFloat16Dot> none; groups > 0; --groups, a += kTileBytes, b += kExpandedGroupBytes) {
+  for (const Expander<PlainForm> none(kNoFormat); groups > 0; --groups, a += kTileBytes, b += kExpandedGroupBytes) {
     prefetch.step();
-    multiply_group<Format::kBFloat16Dot, Tiles, 0, 0>(a, a_tile, b, none, nullptr);
+    multiply_group<PlainForm, Tiles, 0, 0>(a, a_tile, b, none, nullptr);
   }
 }
 
 // The same for two tiles, with `Share` steps of an expansion in each group.
-template <Format Kind, int Share>
-MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups, Ahead<Kind>& ahead,
-                                    SpreadPrefetch& prefetch) {
+template <class Form, int Share>
+MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups, Ahead<Form>& ahead,
+                                    ScaleReader& reader, SpreadPrefetch& prefetch) {
   constexpr int kGroupsPerExpansion = kExpansionSteps / Share;
   int group = 0;
   for (; group + kGroupsPerExpansion <= groups && ahead.group < ahead.end; group += kGroupsPerExpansion) {
-    ahead.expander.begin(ahead.source, ahead.group);
+    ahead.expander.begin(reader, ahead.source, ahead.group);
     prefetch.step();
-    multiply_group<Kind, kPassTiles, 0, Share>(a, a_tile, b, ahead.expander, ahead.target);
+    multiply_group<Form, kPassTiles, 0, Share>(a, a_tile, b, ahead.expander, ahead.target);
     prefetch.step();
-    multiply_group<Kind, kPassTiles, Share, Share>(a + kTileBytes, a_tile, b + kExpandedGroupBytes, ahead.expander, ahead.target);
+    multiply_group<Form, kPassTiles, Share, Share>(a + kTileBytes, a_tile, b + kExpandedGroupBytes, ahead.expander, ahead.target);
     if constexpr (kGroupsPerExpansion == 4) {
       prefetch.step();
-      multiply_group<Kind, kPassTiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander,
+      multiply_group<Form, kPassTiles, 2 * Share, Share>(a + 2 * kTileBytes, a_tile, b + 2 * kExpandedGroupBytes, ahead.expander,
                                                          ahead.target);
       prefetch.step();
-      multiply_group<Kind, kPassTiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander,
+      multiply_group<Form, kPassTiles, 3 * Share, Share>(a + 3 * kTileBytes, a_tile, b + 3 * kExpandedGroupBytes, ahead.expander,
                                                          ahead.target);
     }
     a += kGroupsPerExpansion * kTileBytes;
@@ -203,14 +204,15 @@ MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, cons
   multiply_expanded<kPassTiles>(a, a_tile, b, groups - group, prefetch);
 }
 
-template <Format Kind>
-void several_passes(const MatrixArgs& args, int tiles) {
-  constexpr bool kExpands = Kind != Format::kBFloat16Dot;
+template <class Form>
+void several_passes(const MatrixArgs& args, const ExpandedFormat& format, int tiles) {
+  constexpr bool kExpands = !std::is_same_v<Form, PlainForm>;
   constexpr int kPanel = kExpands ? kPanelGroups : kPlainPanelGroups;
   const std::size_t a_tile = args.tile_words * 4;
   const int passes = (tiles + kPassTiles - 1) / kPassTiles;
   SpreadPrefetch prefetch(args.ahead, args.ahead_lines, passes * args.groups);
-  Ahead<Kind> ahead;
+  Ahead<Form> ahead{Expander<Form>(format)};
+  ScaleReader reader(format, args.groups);
   ExpandedWeights& panels = *args.expanded;
   const auto panel = [&panels](int index) {
     return panels.memory + static_cast<std::size_t>(index % 2) * kPanelGroups * kExpandedGroupBytes;
@@ -218,7 +220,7 @@ void several_passes(const MatrixArgs& args, int tiles) {
   if (kExpands && (panels.block != args.block || panels.passes != passes)) {
     panels.first = 0;
     for (int group = 0; group < kPanel && group < args.groups; ++group)
-      expand_group<Kind>(args.block, group, panel(0) + group * kExpandedGroupBytes);
+      expand_group<Form>(format, args.block, group, panel(0) + group * kExpandedGroupBytes);
   }
   int index = panels.first;
   for (int first = 0; first < args.groups; first += kPanel, ++index) {
@@ -244,13 +246,13 @@ void several_passes(const MatrixArgs& args, int tiles) {
       }
       start_sums<kPassTiles>(out, adds);
       if constexpr (!kExpands) multiply_expanded<kPassTiles>(a, a_tile, b, end - first, prefetch);
-      else if (tiles < 4 * kPassTiles) multiply_panel<Kind, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, prefetch);
-      else multiply_panel<Kind, kExpansionSteps / 4>(a, a_tile, b, end - first, ahead, prefetch);
+      else if (tiles < 4 * kPassTiles) multiply_panel<Form, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, reader, prefetch);
+      else multiply_panel<Form, kExpansionSteps / 4>(a, a_tile, b, end - first, ahead, reader, prefetch);
       store_sums<kPassTiles>(out);
     }
     if constexpr (kExpands)
       for (; ahead.group < ahead.end; ++ahead.group, ahead.target += kExpandedGroupBytes)
-        expand_group<Kind>(ahead.source, ahead.group, ahead.target);
+        expand_group<Form>(format, ahead.source, ahead.group, ahead.target);
   }
   if (!kExpands) return;
   panels.first = index % 2;
@@ -258,14 +260,20 @@ void several_passes(const MatrixArgs& args, int tiles) {
   panels.passes = passes;
 }
 
-template <Format Kind>
-void multiply(const MatrixArgs& args) {
+template <class Form>
+void multiply_blocks(const MatrixArgs& args, const ExpandedFormat& format) {
   const int tiles = (args.tokens + kTileRows - 1) / kTileRows;
-  if (tiles == 1) one_pass<Kind, 1>(args);
-  else if (tiles == 2) one_pass<Kind, 2>(args);
-  else if (tiles == 3) one_pass<Kind, 3>(args);
-  else several_passes<Kind>(args, tiles);
+  if (tiles == 1) one_pass<Form, 1>(args, format);
+  else if (tiles == 2) one_pass<Form, 2>(args, format);
+  else if (tiles == 3) one_pass<Form, 3>(args, format);
+  else several_passes<Form>(args, format, tiles);
 }
+
+template <class Coded>
+void multiply(const MatrixArgs& args) {
+  multiply_blocks<ExpansionForm<Coded>>(args, kExpandedFormat<Coded>);
+}
+void multiply_plain(const MatrixArgs& args) { multiply_blocks<PlainForm>(args, kNoFormat); }
 
 // The tokens from which on this is faster than the tiles: where the two are equally fast with weights from memory.
 template <int... I>
@@ -274,7 +282,7 @@ void add_coded(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
     constexpr Format kKind = coded(decltype(index)::value);
     if constexpr (!kIsGrid<CodedOf<kKind>>) {
       matrix.least_tokens[static_cast<int>(kKind)] = Derived<CodedOf<kKind>>::kGroups == 1 ? 12 : 10;
-      matrix.multiply[static_cast<int>(kKind)] = multiply<kKind>;
+      matrix.multiply[static_cast<int>(kKind)] = multiply<CodedOf<kKind>>;
     }
   };
   (add(std::integral_constant<int, I>()), ...);
@@ -290,7 +298,7 @@ Kernels make() {
   matrix.segment_bytes = std::size_t{1} << 20;  // of the 2 MiB L2: 256 tokens at 2048 columns
   for (int& least : matrix.least_tokens) least = kNeverMatrix;
   matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = 2;
-  matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = multiply<Format::kBFloat16Dot>;
+  matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = multiply_plain;
   add_coded(matrix, CodedIndexes());
   matrix.begin = configure_tiles;
   matrix.end = release_tiles;

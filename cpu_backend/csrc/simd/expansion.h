@@ -1,10 +1,11 @@
 // Expansion of packed weights to bfloat16 with AVX-512 (F, BW, DQ): a group of a block, 32 columns of 32 rows, becomes pairs of columns in the
 // order of bfloat16 blocks ([pair][half][lane][2], 2 KiB), whatever its format.
 //
-// Expander<Kind>::begin reads the scales of a group, and each of eight steps expands 128 weights, so that tile instructions can stand between
-// them. A step converts nothing: a code's bits are put into the mantissa of a power of two, one fused multiplication and addition removes that
-// power and the code's offset and applies the scale, and the upper halves of two floats become a pair. Cutting off the lower halves makes
-// magnitudes smaller, on average by kCut, so scales are larger by that: a weight's error is at most 2^-7 of it and has no bias.
+// Expander<Form>::begin takes the scales of a group, and each of eight steps expands 128 weights, so that tile instructions can stand
+// between them. Only the reading of scales is compiled for each format (ExpandedFormat): all else is shared by formats whose codes are packed
+// alike. A step converts nothing: a code's bits are put into the mantissa of a power of two, one fused multiplication and addition removes
+// that power and the code's offset and applies the scale, and the upper halves of two floats become a pair. Cutting off the lower halves
+// makes magnitudes smaller, on average by kCut, so scales are larger by that: a weight's error is at most 2^-7 of it and has no bias.
 //
 // What holds an expander between tile instructions is inlined, or its constants would go through memory at every one of them.
 #pragma once
@@ -97,30 +98,110 @@ struct NibbleCodes {
   }
 };
 
-// A coded format.
-template <Format Kind, class = void>
+// The scales of a group and what is added to the products with them, whether a minimum or the offset of the codes.
+struct ExpansionScales {
+  alignas(64) float scale[2][kBlockRows];  // [part]
+  float minimum[2][kBlockRows];
+};
+
+// A format as a form's functions see it.
+struct ExpandedFormat {
+  int log_groups;  // of a block; a power of two
+  int block_bytes, lines_offset, lines_bytes;
+  const std::uint8_t* table;
+  void (*read)(const std::byte* block, int first, int count, ExpansionScales* out);
+};
+
+// Reads the scales of some groups of a block of weights.
+template <class Coded>
+void read_expansion_scales(const std::byte* block, int first, int count, ExpansionScales* out) {
+  constexpr int kGroups = Derived<Coded>::kGroups;
+  block += static_cast<std::size_t>(first / kGroups) * Derived<Coded>::kBytes;
+  for (int row = 0; row < kBlockRows; row += kLanes) {
+    const std::byte* base = block;
+    ExpansionScales* target = out;
+    for (int index = first % kGroups, left = count; left > 0; index = 0, base += Derived<Coded>::kBytes) {
+      typename Coded::template Reader<Avx512Base> reader;
+      reader.block(base, row);
+      for (; index < kGroups && left > 0; ++index, --left, ++target) {
+        reader.group(index);
+        for (int part = 0; part < Coded::kParts; ++part) {
+          const __m512 scale = enlarged(reader.scale[part]);
+          _mm512_store_ps(target->scale[part] + row, scale);
+          if constexpr (Coded::kMinimum) _mm512_store_ps(target->minimum[part] + row, enlarged(reader.minimum[part]));
+          else if constexpr (!kIsFloat8<Coded>)
+            _mm512_store_ps(target->minimum[part] + row, _mm512_mul_ps(scale, _mm512_set1_ps(static_cast<float>(-Coded::kOffset))));
+        }
+      }
+    }
+  }
+}
+
+template <class Coded>
+constexpr const std::uint8_t* table_address() {
+  if constexpr (kHasTable<Coded>) return Coded::kTable;
+  else return nullptr;
+}
+constexpr int log_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + log_of(power_of_two / 2); }
+template <class Coded>
+constexpr ExpandedFormat kExpandedFormat = {log_of(Derived<Coded>::kGroups), Derived<Coded>::kBytes, Derived<Coded>::kLinesOffset,
+                                            Derived<Coded>::kLinesBytes,     table_address<Coded>(), read_expansion_scales<Coded>};
+
+struct Float8Form {};
+struct PlainForm {};  // blocks of bfloat16, which need no expansion
+constexpr ExpandedFormat kNoFormat{};
+template <class Coded>
+using ExpansionForm = std::conditional_t<kIsFloat8<Coded>, Float8Form, CodeFormOf<Coded>>;
+
+// The scales of the next groups, which are read together. Not a part of an expander, which stays in registers.
+class ScaleReader {
+ public:
+  ScaleReader(const ExpandedFormat& format, int groups) : format(format), groups_(groups) {}
+  const ExpandedFormat& format;
+  const std::byte* lines(const std::byte* block, int group) const {
+    return block + static_cast<std::size_t>(group >> format.log_groups) * static_cast<std::size_t>(format.block_bytes) +
+           format.lines_offset + (group & ((1 << format.log_groups) - 1)) * format.lines_bytes;
+  }
+  MOEGRAFT_INLINE const ExpansionScales& scales(const std::byte* block, int group) {
+    if (block_ != block || group < first_ || group - first_ >= kRead) {
+      block_ = block;
+      first_ = group;
+      format.read(block, group, groups_ - group < kRead ? groups_ - group : kRead, scales_);
+    }
+    return scales_[group - first_];
+  }
+
+ private:
+  static constexpr int kRead = 8;
+  const int groups_;  // of a block
+  const std::byte* block_ = nullptr;  // whose scales were read
+  int first_ = 0;  // of these groups
+  ExpansionScales scales_[kRead];
+};
+
+// Codes.
+template <class Form>
 struct Expander {
-  using Coded = CodedOf<Kind>;
   // Nibbles need no joining.
-  static constexpr bool kNibbles = Coded::kLowBits == 4 && Coded::kHighBits == 0 && !kHasTable<Coded>;
+  static constexpr bool kNibbles = Form::kLowBits == 4 && Form::kHighBits == 0 && !Form::kHasTable;
   std::conditional_t<kNibbles, NibbleCodes, ByteCodes> codes;
   NibbleCodes::Scale nibble_scale[2];  // [half]
-  __m512 scale[Coded::kParts][2], shift[Coded::kParts][2];
-  __m512i table = table_of<Avx512Base, Coded>();
+  __m512 scale[Form::kParts][2], shift[Form::kParts][2];
+  __m512i table;
   const std::byte* lines;
-  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
-    const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-    const int index = group % Derived<Coded>::kGroups;
-    lines = base + Derived<Coded>::kLinesOffset + index * Derived<Coded>::kLinesBytes;
-    for (int half = 0; half < 2; ++half) {
-      typename Coded::template Reader<Avx512Base> reader;
-      reader.block(base, half * kLanes);
-      reader.group(index);
-      for (int part = 0; part < Coded::kParts; ++part) {
-        const __m512 factor = enlarged(reader.scale[part]);
-        __m512 minimum;
-        if constexpr (Coded::kMinimum) minimum = enlarged(reader.minimum[part]);
-        else minimum = _mm512_mul_ps(factor, _mm512_set1_ps(static_cast<float>(-Coded::kOffset)));
+  MOEGRAFT_INLINE explicit Expander(const ExpandedFormat& format) {
+    if constexpr (Form::kHasTable) table = Avx512Base::table(format.table);
+    else table = _mm512_setzero_si512();
+  }
+  MOEGRAFT_INLINE void begin(ScaleReader& reader, const std::byte* block, int group) {
+    lines = reader.lines(block, group);
+    const ExpansionScales& scales = reader.scales(block, group);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half)
+#pragma GCC unroll 2
+      for (int part = 0; part < Form::kParts; ++part) {
+        const __m512 factor = _mm512_load_ps(scales.scale[part] + half * kLanes),
+                     minimum = _mm512_load_ps(scales.minimum[part] + half * kLanes);
         if constexpr (kNibbles) {
           nibble_scale[half] = NibbleCodes::scale_of(factor, minimum);
         } else {
@@ -128,38 +209,33 @@ struct Expander {
           shift[part][half] = _mm512_fnmadd_ps(factor, _mm512_set1_ps(ByteCodes::kPower), minimum);
         }
       }
-    }
   }
   template <int J>  // eight columns of half the rows
   MOEGRAFT_INLINE void step(std::byte* out) const {
-    constexpr int kStep = J / 2, kHalf = J % 2, kPart = kStep / (4 / Coded::kParts);
+    constexpr int kStep = J / 2, kHalf = J % 2, kPart = kStep / (4 / Form::kParts);
     std::byte* target = out + kStep * 4 * kLineStride + kHalf * 64;
     if constexpr (kNibbles) {
       codes(lines + J * 64, nibble_scale[kHalf], target);
     } else {
       __m512i first, second;
-      load_codes<Avx512Base, Coded, kStep>(lines + kHalf * 64, table, first, second);
+      load_codes<Avx512Base, Form, kStep>(lines + kHalf * 64, table, first, second);
       codes(first, scale[kPart][kHalf], shift[kPart][kHalf], target);
       codes(second, scale[kPart][kHalf], shift[kPart][kHalf], target + 2 * kLineStride);
     }
   }
 };
 
-// FP8.
-template <Format Kind>
-struct Expander<Kind, std::enable_if_t<kIsFloat8<CodedOf<Kind>>>> {
-  using Coded = CodedOf<Kind>;
+template <>
+struct Expander<Float8Form> {
   __m512 scale[2];  // [half]
-  const std::byte* lines;
   PairMaker pairs;
-  MOEGRAFT_INLINE void begin(const std::byte* block, int group) {
-    const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-    lines = base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes;
-    for (int half = 0; half < 2; ++half) {
-      typename Coded::template Reader<Avx512Base> reader;
-      reader.block(base, half * kLanes);
-      scale[half] = _mm512_mul_ps(enlarged(reader.scale[0]), _mm512_set1_ps(0x1p120f));
-    }
+  const std::byte* lines;
+  MOEGRAFT_INLINE explicit Expander(const ExpandedFormat&) {}
+  MOEGRAFT_INLINE void begin(ScaleReader& reader, const std::byte* block, int group) {
+    lines = reader.lines(block, group);
+    const ExpansionScales& scales = reader.scales(block, group);
+    for (int half = 0; half < 2; ++half)
+      scale[half] = _mm512_mul_ps(_mm512_load_ps(scales.scale[0] + half * kLanes), _mm512_set1_ps(0x1p120f));
   }
   template <int J>  // eight columns of half the rows
   MOEGRAFT_INLINE void step(std::byte* out) const {
@@ -175,19 +251,20 @@ struct Expander<Kind, std::enable_if_t<kIsFloat8<CodedOf<Kind>>>> {
   }
 };
 
-// Blocks of bfloat16 need no expansion.
 template <>
-struct Expander<Format::kBFloat16Dot> {
-  MOEGRAFT_INLINE void begin(const std::byte*, int) {}
+struct Expander<PlainForm> {
+  MOEGRAFT_INLINE explicit Expander(const ExpandedFormat&) {}
+  MOEGRAFT_INLINE void begin(ScaleReader&, const std::byte*, int) {}
   template <int>
   MOEGRAFT_INLINE void step(std::byte*) const {}
 };
 
 // Where nothing else is computed meanwhile: at the beginning of a job, and what is left of a panel.
-template <Format Kind>
-__attribute__((noinline)) void expand_group(const std::byte* block, int group, std::byte* out) {
-  Expander<Kind> expander;
-  expander.begin(block, group);
+template <class Form>
+__attribute__((noinline)) void expand_group(const ExpandedFormat& format, const std::byte* block, int group, std::byte* out) {
+  ScaleReader reader(format, group + 1);
+  Expander<Form> expander(format);
+  expander.begin(reader, block, group);
   expander.template step<0>(out);
   expander.template step<1>(out);
   expander.template step<2>(out);

@@ -36,7 +36,7 @@ struct CodedProduct {
   template <int Step>
   static MOEGRAFT_INLINE void expand_step(const std::byte* lines, int vector, Weights& weights) {
     Neon::I first, second;
-    load_codes<Neon, Coded, Step>(lines, table_of<Neon, Coded>(), first, second);
+    load_codes<Neon, CodeFormOf<Coded>, Step>(lines, table_of<Neon, Coded>(), first, second);
     std::uint8_t* target = weights.codes[Step][vector * Neon::kWidth / 2];
     const auto store = [&](uint32x4_t words) {
       vst1q_u8(target, vreinterpretq_u8_u32(words));

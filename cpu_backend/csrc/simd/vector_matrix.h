@@ -30,7 +30,7 @@ MOEGRAFT_INLINE void expand_columns(const typename Coded::template Reader<T>& re
   if constexpr (Coded::kMinimum) shift = reader.minimum[kPart];
   else shift = T::mul(scale, T::set(static_cast<float>(-Coded::kOffset)));
   typename T::I codes[2];
-  load_codes<T, Coded, Step>(lines, table_of<T, Coded>(), codes[0], codes[1]);
+  load_codes<T, CodeFormOf<Coded>, Step>(lines, table_of<T, Coded>(), codes[0], codes[1]);
   for (int i = 0; i < 8; ++i, column += kBlockRows) {
     T::store(column, T::fma(T::to_float(T::low_bytes(codes[i / 4])), scale, shift));
     codes[i / 4] = T::next_bytes(codes[i / 4]);

@@ -90,7 +90,7 @@ inline void expand_to_bytes(const std::byte* block, int first, int count, PanelG
         const auto step = [&](auto index) {
           constexpr int kStep = decltype(index)::value;
           typename T::I codes[2];
-          load_codes<T, Coded, kStep>(lines, table, codes[0], codes[1]);
+          load_codes<T, CodeFormOf<Coded>, kStep>(lines, table, codes[0], codes[1]);
           if constexpr (kHasFactors<Coded>) {
             const typename T::I factor = reader.factor[kStep / 2];
             for (auto& four : codes) four = T::mul_shorts(four, T::or_int(factor, T::template shifted<16>(factor)));

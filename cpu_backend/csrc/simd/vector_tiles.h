@@ -194,7 +194,7 @@ MOEGRAFT_INLINE void dot_step(typename T::I (&dots)[N][V], const std::byte* line
     for (int v = 0; v < V; ++v) second[v] = T::load_int(lines + (2 * Step + 1) * kWordsBytes + v * T::kWidth * 4);
   } else {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) load_codes<T, Coded, Step>(lines + v * T::kWidth * 4, table, first[v], second[v]);
+    for (int v = 0; v < V; ++v) load_codes<T, CodeFormOf<Coded>, Step>(lines + v * T::kWidth * 4, table, first[v], second[v]);
     dot_columns<T, Coded, V, N>(dots, first, codes + 2 * Step, stride);
   }
   dot_columns<T, Coded, V, N>(dots, second, codes + 2 * Step + 1, stride);
