@@ -66,7 +66,8 @@ UNITS = {
     "bindings": (["bindings/*.cpp"], ["-O1", "--param", "ggc-min-heapsize=1000000"]),
     **{name.removesuffix(".cpp").replace("/", "_"): ([name], ISA_FLAGS[MACHINE][name]) for name in VECTOR_SOURCES},
     "program": (["program/*.cpp", "sparse/*.cpp"], []),
-    "experts": (["core/*.cpp", "experts/*.cpp", "scheduler/*.cpp"], []),
+    # Weights are quantised to the same codes on every CPU: ARM64's compilers would fuse products and sums.
+    "experts": (["core/*.cpp", "experts/*.cpp", "scheduler/*.cpp"], ["-ffp-contract=off"]),
     "ops": (["attention/*.cpp", "ops/*.cpp"], []),
     "scalar": (["simd/scalar.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
 }

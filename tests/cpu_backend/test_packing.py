@@ -17,7 +17,8 @@ def q8_0(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
     scaled = groups * inverse
-    return (np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)).astype(np.int8).reshape(values.shape), scale[..., 0].astype(np.float16)
+    away = np.floor(np.abs(scaled).astype(np.float64) + 0.5)  # in float32, the number below 0.5 would become 1
+    return (np.sign(scaled) * away).astype(np.int8).reshape(values.shape), scale[..., 0].astype(np.float16)
 
 
 def q4_0(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +55,11 @@ def test_rounding_is_to_nearest_even_as_in_torch(weight_type: str) -> None:
 def test_quantisation_equals_ggufs(weight_type: str, quantise) -> None:  # type: ignore[no-untyped-def]
     matrix = np.random.default_rng(0).standard_normal((48, 96), dtype=np.float32)
     matrix[3, :32] = 0.0  # a group of zeros has scale zero
+    extreme = np.float32({"int8": 127, "int4": -8}[weight_type])  # of a group whose scale is 1: ties, and the numbers beside them
+    ties = np.linspace(-abs(extreme) + 0.5, abs(extreme) - 1.5, 31).round() + np.float32(0.5)
+    for group, values in enumerate((ties, np.nextafter(ties, 0), np.nextafter(ties, 2 * ties))):
+        matrix[4, 32 * group : 32 * group + 32] = np.append(values, extreme)
+    matrix[4, [0, 32, 33]] = np.nextafter(np.float32([0.5, 0.5, -0.5]), np.float32([1, 0, 0]))
     codes, scales = quantise(matrix)
     ours, theirs = PackedLinear(48, 96, weight_type), PackedLinear(48, 96, weight_type)
     ours.pack(matrix)

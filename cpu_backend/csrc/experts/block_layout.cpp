@@ -52,11 +52,10 @@ std::uint16_t quantize_q8_0(const float* values, float largest, std::int8_t* cod
   const float scale = largest / 127.0f;
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
   for (int k = 0; k < kGroup; ++k) {
-    // The compiler cannot vectorise roundf.
-    const float scaled = std::min(127.0f, std::max(-127.0f, values[k] * inverse));
-    const int whole = static_cast<int>(scaled);
-    const float rest = scaled - static_cast<float>(whole);
-    codes[k] = static_cast<std::int8_t>(whole + (rest >= 0.5f ? 1 : 0) - (rest <= -0.5f ? 1 : 0));
+    // Adding the float below 0.5 rounds without a branch or roundf, so that the compiler vectorises the loop.
+    const float scaled = values[k] * inverse;
+    const float away = scaled + std::copysign(0x1.fffffep-2f, scaled);
+    codes[k] = static_cast<std::int8_t>(static_cast<int>(std::min(127.0f, std::max(-127.0f, away))));
   }
   return f16_from_float(scale);
 }
