@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+NGRAM = 3  # tokens at the end of a text that are looked up in it, at most
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 
 # Called with "draft", "rollback", "verify" or "plain step"; the context covers that phase and yields its details, to be filled in.
@@ -75,7 +76,7 @@ class SpeculativeDecoding:
         lossless: Greedy | Sampling = Sampling() if generation_config.do_sample else Greedy()
         rule: AcceptanceRule = lossless
         if self.options.mode == "adaptive":
-            rule = Adaptive(lossless, self.options.confidence, self.options.tolerance, self.options.unverified)
+            rule = Adaptive(lossless, self.options.confidence, self.options.tolerance)
         logits = text.prefill()
         scores = text.process(text.input_ids, logits)
         text.append(rule.pick(scores), scores, logits)
@@ -193,22 +194,19 @@ class ExpertsDrafter(Drafter):
 class NgramDrafter(Drafter):
     """The tokens that followed an earlier occurrence of the text's latest tokens (prompt lookup, Saxena 2023), without a forward pass."""
 
-    def __init__(self, ngram: int) -> None:
-        self._ngram = ngram
-
     def draft(
         self, text: GeneratedText, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
-        tokens = continuation(text.input_ids[0], self._ngram, length)
+        tokens = continuation(text.input_ids[0], length)
         end = next((index + 1 for index, token in enumerate(tokens) if token in text.end_tokens), len(tokens))
         return [DraftToken(token) for token in tokens[:end]]
 
 
-def continuation(text: torch.Tensor, ngram: int, length: int) -> list[int]:
-    """Return up to `length` tokens that followed an earlier occurrence of the last tokens of `text` (L,), at most `ngram` of them."""
+def continuation(text: torch.Tensor, length: int) -> list[int]:
+    """Return up to `length` tokens that followed an earlier occurrence of the last tokens of `text` (L,), at most `NGRAM` of them."""
     if length < 1:
         return []
-    for size in range(min(ngram, text.numel() - 1), 0, -1):
+    for size in range(min(NGRAM, text.numel() - 1), 0, -1):
         earlier = text[:-1].unfold(0, size, 1)  # every run of `size` tokens with a token after it
         places = (earlier == text[-size:]).all(dim=1).nonzero()
         if places.numel():
