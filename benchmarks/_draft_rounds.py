@@ -35,8 +35,6 @@ class Way:
 
     Attributes:
         ratio: share of experts with a slot on an emulated device; only these draft. None: any expert drafts, on the CPU.
-        chosen_only: whether only experts that the router chose for the token draft.
-        renormalise: whether the weights of the drafting experts are scaled to the sum of all weights.
         sparsity: share of neurons that drafts leave out; None for none.
     """
 
@@ -46,13 +44,11 @@ class Way:
     sampled: bool = False
     max_draft: int = 5
     sparsity: float | None = None
-    chosen_only: bool = False
-    renormalise: bool = False
 
     @property
     def experts(self) -> str:
         """The value of the option `experts` of `speculative_draft`."""
-        return "any" if self.ratio is None else "resident_chosen" if self.chosen_only else "resident"
+        return "any" if self.ratio is None else "resident"
 
     def rules(self) -> str:
         draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": self.max_draft, "schedule": "fixed"}
@@ -60,7 +56,7 @@ class Way:
             draft |= {"mode": "adaptive", "tolerance": self.tolerance}
         experts = "{}"
         if self.ratio is not None:
-            draft |= {"experts": self.experts, "renormalise": str(self.renormalise).lower()}
+            draft |= {"experts": self.experts}
             experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {NO_PREFETCH}}}"
         if self.sparsity is not None:
             draft |= {"draft_sparsity": self.sparsity}
@@ -73,7 +69,6 @@ class Way:
             "draft_top_k": self.top_k,
             "experts": self.experts,
             "resident_ratio": "" if self.ratio is None else self.ratio,
-            "renormalise": str(self.renormalise).lower(),
             "tolerance": self.tolerance,
             "decoding": "sampled" if self.sampled else "greedy",
         }

@@ -26,7 +26,7 @@ from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
 
-Experts = Literal["any", "resident", "resident_chosen"]
+Experts = Literal["any", "resident"]
 RESULTS = Path(__file__).parent / "results"
 NOISES = np.linspace(0.0, 1.2, 13)
 SAMPLE_TOKENS = 40
@@ -39,12 +39,10 @@ class DraftWay:
     Attributes:
         experts: the value of the option `experts` of `speculative_draft`.
         tolerance: 0 for lossless, or a tolerance that was measured with the checkpoint.
-        ahead: whether the verification's experts are prefetched while drafting.
     """
 
     top_k: int
     experts: Experts
-    ahead: bool
     tolerance: float = 0.0
 
     @property
@@ -109,8 +107,7 @@ def _read(name: str) -> list[dict[str, str]]:
 
 
 def _is(row: dict[str, str], experts: Experts, tolerance: float) -> bool:
-    same = row["experts"] == experts and row["renormalise"] == "false"
-    return same and float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
+    return row["experts"] == experts and float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
 
 
 @dataclass(slots=True)
@@ -221,12 +218,10 @@ class DraftSimulation:
             logits = np.log(token.scores[0, layer]) + SPREAD * noise * (self._rng.normal(size=len(there)) if layer else 0.0)
             order = np.argsort(-logits, kind="stable").astype(np.int64)
             whole = order[: self._base.model.top_k]
-            few = {"any": whole, "resident": order[there[order]], "resident_chosen": whole[there[whole]]}[way.experts][: way.top_k]
+            few = {"any": whole, "resident": order[there[order]]}[way.experts][: way.top_k]
             scores = np.exp(logits - logits.max())
             kept.append(float(scores[few].sum() / scores[whole].sum()))
-            step = LayerStep.of(
-                layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k, way.resident, way.ahead)
-            )
+            step = LayerStep.of(layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k, way.resident))
             self._layer(step, 1, "draft")
         self.played.kept.append(float(np.mean(kept)))
         self.played.draft_demands += self._base.engine.cache.queue.statistics.demanded - demanded

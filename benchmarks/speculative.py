@@ -54,8 +54,6 @@ LOSSY_PROVIDERS: Providers = {
     "tolerance 0.3, confidence 0.3": {"mode": "adaptive", "tolerance": 0.3, "confidence": 0.3},
     "tolerance 0.3": {"mode": "adaptive", "tolerance": 0.3},
     "tolerance 0.6": {"mode": "adaptive", "tolerance": 0.6},
-    "unverified 0.9": {"mode": "adaptive", "unverified": 0.9},
-    "unverified 0.5": {"mode": "adaptive", "unverified": 0.5},
 }
 MEASURED = ("tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
 Row = dict[str, object]
@@ -107,20 +105,19 @@ def operator_of(model: PreTrainedModel) -> Any:
 
 
 def acceptance(count: int) -> list[Row]:
-    """Return acceptance by number of drafting experts and renormalisation, greedy and sampled, for positions 1 to 5."""
+    """Return acceptance by number of drafting experts, greedy and sampled, for positions 1 to 5."""
     experts = AutoModelForCausalLM.from_pretrained(demo_path()).config.num_experts_per_tok
     rows: list[Row] = []
-    for renormalise in ("false", "true"):
-        for top_k in range(1, experts):
-            for sampled in (False, True):
-                model = load(demo_path(), {"draft_top_k": top_k, "max_draft": 5, "schedule": "fixed", "renormalise": renormalise})
-                for number, ids in enumerate(prompts(count)):
-                    generate(model, ids, seed=number if sampled else None)
-                found = operator_of(model).statistics()
-                positions = {f"position_{at + 1}": round(share, 3) for at, share in enumerate(found["acceptance_by_position"])}
-                way = {"draft_top_k": top_k, "of": experts, "renormalise": renormalise, "decoding": "sampled" if sampled else "greedy"}
-                rows.append({**way, **positions, "tokens_per_round": round(found["tokens_per_round"], 3), "rounds": found["rounds"]})
-                print(rows[-1], flush=True)
+    for top_k in range(1, experts):
+        for sampled in (False, True):
+            model = load(demo_path(), {"draft_top_k": top_k, "max_draft": 5, "schedule": "fixed"})
+            for number, ids in enumerate(prompts(count)):
+                generate(model, ids, seed=number if sampled else None)
+            found = operator_of(model).statistics()
+            positions = {f"position_{at + 1}": round(share, 3) for at, share in enumerate(found["acceptance_by_position"])}
+            way = {"draft_top_k": top_k, "of": experts, "decoding": "sampled" if sampled else "greedy"}
+            rows.append({**way, **positions, "tokens_per_round": round(found["tokens_per_round"], 3), "rounds": found["rounds"]})
+            print(rows[-1], flush=True)
     return rows
 
 

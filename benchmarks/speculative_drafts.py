@@ -38,12 +38,11 @@ from moegraft.operators.draft import DraftSettings
 
 MAX_DRAFT = 8
 RATIOS = (0.125, 0.25, 0.5, 0.75)
-RENORMALISED = ((0.25, False), (0.25, True), (0.75, False))
 TOLERANCE = 0.3
 BINS = 10
 QUALITY_TOKENS = 256  # tokens per piece
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
-EXPERTS = ("any", "resident", "resident_chosen")
+EXPERTS = ("any", "resident")
 Row = dict[str, object]
 
 
@@ -67,9 +66,6 @@ def ways(experts: int) -> Iterator[Way]:
     for ratio in RATIOS:
         yield Way(experts, ratio, max_draft=MAX_DRAFT)
         yield Way(experts, ratio, TOLERANCE, max_draft=MAX_DRAFT)
-        yield Way(experts, ratio, max_draft=MAX_DRAFT, chosen_only=True)
-    for ratio, chosen_only in RENORMALISED:
-        yield Way(experts, ratio, max_draft=MAX_DRAFT, chosen_only=chosen_only, renormalise=True)
 
 
 def row_of(way: Way, found: Rounds) -> Row:
@@ -170,8 +166,8 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def label(row: dict[str, str]) -> str:
-    who = f"{row['experts'].replace('_', ', ')}, {row['resident_ratio']}" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
-    return f"{who}{', scaled' if row['renormalise'] == 'true' else ''}{', adaptive' if float(row['tolerance']) else ''}"
+    who = f"{row['experts']}, {row['resident_ratio']}" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
+    return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
 
 
 def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
@@ -185,7 +181,6 @@ def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
 
 
 def draw_confidence(axes: Axes, rows: list[dict[str, str]]) -> None:
-    rows = [row for row in rows if row["experts"] != "resident_chosen" and row["renormalise"] == "false"]
     for row in {label(row): row for row in rows}.values():
         mine = [each for each in rows if label(each) == label(row) and each["decoding"] == "greedy" and int(each["judged"]) >= 10]
         x = [(float(each["confidence_from"]) + float(each["confidence_to"])) / 2 for each in mine]
@@ -234,11 +229,10 @@ def draw_sparsity(axes: Axes, rows: list[dict[str, str]], by_experts: list[dict[
 
 def draw_resident(axes: Axes, rows: list[dict[str, str]]) -> None:
     mine = [row for row in rows if row["resident_ratio"]]
-    for experts, scaled, tolerance in dict.fromkeys((row["experts"], row["renormalise"], row["tolerance"]) for row in mine):
-        line = [row for row in mine if (row["experts"], row["renormalise"], row["tolerance"]) == (experts, scaled, tolerance)]
-        name = f"{experts}{', weights scaled' if scaled == 'true' else ''}{', adaptive' if float(tolerance) else ''}"
+    for tolerance in dict.fromkeys(row["tolerance"] for row in mine):
+        line = [row for row in mine if row["tolerance"] == tolerance]
         x, y = ([float(row[column]) for row in line] for column in ("resident_ratio", "tokens_per_round"))
-        axes.plot(x, y, "x" if scaled == "true" else "-o", markersize=4, label=name)
+        axes.plot(x, y, "-o", markersize=4, label="adaptive" if float(tolerance) else "lossless")
     axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy)", xlabel="share of experts with a slot, which alone draft")
     axes.legend(fontsize=7)
 
@@ -246,13 +240,13 @@ def draw_resident(axes: Axes, rows: list[dict[str, str]]) -> None:
 def plot(path: Path = RESULTS / "speculative_drafts.png") -> Path:
     figure = Figure(figsize=(17, 8.5), layout="constrained")
     (positions, confidence, sparse), (good, kinds, resident) = figure.subplots(2, 3)
-    ways = [row for row in read("speculative_drafts") if row["renormalise"] == "false"]
-    draw_positions(positions, [row for row in ways if row["experts"] != "resident_chosen"])
+    ways = read("speculative_drafts")
+    draw_positions(positions, ways)
     draw_confidence(confidence, read("speculative_confidence"))
     draw_quality(good, read("speculative_quality"))
     draw_tasks(kinds, read("speculative_tasks"))
     draw_sparsity(sparse, read("speculative_sparsity"), ways)
-    draw_resident(resident, read("speculative_drafts"))
+    draw_resident(resident, ways)
     figure.savefig(path, dpi=110)
     return path
 

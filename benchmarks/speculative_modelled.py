@@ -15,11 +15,12 @@ The product's engine, prefetchers and schedules run on the virtual clock with sy
 `speculative_modelled_long.csv` has longer answers with a quarter of the experts in slots: in a few dozen tokens, chance and the schedule's
 first probes have much influence.
 
-The draft configurations, each adding to the one before: `draft`, the top-k experts; `+ ahead`, the verification's experts are prefetched
-while drafting; `resident_chosen + ahead`, only those of the token's own experts that have a slot draft; `resident + ahead`, the likeliest
-of all experts with a slot, as many as a token has or half of them; `resident_chosen, scaled`, older rows with weights scaled to the sum of
-all; `marginal`, the draft length by measured costs, otherwise a fixed length. `over_predicted` is `over_plain` over the formula with the
-run's own tau, U and misses, where c0 is the time of a layer without experts, g of an expert, and t of a miss in plain decoding:
+The draft configurations: `draft`, the top-k experts; `resident`, the likeliest of all experts with a slot, as many as a token has or half
+of them; `+ ahead`, the verification's experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a
+fixed length. Rows of ways that were removed since are the reason: drafts without `+ ahead`, with `resident_chosen` (only those of the
+token's own experts that have a slot) and `scaled` (weights scaled to the sum of all) were slower. `over_predicted` is `over_plain` over the
+formula with the run's own tau, U and misses, where c0 is the time of a layer without experts, g of an expert, and t of a miss in plain
+decoding:
 `tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, with m_v after prefetches.
 
 The upper bounds of the hybrid engine, by the arithmetic of `_draft_bounds.py` at the run's `acceptance` per token: `bound` for drafts of
@@ -101,17 +102,13 @@ def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedul
     half = max(1, top_k // 2)  # one of the numbers of experts for which acceptance was measured
     for tolerance in (0.0, TOLERANCE):
         if ratio == ABLATED_RATIO:
-            yield f"draft, {FIXED} tokens", DraftWay(half, "any", False, tolerance), FixedSchedule(FIXED)
-            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, "any", True, tolerance), FixedSchedule(FIXED)
-            yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, "resident", True, tolerance), FixedSchedule(FIXED)
-            yield "resident + ahead, 1 token", DraftWay(top_k, "resident", True, tolerance), FixedSchedule(1)
+            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, "any", tolerance), FixedSchedule(FIXED)
+            yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, "resident", tolerance), FixedSchedule(FIXED)
+            yield "resident + ahead, 1 token", DraftWay(top_k, "resident", tolerance), FixedSchedule(1)
             if not tolerance:
-                yield "resident + ahead, half the experts, 1 token", DraftWay(half, "resident", True), FixedSchedule(1)
-                yield f"resident_chosen + ahead, {FIXED} tokens", DraftWay(top_k, "resident_chosen", True), FixedSchedule(FIXED)
-                yield "resident_chosen + ahead, 1 token", DraftWay(top_k, "resident_chosen", True), FixedSchedule(1)
-                yield "resident_chosen + ahead, marginal", DraftWay(top_k, "resident_chosen", True), MarginalSchedule(LONGEST)
-        yield "draft + ahead, marginal", DraftWay(half, "any", True, tolerance), MarginalSchedule(LONGEST)
-        yield "resident + ahead, marginal", DraftWay(top_k, "resident", True, tolerance), MarginalSchedule(LONGEST)
+                yield "resident + ahead, half the experts, 1 token", DraftWay(half, "resident"), FixedSchedule(1)
+        yield "draft + ahead, marginal", DraftWay(half, "any", tolerance), MarginalSchedule(LONGEST)
+        yield "resident + ahead, marginal", DraftWay(top_k, "resident", tolerance), MarginalSchedule(LONGEST)
 
 
 def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
@@ -139,7 +136,7 @@ def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) 
     gpu, cpu = (float(cost(one, size, case.bits)[0]) for cost in (machine.gpu_ms, machine.cpu_ms))
     rest = [rest_layer_ms(model, machine, count + 1) for count in range(LONGEST + 1)]
     costs = Costs(plain.ms_per_token / model.layers, rest, gpu, cpu, machine.first_cpu_ms(size), machine.transfer_ms(size))
-    way, verifications = DraftWay(model.top_k, "resident", True), []
+    way, verifications = DraftWay(model.top_k, "resident"), []
     for length in range(1, LONGEST + 1):
         base = case.simulation(engine, warm, case.ratio)
         found = DraftSimulation(base, text, way, FixedSchedule(length), certain=True).run(min(case.tokens, BOUND_TOKENS)).parts["verify"]

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from moegraft.injection.checkpoint.sources import StoredWeights
-from moegraft.injection.checks import check_divided, check_operators, check_plan, check_requires, check_taken
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.rules import Diagnostic, Rule, RuleFile, read_rules
 from moegraft.injection.rules.diagnostics import Findings
 from moegraft.injection.rules.document import MappingNode
-from moegraft.injection.rules.matching import ModelModules, assign
+from moegraft.injection.rules.matching import ModelModules, apply_rules
 from moegraft.injection.rules.rule import grouped
 from moegraft.operators.base import Footprint, InPlaceOperator, Operator
 from moegraft.operators.errors import UnsupportedModelError
@@ -138,14 +137,7 @@ def plan(
 
     findings = Findings(list(rules.notices))
     modules = ModelModules(module)
-    check_requires(rules, model_type, findings)
-    assignment = assign(rules.rules, modules, registry.in_place)
-    check_taken(rules.rules, assignment, modules, findings)
-    check_operators(rules.rules, assignment, modules, registry, findings)
-    check_plan(rules.rules, assignment, module, registry, findings)
-    if shares is not None:
-        check_divided(rules.rules, assignment, registry, findings)
-    findings.raise_errors()
+    assignment = apply_rules(rules, modules, registry, findings, model_type=model_type, divided=shares is not None)
 
     weights = meta.weights if meta is not None else None
     rule_of = {path: rule for rule, paths in zip(rules.rules, assignment.taken, strict=True) for path in paths}

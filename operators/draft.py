@@ -19,18 +19,12 @@ class DraftSettings:
 
     Attributes:
         top_k: experts per token; at least 1.
-        renormalise: whether the weights of the kept experts are scaled to the sum of all weights.
         resident: whether only experts with a slot on a GPU run, the likeliest first. An operator without GPU slots ignores it.
-        chosen_only: with `resident`, whether only experts that the router chose for the token run.
-        verify_prefetch: whether an operator with GPU slots prefetches the experts of the verification while the draft is computed.
         sparsity: share of neurons to leave out, in the scope of the operator's own target; None for the operator's own target.
     """
 
     top_k: int
-    renormalise: bool = False
     resident: bool = False
-    chosen_only: bool = False
-    verify_prefetch: bool = True
     sparsity: float | None = None
 
 
@@ -91,11 +85,11 @@ class DraftSwitch:
         settings = self.settings
         if settings is None or settings.top_k >= top_k_index.shape[-1]:
             return top_k_index, top_k_weights
-        return keep_largest(top_k_index, top_k_weights, settings)
+        return keep_largest(top_k_index, top_k_weights, settings.top_k)
 
 
-def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, settings: DraftSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the `settings.top_k` experts of each token with the largest weights, in any order: many routers do not sort.
+def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the `top_k` experts of each token with the largest weights, in any order: many routers do not sort.
 
     The other experts become padded slots: id -1, which no kernel reads, and weight 0.
 
@@ -103,9 +97,6 @@ def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, setting
         top_k_index: (T, K) int64.
         top_k_weights: (T, K) floating point.
     """
-    largest = top_k_weights.topk(settings.top_k, dim=-1).indices
+    largest = top_k_weights.topk(top_k, dim=-1).indices
     kept = torch.zeros_like(top_k_index, dtype=torch.bool).scatter_(-1, largest, True)
-    weights = top_k_weights.where(kept, 0)
-    if settings.renormalise:
-        weights = weights * (top_k_weights.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True))
-    return top_k_index.where(kept, -1), weights
+    return top_k_index.where(kept, -1), top_k_weights.where(kept, 0)

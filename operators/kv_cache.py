@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Backend = Literal["hqq", "quanto", "fp8"]
 # The last is the default. hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
 BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "quanto": (2, 4), "fp8": (8,)}
-GROUPS = (64, 32, 16, 8)  # default sizes, the largest that fits first
+GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
 
 
@@ -34,29 +34,26 @@ class QuantizedKvCacheOptions:
 
     Attributes:
         backend: the library that quantises. `hqq` (the package of that name) and `quanto` (optimum-quanto, which compiles a kernel on
-            first use) store a scale and a zero point for every `group` values. `fp8` is transformers' own; it stores one scale for a
-            layer's keys and one for its values, taken from the first tokens.
+            first use) store a scale and a zero point for each group of values of one head of one token: the largest of 64, 32, 16 and 8
+            that divides heads. `fp8` is transformers' own; it stores one scale for a layer's keys and one for its values, taken from the
+            first tokens.
         bits: bits of a stored value: 2, 4 or 8 with `hqq`, 2 or 4 with `quanto`. By default 8, with `quanto` 4.
-        group: values of one head of one token that share a scale. By default the largest of 64, 32, 16 and 8 that divides heads.
         residual: number of recent tokens that stay in the model's dtype before they are quantised together with all earlier ones. A
             prompt is quantised at once. By default 128. Not used by `fp8`.
     """
 
     backend: Backend = "hqq"
     bits: int | None = None
-    group: int | None = None
     residual: int | None = None
 
     def __post_init__(self) -> None:
         known = BITS[self.backend]
         if self.bits is not None and self.bits not in known:
             raise ValueError(f"bits with 'backend: {self.backend}' must be {' or '.join(map(str, known))}, not {self.bits}")
-        if self.backend == "fp8" and (self.group is not None or self.residual is not None):
-            name = "group" if self.group is not None else "residual"
-            raise ValueError(f"'backend: fp8' has one scale for all tokens and keeps none in the model's dtype: remove '{name}'")
-        for name, value in (("group", self.group), ("residual", self.residual)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, not {value}")
+        if self.backend == "fp8" and self.residual is not None:
+            raise ValueError("'backend: fp8' has one scale for all tokens and keeps none in the model's dtype: remove 'residual'")
+        if self.residual is not None and self.residual < 1:
+            raise ValueError(f"residual must be 1 or more, not {self.residual}")
 
     @property
     def value_bits(self) -> int:
@@ -180,7 +177,7 @@ def quantised_cache(model: PreTrainedModel, options: QuantizedKvCacheOptions) ->
 
 def group_of(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> int:
     """Return the number of values that share a scale; 1 where no group fits, which `unsupported_reason` reports."""
-    return options.group or next((size for size in GROUPS if _fits(size, config, options)), 1)
+    return next((size for size in GROUPS if _fits(size, config, options)), 1)
 
 
 def _fits(group: int, config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> bool:
@@ -203,14 +200,11 @@ def _heads(config: PreTrainedConfig) -> tuple[int, list[int]]:
 def _unsupported_group(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> str | None:
     if options.backend == "fp8":
         return None
+    if group_of(config, options) > 1:
+        return None
     heads, widths = _heads(config)
     values = f"{heads} head{'' if heads == 1 else 's'} of {' and '.join(map(str, sorted(set(widths))))} values per token"
-    best = group_of(config, replace(options, group=None))
-    if best == 1:
-        return f"{values} do not fill whole bytes in any groups of {GROUPS[-1]} or more; write 'backend: fp8'"
-    if options.group is not None and not _fits(options.group, config, options):
-        return f"{values} do not fill whole bytes in groups of {options.group}; write 'group: {best}'"
-    return None
+    return f"{values} do not fill whole bytes in any groups of {GROUPS[-1]} or more; write 'backend: fp8'"
 
 
 def _unsupported_layers(model: PreTrainedModel) -> str | None:

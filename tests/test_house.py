@@ -124,11 +124,99 @@ def test_every_shipped_file_keeps_the_machine_out() -> None:
             assert "/work/" not in file.read_text(encoding="utf-8"), file
 
 
-def test_the_reading_paths_are_short_and_there() -> None:
+def documented_walks() -> list[list[str]]:
+    """Return the files of each table in CONTRIBUTING.md whose rows are numbered: of rules, of experts on the CPU and on a GPU."""
+    walks: list[list[str]] = []
+    last = 0
+    for number, path in re.findall(r"^\| (\d+) \| `([^`]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE):
+        if int(number) <= last or not walks:
+            walks.append([])
+        walks[-1].append(path)
+        last = int(number)
+    return walks
+
+
+def statements(file: Path) -> dict[int, int]:
+    """Return the number of statements of each function by the line that it begins in, without nested functions and docstrings."""
+
+    def count(node: ast.AST) -> int:
+        inner = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.FunctionDef | ast.ClassDef)]
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        return (isinstance(node, ast.stmt) and not text) + sum(map(count, inner))
+
+    functions = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+    return {min([node.lineno, *(each.lineno for each in node.decorator_list)]): count(node) - 1 for node in functions}
+
+
+# What is passed on the way from a rule to the swapped module and changes nothing, as CONTRIBUTING.md has it.
+PASSED = (
+    *("injection/rules/rule.py", "injection/rules/diagnostics.py", "injection/rules/patterns.py", "injection/progress.py"),
+    *("injection/parallel.py", "injection/meta_model.py", "injection/sparsity_setup.py", "injection/checkpoint/sources.py"),
+)
+TRACED = """
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from moegraft.injection import optimize_and_load
+from moegraft.operators.registry import load_registry
+
+config = Qwen3MoeConfig(
+    vocab_size=96, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    num_experts=8, num_experts_per_tok=2, dtype=torch.float32,
+)
+model, registry, functions = Qwen3MoeForCausalLM(config).eval(), load_registry(), {}
+
+def record(frame, event, argument):
+    if event == "call" and not frame.f_code.co_name.startswith("<"):
+        functions.setdefault((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+sys.setprofile(record)
+model = optimize_and_load(model, sys.argv[1], registry=registry, progress=False)
+with torch.inference_mode():
+    model(torch.arange(3)[None])
+sys.setprofile(None)
+for file, line in functions:
+    if "moegraft" in Path(file).parts:
+        print(Path(file).resolve(), line)
+"""
+
+
+def traced(rules: Path) -> list[tuple[str, int]]:
+    """Return the functions of ours that loading a small model and its first forward pass call, by file and line, in order."""
+    done = subprocess.run([sys.executable, "-c", TRACED, str(rules)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    calls = [line.rpartition(" ") for line in done.stdout.splitlines()]
+    return [(Path(file).relative_to(ROOT).as_posix(), int(line)) for file, _, line in calls]
+
+
+def test_the_walk_from_a_rule_to_the_swapped_module_is_the_real_one(tmp_path: Path) -> None:
+    """In at most 10 files with 5 returns. A function is read at its first call; one of at most two statements where it is called."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\nvars: {weights: int8}\nrules:\n- id: experts\n  match: {kind: experts, layers: '0-1', name: mlp}\n"
+        "  replace: {class: hybrid_experts, kwargs: {weights: '${weights}'}}\n  expect: 2\n"
+    )
+    documented = documented_walks()[0]
+    sizes = {path.relative_to(ROOT).as_posix(): statements(path) for path in SOURCES}
+    visits: list[str] = []
+    for file, line in traced(rules):
+        of_injection = file.startswith("injection/") and file not in PASSED
+        if (of_injection or file in documented) and sizes[file][line] > 2 and visits[-1:] != [file]:
+            visits.append(file)
+    walk = list(dict.fromkeys(visits))
+    assert walk == documented and len(walk) <= 10
+    assert len(visits) - len(walk) <= 5, f"returns to earlier files: {visits}"
+
+
+def test_the_paths_to_the_experts_are_short_and_real(tmp_path: Path) -> None:
     """From the README to the experts on the CPU in at most 8 files, and on a GPU in at most 14."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    paths = re.findall(r"^\| (\d+) \| `([^`]+)` \|", text, re.MULTILINE)
-    turn = next(place for place, (number, _) in enumerate(paths) if place and int(number) <= int(paths[place - 1][0]))
-    on_cpu, on_gpu = paths[:turn], paths[turn:]
-    assert len(on_cpu) <= 8 and int(on_gpu[-1][0]) <= 14
-    assert all((ROOT / path).is_file() for _, path in paths)
+    rules = tmp_path / "rules.yaml"
+    for text, path in zip(("{}", "{gpu: emulated, cache: {slots: 3}, schedule: on_demand}"), documented_walks()[1:], strict=True):
+        rules.write_text(f"- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {text}}}\n")
+        called = {file for file, _ in traced(rules)}
+        # What has no function of Python that the emulated device calls.
+        others = {file for file in path if file.endswith((".md", ".cpp")) or file.startswith("operators/kernels/")}
+        assert set(path) - others <= called and all((ROOT / file).is_file() for file in others)
+    assert len(documented_walks()[1]) <= 8 and len(documented_walks()[2]) <= 14 - 6

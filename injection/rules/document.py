@@ -1,4 +1,4 @@
-"""YAML text as nodes, each key and value with its position, and the variables `${name}` in values.
+"""YAML text as nodes, each key and value with its position.
 
 PyYAML's safe loader scans and parses, event by event; none of its constructors run, and tags, anchors and aliases are errors. So no file
 can run code, expand beyond its size or recurse deeply.
@@ -7,7 +7,7 @@ can run code, expand beyond its size or recurse deeply.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from moegraft.injection.rules.diagnostics import Findings, Position, RuleErrors, did_you_mean, shown
+from moegraft.injection.rules.diagnostics import Findings, Position, RuleErrors, shown
 
 Value: TypeAlias = str | int | float | bool | None
 
@@ -284,39 +284,3 @@ class _Builder:
             else:
                 entries[name] = Entry(name, key.position, value)
         return MappingNode(tuple(entries.values()), opened.position)
-
-
-_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-def substitute(node: Node, variables: Mapping[str, Value], findings: Findings) -> Node:
-    """Return `node` with every `${name}` replaced; an undefined one is an error at its position and becomes null."""
-    if isinstance(node, ScalarNode):
-        return _substituted(node, variables, findings)
-    if isinstance(node, ListNode):
-        return replace(node, items=tuple(substitute(item, variables, findings) for item in node.items))
-    return MappingNode(tuple(replace(entry, value=substitute(entry.value, variables, findings)) for entry in node), node.position)
-
-
-def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Findings) -> ScalarNode:
-    text = node.value
-    if not isinstance(text, str) or "${" not in text:
-        return node
-    names = _REFERENCE.findall(text)
-    if "${" in _REFERENCE.sub("", text):
-        findings.void(node.position, f"'${{' without '}}' in {shown(text)}")
-        return replace(node, value=None)
-    for name in names:
-        if name not in variables:
-            known = did_you_mean(name, variables) or "; the file has no vars"
-            findings.void(node.position, f"variable {shown(f'${{{name}}}')} is not defined{known}")
-            return replace(node, value=None)
-    if len(names) == 1 and text == f"${{{names[0]}}}":
-        return ScalarNode(variables[names[0]], node.position, names[0])
-    length = len(_REFERENCE.sub("", text)) + sum(len(plain_text(variables[name])) for name in names)
-    if length > MAX_TEXT:
-        findings.void(node.position, f"a value may have at most {MAX_TEXT} characters, and this one has {length} with its variables")
-        return replace(node, value=None)
-    filled = _REFERENCE.sub(lambda found: plain_text(variables[found[1]]), text)
-    return ScalarNode(filled, node.position, names[0] if names else None)

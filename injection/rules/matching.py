@@ -1,4 +1,4 @@
-"""The assignment of a model's modules to rules, and the nearest match for a rule that matches none."""
+"""The assignment of a model's modules to rules, its checks, and the nearest match for a rule that matches none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from functools import cached_property
 
 from torch import nn
 
-from moegraft.injection.rules import Match, Position, Rule
+from moegraft.injection.rules import Match, Position, Rule, RuleFile
 from moegraft.injection.rules.diagnostics import Findings, nearest, shown
+from moegraft.injection.rules.document import MappingNode, Node
 from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
-from moegraft.injection.rules.rule import layer_of, runs
-from moegraft.operators.base import Kind
+from moegraft.injection.rules.rule import grouped, layer_of, runs
+from moegraft.operators.base import Kind, Operator, PlannedUse
+from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import kinds
 
 
@@ -23,7 +25,7 @@ class ModelModules:
     """Every module of a model by path, outer modules before inner ones; the model's own path is empty."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._by_path: dict[str, nn.Module] = dict(model.named_modules())
         self._kinds: dict[str, frozenset[Kind]] = {}
         self._by_kind: dict[Kind, frozenset[str]] = {}
@@ -39,12 +41,12 @@ class ModelModules:
 
     @property
     def model_class(self) -> str:
-        return type(self._model).__name__
+        return type(self.model).__name__
 
     def kinds(self, path: str) -> frozenset[Kind]:
         found = self._kinds.get(path)
         if found is None:
-            found = self._kinds[path] = kinds(path, self._by_path[path], self._model)
+            found = self._kinds[path] = kinds(path, self._by_path[path], self.model)
         return found
 
     def layer(self, path: str) -> int | None:
@@ -149,6 +151,29 @@ def _inside(path: str, outer: str) -> bool:
     return not outer or path.startswith(f"{outer}.")
 
 
+def apply_rules(
+    rules: RuleFile, modules: ModelModules, registry: OperatorRegistry, findings: Findings, *, model_type: str | None, divided: bool
+) -> Assignment:
+    """Assign every module to a rule, and check that the rules can be applied to this model. Pure.
+
+    Args:
+        findings: gets what is found; it may have findings already.
+        divided: whether several processes will hold the experts.
+
+    Raises:
+        RuleErrors: every rule that cannot be applied.
+    """
+    _check_requires(rules, model_type, findings)
+    assignment = assign(rules.rules, modules, registry.in_place)
+    _check_taken(rules.rules, assignment, modules, findings)
+    _check_operators(rules.rules, assignment, modules, registry, findings)
+    _check_uses(rules.rules, assignment, modules.model, registry, findings)
+    if divided:
+        _check_divided(rules.rules, assignment, registry, findings)
+    findings.raise_errors()
+    return assignment
+
+
 def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[str]) -> Assignment:
     """Assign every module to the first rule that matches it. Pure.
 
@@ -206,12 +231,165 @@ def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str
     return dict(sorted(found.items()))
 
 
+# A number in a pattern, alone or in a group of alternatives, that is followed by any character or by the end.
+_OPEN_NUMBER = re.compile(r"(?P<before>\w*\\?\.|[(|])(?P<number>[0-9]+)(?=(\|[0-9]+)*\)?(\.|$))")
+MAX_LISTED = 3
+
+
+def _check_requires(rules: RuleFile, model_type: str | None, findings: Findings) -> None:
+    """Report each requirement that the model's type does not meet."""
+    for requirement in rules.requires:
+        if model_type not in requirement.values:
+            wanted = " or ".join(f"'{value}'" for value in requirement.values)
+            found = f"this model is of type '{model_type}'" if model_type is not None else "this model has no type"
+            findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {found}")
+
+
+def _check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, findings: Findings) -> None:
+    """Report rules that take no module, a wrong number of modules or unexpected layers, and swaps inside swaps."""
+    for rule, taken, lost in zip(rules, assignment.taken, assignment.lost, strict=True):
+        if not taken and rule.expect == "any":
+            findings.notice(rule.place("match"), f"rule '{rule.id}' takes no module of {modules.model_class}, as 'expect: any' allows")
+            continue
+        if not taken:
+            _report_nothing_taken(rule, lost, rules, modules, findings)
+            continue
+        if rule.expect not in (None, "any", len(taken)):
+            message = f"rule '{rule.id}' takes {_listed(taken)} and {rule.expect} are expected"
+            findings.error(rule.place("expect"), message)
+        _warn_of_open_numbers(rule, taken, modules, findings)
+        _warn_of_absent_layers(rule, modules, findings)
+    for (inner, outer), paths in assignment.nested.items():
+        owner = rules[outer]
+        findings.error(
+            rules[inner].place("match"),
+            f"rule '{rules[inner].id}' takes {_listed(paths)} inside what rule '{owner.id}' ({_where(owner, rules[inner])}) replaces "
+            f"as a whole; add 'recursive: false' to rule '{owner.id}', or narrow one of the two",
+        )
+
+
+def _report_nothing_taken(rule: Rule, lost: dict[int, list[str]], rules: Sequence[Rule], modules: ModelModules, findings: Findings) -> None:
+    if not lost:
+        findings.error(*_explain_miss(rule, modules))
+        return
+    owners = [rules[index] for index in lost]
+    names = ", ".join(f"rule '{owner.id}' ({_where(owner, rule)})" for owner in owners)
+    total = sum(map(len, lost.values()))
+    message = f"rule '{rule.id}' takes no module: all {total} that it matches are taken or closed by {names}, which comes first"
+    if rule.inherited and not any(owner.inherited for owner in owners):
+        findings.notice(rule.place("match"), f"{message}, and so overrides it")
+    else:
+        of_model = any("" in paths for paths in lost.values())
+        fix = "a model can have one operator of kind model: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
+        findings.error(rule.place("match"), f"{message}; {fix}")
+
+
+def _where(owner: Rule, rule: Rule) -> str:
+    same_file = owner.position.file == rule.position.file
+    return f"line {owner.position.line}" if same_file else f"{owner.position.file}:{owner.position.line}"
+
+
+def _listed(paths: Sequence[str]) -> str:
+    forms = grouped(paths) if paths != [""] else ["the model"]
+    more = f" and {len(forms) - MAX_LISTED} more" if len(forms) > MAX_LISTED else ""
+    return f"{', '.join(forms[:MAX_LISTED])}{more} ({_count_text(paths)})"
+
+
+def _warn_of_open_numbers(rule: Rule, taken: Sequence[str], modules: ModelModules, findings: Findings) -> None:
+    """Warn of patterns such as `layers.1.`, which takes layers 10 to 19 as well: its last dot matches any character."""
+    layers = {layer for path in taken if (layer := modules.layer(path)) is not None}
+    for found in _OPEN_NUMBER.finditer(rule.match.name or ""):
+        number = found["number"]
+        more = [layer for layer in layers if str(layer) != number and str(layer).startswith(number)]
+        if not more:
+            continue
+        word = found["before"].rstrip("\\.(|")
+        fix = f"'{word}\\.{number}\\.'" if word else f"'\\.' after {number}"
+        findings.warning(
+            rule.place("name"),
+            f"name '{rule.match.name}' also takes layer{'s' if len(more) > 1 else ''} {runs(more)}: a dot matches any character, "
+            f"and a dot after a backslash only a dot; for layer {number} alone write {fix}",
+        )
+
+
+def _warn_of_absent_layers(rule: Rule, modules: ModelModules, findings: Findings) -> None:
+    if rule.match.layers is None:
+        return
+    all_layers = {layer for path in modules.matching(replace(rule.match, layers=None)) if (layer := modules.layer(path)) is not None}
+    for first, last in rule.match.layers.ranges:
+        absent = [layer for layer in (first, last) if layer not in all_layers]
+        if absent:
+            part = str(first) if first == last else f"{first}-{last}"
+            findings.warning(rule.place("layers"), f"layers '{part}': the modules that the rule matches are in layers {runs(all_layers)}")
+
+
+def _check_operators(
+    rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, registry: OperatorRegistry, findings: Findings
+) -> None:
+    """Report modules that an operator cannot replace, in one error for each rule and reason."""
+    for rule, taken in zip(rules, assignment.taken, strict=True):
+        if rule.operator is None:
+            continue
+        operator = registry[rule.operator]
+        refused: dict[str, list[str]] = {}
+        for path in taken:
+            reason = _refusal(operator, rule, path, modules)
+            if reason is not None:
+                refused.setdefault(reason, []).append(path)
+        for reason, paths in refused.items():
+            findings.error(rule.place("operator"), f"rule '{rule.id}': {operator.name} cannot replace {_listed(paths)}: {reason}")
+
+
+def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModules) -> str | None:
+    kinds = modules.kinds(path)
+    if operator.kind not in kinds:
+        found = f" but of kind {', '.join(sorted(kinds))}" if kinds else ""
+        fix = f"; add 'kind: {operator.kind}' to the rule's match" if rule.match.kind is None else ""
+        return f"{type(modules[path]).__name__} is not of kind {operator.kind}{found}{fix}"
+    return operator.unsupported_reason(modules[path], rule.options)
+
+
+def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, registry: OperatorRegistry, findings: Findings) -> None:
+    """Report the requirements of operators that the model, or the other operators, do not meet."""
+    used = [
+        (rule, PlannedUse(registry[rule.operator], rule.options, taken))
+        for rule, taken in zip(rules, assignment.taken, strict=True)
+        if taken and rule.operator is not None
+    ]
+    uses = [use for _, use in used]
+    for rule, use in used:
+        for option, reason in use.operator.plan_errors(use, uses, model):
+            findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
+
+
+def _check_divided(rules: Sequence[Rule], assignment: Assignment, registry: OperatorRegistry, findings: Findings) -> None:
+    """Report operators whose experts several processes cannot hold together, and rules that leave no experts to them."""
+    divided = False
+    for rule, taken in zip(rules, assignment.taken, strict=True):
+        if not taken or rule.operator is None or registry[rule.operator].kind != "experts":
+            continue
+        divided = True
+        reason = registry[rule.operator].why_undivided(rule.options)
+        if reason is not None:
+            findings.error(rule.place("operator"), f"rule '{rule.id}': {reason}")
+    if not divided:
+        findings.error(rules[0].position, "no rule replaces experts, which is what several processes share; start one process")
+
+
+def _place_of(rule: Rule, option: str) -> Position:
+    """Return the position of an option such as `sparsity.target`; that of the operator if the rule does not set it."""
+    node: Node | None = rule.kwargs
+    for name in option.split("."):
+        node = node.get(name) if isinstance(node, MappingNode) else None
+    return node.position if node is not None else rule.place("operator")
+
+
 MAX_FORMS = 2000  # distinct paths among which the nearest one is searched
 _WORD = re.compile(r"\\.|[A-Za-z_][A-Za-z0-9_]*")  # an escape such as \d is no word
 _INDENT = "\n    "
 
 
-def explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
+def _explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
     """Return the position and the message of the error for a rule that matches no module."""
     match = rule.match
     lines: list[str] = []
@@ -219,7 +397,7 @@ def explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
     for key, value, alone in _parts(match):
         found = modules.matching(alone)
         if found:
-            lines.append(f"{key}: {value} alone matches {count_text(found)}")
+            lines.append(f"{key}: {value} alone matches {_count_text(found)}")
         else:
             keys.append(key)
             lines.append(f"{key}: {value}{_near(key, match, modules)}")
@@ -289,9 +467,9 @@ def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
         except ValueError:  # the pattern is slow, or a part of its syntax was replaced, such as the P of (?P<layer>
             continue
         if found:
-            return f"{indent}nearest: {found[0]} ({count_text(found)}); did you mean '{corrected}'?"
+            return f"{indent}nearest: {found[0]} ({_count_text(found)}); did you mean '{corrected}'?"
     near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)
-    return f"{indent}nearest: {modules.forms[near[0]][0]} ({count_text(modules.forms[near[0]])})" if near else ""
+    return f"{indent}nearest: {modules.forms[near[0]][0]} ({_count_text(modules.forms[near[0]])})" if near else ""
 
 
 def _corrected(pattern: str, modules: ModelModules) -> Iterator[str]:
@@ -316,6 +494,6 @@ def _literal(pattern: str) -> str:
     return re.sub(r"\d+", "0", re.sub(r"[\\^$()?+*]", "", text))
 
 
-def count_text(paths: Sequence[str]) -> str:
+def _count_text(paths: Sequence[str]) -> str:
     """Return text such as `48 modules`."""
     return f"{len(paths)} module{'s' if len(paths) != 1 else ''}"

@@ -3,219 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rules.document import (
     MAX_TEXT,
-    NAME,
     ListNode,
     MappingNode,
     Node,
     ScalarNode,
     Value,
     parse_document,
+    plain_text,
     read_document,
-    substitute,
     why_unprintable,
 )
-from moegraft.injection.rules.replacement import read_replace
-from moegraft.injection.rules.rule import Requirement, Rule, RuleFile, ShareRule, check_keys, read_match, read_text
+from moegraft.injection.rules.ktransformers import KWARGS, class_advice
+from moegraft.injection.rules.options import read_options, with_new_names
+from moegraft.injection.rules.patterns import why_unusable
+from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE, Layers, Match, Requirement, Rule, RuleFile, ShareRule, parse_layers
 from moegraft.rules import FORMER_NAMES, shipped_rules
 
 if TYPE_CHECKING:
+    from moegraft.operators.base import Kind
     from moegraft.operators.registry import OperatorRegistry
-
-
-RULE_KEYS = ("id", "match", "replace", "recursive", "expect")
-NEEDED_KEYS = {"match": "name, class, kind or layers", "replace": "the 'class' of an operator"}
-
-
-class RuleReader:
-    """Reads the rules of one file."""
-
-    def __init__(self, registry: OperatorRegistry, findings: Findings, *, inherited: bool) -> None:
-        self._registry = registry
-        self._findings = findings
-        self._inherited = inherited
-
-    def rules(self, node: Node | None, *, extends: bool) -> tuple[Rule, ...]:
-        """Return the rules that could be read; the errors of the others are in the findings."""
-        if node is None:
-            return ()
-        if not isinstance(node, ListNode):
-            self._findings.error(node.position, f"rules must be a list, not {node}; write '- ' before the first key of each rule")
-            return ()
-        if not node.items and not extends:
-            self._findings.error(node.position, "a rule file needs at least one rule")
-        ids: dict[str, Position] = {}
-        read = (self._rule(item, number, ids) for number, item in enumerate(node.items, start=1))
-        return tuple(rule for rule in read if rule is not None)
-
-    def _rule(self, node: Node, number: int, ids: dict[str, Position]) -> Rule | None:
-        if not isinstance(node, MappingNode):
-            self._findings.error(node.position, f"a rule must be a mapping with 'match' and 'replace', not {node}")
-            return None
-        present = check_keys(node, RULE_KEYS, "a rule", self._findings)
-        for key, form in NEEDED_KEYS.items():
-            if key not in present:
-                self._findings.error(node.position, f"a rule needs '{key}', a mapping with {form}")
-        places: dict[str, Position] = {}
-        rule_id = self._id(node.get("id"), number, ids)
-        match = read_match(node, places, self._findings)
-        replacement = read_replace(node, match, places, self._registry, self._findings)
-        return Rule(
-            id=rule_id,
-            named=node.get("id") is not None,
-            match=match,
-            operator=replacement.operator,
-            kwargs=replacement.kwargs,
-            options=replacement.options,
-            recursive=self._recursive(node.get("recursive")),
-            expect=self._expect(node.get("expect"), places),
-            position=node.position,
-            inherited=self._inherited,
-            places=places,
-        )
-
-    def _id(self, node: Node | None, number: int, ids: dict[str, Position]) -> str:
-        rule_id = read_text(node, "id", self._findings) if node is not None else None
-        if rule_id is None or node is None:
-            return f"rule-{number}"
-        if rule_id in ids:
-            self._findings.error(node.position, f"id {shown(rule_id)} is taken by the rule in line {ids[rule_id].line}")
-        ids.setdefault(rule_id, node.position)
-        return rule_id
-
-    def _recursive(self, node: Node | None) -> bool:
-        if node is None:
-            return True
-        if isinstance(node, ScalarNode) and isinstance(node.value, bool):
-            return node.value
-        self._findings.error(node.position, f"recursive must be true or false (without quotes), not {node}")
-        return True
-
-    def _expect(self, node: Node | None, places: dict[str, Position]) -> int | Literal["any"] | None:
-        if node is None:
-            return None
-        places["expect"] = node.position
-        if isinstance(node, ScalarNode) and type(node.value) is int and node.value >= 1:
-            return node.value
-        if isinstance(node, ScalarNode) and node.value == "any":
-            return "any"
-        self._findings.error(node.position, f"expect must be the number of modules, 1 or more, or any, not {node}")
-        return None
-
-
-VERSION = 1
-MOST_SHARE = 1e9
-TOP_KEYS = ("version", "extends", "vars", "requires", "parallel", "rules")
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The top level of a file, before variables are substituted."""
-
-    file: str
-    position: Position
-    extends: ScalarNode | None
-    vars: Mapping[str, Value]
-    requires: Node | None
-    parallel: Node | None
-    rules: Node | None
-
-
-def read_header(node: Node, findings: Findings) -> Header:
-    """Read the top level of a file: a mapping, or a bare list of rules as in KTransformers.
-
-    Raises:
-        RuleErrors: the file is neither a mapping nor a list.
-    """
-    file = node.position.file
-    if isinstance(node, ListNode):
-        return Header(file, node.position, None, {}, None, None, node)
-    if isinstance(node, ScalarNode):
-        findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
-    if node.get("match") is not None or node.get("replace") is not None:
-        findings.stop(node.position, "rules must be in a list: write '- ' before the first key of each rule and indent its other keys")
-    if not check_keys(node, TOP_KEYS, "a rule file", findings) & {"rules", "extends"}:
-        findings.error(node.position, "a rule file needs 'rules', a list of rules, or 'extends'")
-    version = node.get("version")
-    if version is not None and not (isinstance(version, ScalarNode) and type(version.value) is int and version.value == VERSION):
-        findings.error(version.position, f"version must be {VERSION}, not {version}")
-    extends = node.get("extends")
-    if extends is not None and not (isinstance(extends, ScalarNode) and isinstance(extends.value, str)):
-        findings.error(extends.position, f"extends must be the name of a shipped rule file or a path, not {extends}")
-        extends = None
-    variables = _read_vars(node.get("vars"), findings)
-    return Header(file, node.position, extends, variables, node.get("requires"), node.get("parallel"), node.get("rules"))
-
-
-def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
-    if node is None:
-        return {}
-    if not isinstance(node, MappingNode):
-        findings.error(node.position, f"vars must be a mapping of names to values, not {node}")
-        return {}
-    found: dict[str, Value] = {}
-    for entry in node:
-        if not NAME.fullmatch(entry.key):
-            findings.error(entry.position, f"{shown(entry.key)} is no valid variable name: use letters, digits and _")
-        elif not isinstance(entry.value, ScalarNode):
-            findings.error(entry.value.position, f"variable '{entry.key}' must be text, a number, true, false or null, not {entry.value}")
-        elif isinstance(entry.value.value, str) and "${" in entry.value.value:
-            findings.error(entry.value.position, f"variable '{entry.key}' refers to another variable; only values outside vars may do that")
-        else:
-            found[entry.key] = entry.value.value
-    return found
-
-
-def read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, ...]:
-    """Read the model types that a file is for."""
-    if node is None:
-        return ()
-    if not isinstance(node, MappingNode):
-        findings.error(node.position, f"requires must be a mapping, such as {{model_type: mixtral}}, not {node}")
-        return ()
-    check_keys(node, ("model_type",), "requires", findings)
-    types = node.get("model_type")
-    if types is None:
-        return ()
-    items = types.items if isinstance(types, ListNode) else (types,)
-    values = [item.value for item in items if isinstance(item, ScalarNode) and isinstance(item.value, str)]
-    if not values or len(values) < len(items):
-        findings.error(types.position, f"model_type must be text or a list of text, not {types}")
-        return ()
-    return (Requirement(tuple(values), types.position),)
-
-
-def read_parallel(node: Node | None, findings: Findings) -> ShareRule | None:
-    """Read the shares of the processes that hold the experts; None where the file gives none."""
-    if node is None:
-        return None
-    if not isinstance(node, MappingNode):
-        findings.error(node.position, f"parallel must be a mapping, such as {{shares: [2, 1]}}, not {node}")
-        return None
-    check_keys(node, ("shares",), "parallel", findings)
-    shares = node.get("shares")
-    if shares is None or (isinstance(shares, ScalarNode) and shares.value in ("auto", "none")):
-        return "none" if isinstance(shares, ScalarNode) and shares.value == "none" else "auto"
-    items = shares.items if isinstance(shares, ListNode) else ()
-    numbers = [item.value for item in items if isinstance(item, ScalarNode) and type(item.value) in (int, float)]
-    sizes = [number for number in numbers if isinstance(number, int | float) and 0 < number < MOST_SHARE]
-    if not sizes or len(sizes) < len(items):
-        form = "auto, none, or a list of positive numbers, one for each process"
-        findings.error(shares.position, f"shares must be {form}, not {shares}; a process without a share need not be started")
-        return None
-    return tuple(map(float, sizes))
-
 
 DEFAULT_RULES = "cpu"  # the shipped file that is used where none is named; it serves every family
 SUFFIXES = (".yaml", ".yml")
 MAX_CHAIN = 16
+VERSION = 1
+MOST_SHARE = 1e9
+TOP_KEYS = ("version", "extends", "vars", "requires", "parallel", "rules")
+RULE_KEYS = ("id", "match", "replace", "recursive", "expect")
+NEEDED_KEYS = {"match": "name, class, kind or layers", "replace": "the 'class' of an operator"}
+MATCH_KEYS = ("name", "class", "kind", "layers")
+REPLACE_KEYS = ("class", "kwargs")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 
 
 def read_rules(
@@ -239,20 +68,20 @@ def read_rules(
     requires: list[Requirement] = []
     shares: ShareRule | None = None
     for depth, header in enumerate(headers):
+        requires += _read_requires(_filled(header.requires, variables, findings), findings)
+        given = _read_parallel(_filled(header.parallel, variables, findings), findings)
+        shares = shares or given
         reader = RuleReader(registry, findings, inherited=depth > 0)
         own = reader.rules(_filled(header.rules, variables, findings), extends=header.extends is not None)
         taken = {rule.id for rule in rules if rule.named}
         rules += [rule for rule in own if not (rule.named and rule.id in taken)]
-        requires += read_requires(_filled(header.requires, variables, findings), findings)
-        given = read_parallel(_filled(header.parallel, variables, findings), findings)
-        shares = shares or given
     findings.raise_errors()
     files = tuple(header.file for header in headers)
     return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
 
 
 def _filled(node: Node | None, variables: Mapping[str, Value], findings: Findings) -> Node | None:
-    return None if node is None else substitute(node, variables, findings)
+    return None if node is None else _substitute(node, variables, findings)
 
 
 def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
@@ -296,10 +125,10 @@ def _shipped_hint(name: str, shipped: Mapping[str, Path], folder: Path) -> str:
 def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header]:
     """Return the file's header, then that of the file it extends, and so on."""
     document = read_document(path, findings) if text is None else parse_document(text, str(path), findings)
-    headers = [read_header(document, findings)]
+    headers = [_read_header(document, findings)]
     seen = [path.resolve()]
     while (extended := headers[-1].extends) is not None:
-        assert isinstance(extended.value, str), "read_header checks it"
+        assert isinstance(extended.value, str), "_read_header checks it"
         folder = Path(headers[-1].file).parent
         found = _shipped(extended.value, extended.position, findings) or _existing(extended.value, folder)
         if found is None:
@@ -311,8 +140,66 @@ def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header
         if len(headers) == MAX_CHAIN:
             findings.stop(extended.position, f"more than {MAX_CHAIN} rule files extend each other")
         seen.append(found.resolve())
-        headers.append(read_header(read_document(found, findings), findings))
+        headers.append(_read_header(read_document(found, findings), findings))
     return headers
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The top level of a file, before variables are substituted."""
+
+    file: str
+    position: Position
+    extends: ScalarNode | None
+    vars: Mapping[str, Value]
+    requires: Node | None
+    parallel: Node | None
+    rules: Node | None
+
+
+def _read_header(node: Node, findings: Findings) -> Header:
+    """Read the top level of a file: a mapping, or a bare list of rules as in KTransformers.
+
+    Raises:
+        RuleErrors: the file is neither a mapping nor a list.
+    """
+    file = node.position.file
+    if isinstance(node, ListNode):
+        return Header(file, node.position, None, {}, None, None, node)
+    if isinstance(node, ScalarNode):
+        findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
+    if node.get("match") is not None or node.get("replace") is not None:
+        findings.stop(node.position, "rules must be in a list: write '- ' before the first key of each rule and indent its other keys")
+    if not _check_keys(node, TOP_KEYS, "a rule file", findings) & {"rules", "extends"}:
+        findings.error(node.position, "a rule file needs 'rules', a list of rules, or 'extends'")
+    version = node.get("version")
+    if version is not None and not (isinstance(version, ScalarNode) and type(version.value) is int and version.value == VERSION):
+        findings.error(version.position, f"version must be {VERSION}, not {version}")
+    extends = node.get("extends")
+    if extends is not None and not (isinstance(extends, ScalarNode) and isinstance(extends.value, str)):
+        findings.error(extends.position, f"extends must be the name of a shipped rule file or a path, not {extends}")
+        extends = None
+    variables = _read_vars(node.get("vars"), findings)
+    return Header(file, node.position, extends, variables, node.get("requires"), node.get("parallel"), node.get("rules"))
+
+
+def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
+    if node is None:
+        return {}
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"vars must be a mapping of names to values, not {node}")
+        return {}
+    found: dict[str, Value] = {}
+    for entry in node:
+        if not NAME.fullmatch(entry.key):
+            findings.error(entry.position, f"{shown(entry.key)} is no valid variable name: use letters, digits and _")
+        elif not isinstance(entry.value, ScalarNode):
+            findings.error(entry.value.position, f"variable '{entry.key}' must be text, a number, true, false or null, not {entry.value}")
+        elif isinstance(entry.value.value, str) and "${" in entry.value.value:
+            findings.error(entry.value.position, f"variable '{entry.key}' refers to another variable; only values outside vars may do that")
+        else:
+            found[entry.key] = entry.value.value
+    return found
 
 
 def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:
@@ -331,3 +218,305 @@ def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings
         else:
             merged[name] = value
     return merged
+
+
+def _substitute(node: Node, variables: Mapping[str, Value], findings: Findings) -> Node:
+    """Return `node` with every `${name}` replaced; an undefined one is an error at its position and becomes null."""
+    if isinstance(node, ScalarNode):
+        return _substituted(node, variables, findings)
+    if isinstance(node, ListNode):
+        return replace(node, items=tuple(_substitute(item, variables, findings) for item in node.items))
+    return MappingNode(tuple(replace(entry, value=_substitute(entry.value, variables, findings)) for entry in node), node.position)
+
+
+def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Findings) -> ScalarNode:
+    text = node.value
+    if not isinstance(text, str) or "${" not in text:
+        return node
+    names = _REFERENCE.findall(text)
+    if "${" in _REFERENCE.sub("", text):
+        findings.void(node.position, f"'${{' without '}}' in {shown(text)}")
+        return replace(node, value=None)
+    for name in names:
+        if name not in variables:
+            known = did_you_mean(name, variables) or "; the file has no vars"
+            findings.void(node.position, f"variable {shown(f'${{{name}}}')} is not defined{known}")
+            return replace(node, value=None)
+    if len(names) == 1 and text == f"${{{names[0]}}}":
+        return ScalarNode(variables[names[0]], node.position, names[0])
+    length = len(_REFERENCE.sub("", text)) + sum(len(plain_text(variables[name])) for name in names)
+    if length > MAX_TEXT:
+        findings.void(node.position, f"a value may have at most {MAX_TEXT} characters, and this one has {length} with its variables")
+        return replace(node, value=None)
+    filled = _REFERENCE.sub(lambda found: plain_text(variables[found[1]]), text)
+    return ScalarNode(filled, node.position, names[0] if names else None)
+
+
+def _read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, ...]:
+    """Read the model types that a file is for."""
+    if node is None:
+        return ()
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"requires must be a mapping, such as {{model_type: mixtral}}, not {node}")
+        return ()
+    _check_keys(node, ("model_type",), "requires", findings)
+    types = node.get("model_type")
+    if types is None:
+        return ()
+    items = types.items if isinstance(types, ListNode) else (types,)
+    values = [item.value for item in items if isinstance(item, ScalarNode) and isinstance(item.value, str)]
+    if not values or len(values) < len(items):
+        findings.error(types.position, f"model_type must be text or a list of text, not {types}")
+        return ()
+    return (Requirement(tuple(values), types.position),)
+
+
+def _read_parallel(node: Node | None, findings: Findings) -> ShareRule | None:
+    """Read the shares of the processes that hold the experts; None where the file gives none."""
+    if node is None:
+        return None
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"parallel must be a mapping, such as {{shares: [2, 1]}}, not {node}")
+        return None
+    _check_keys(node, ("shares",), "parallel", findings)
+    shares = node.get("shares")
+    if shares is None or (isinstance(shares, ScalarNode) and shares.value in ("auto", "none")):
+        return "none" if isinstance(shares, ScalarNode) and shares.value == "none" else "auto"
+    items = shares.items if isinstance(shares, ListNode) else ()
+    numbers = [item.value for item in items if isinstance(item, ScalarNode) and type(item.value) in (int, float)]
+    sizes = [number for number in numbers if isinstance(number, int | float) and 0 < number < MOST_SHARE]
+    if not sizes or len(sizes) < len(items):
+        form = "auto, none, or a list of positive numbers, one for each process"
+        findings.error(shares.position, f"shares must be {form}, not {shares}; a process without a share need not be started")
+        return None
+    return tuple(map(float, sizes))
+
+
+class RuleReader:
+    """Reads the rules of one file."""
+
+    def __init__(self, registry: OperatorRegistry, findings: Findings, *, inherited: bool) -> None:
+        self._registry = registry
+        self._findings = findings
+        self._inherited = inherited
+
+    def rules(self, node: Node | None, *, extends: bool) -> tuple[Rule, ...]:
+        """Return the rules that could be read; the errors of the others are in the findings."""
+        if node is None:
+            return ()
+        if not isinstance(node, ListNode):
+            self._findings.error(node.position, f"rules must be a list, not {node}; write '- ' before the first key of each rule")
+            return ()
+        if not node.items and not extends:
+            self._findings.error(node.position, "a rule file needs at least one rule")
+        ids: dict[str, Position] = {}
+        read = (self._rule(item, number, ids) for number, item in enumerate(node.items, start=1))
+        return tuple(rule for rule in read if rule is not None)
+
+    def _rule(self, node: Node, number: int, ids: dict[str, Position]) -> Rule | None:
+        if not isinstance(node, MappingNode):
+            self._findings.error(node.position, f"a rule must be a mapping with 'match' and 'replace', not {node}")
+            return None
+        present = _check_keys(node, RULE_KEYS, "a rule", self._findings)
+        for key, form in NEEDED_KEYS.items():
+            if key not in present:
+                self._findings.error(node.position, f"a rule needs '{key}', a mapping with {form}")
+        places: dict[str, Position] = {}
+        rule_id = self._id(node.get("id"), number, ids)
+        recursive, expect = self._recursive(node.get("recursive")), self._expect(node.get("expect"), places)
+        match = _read_match(node, places, self._findings)
+        operator, kwargs, options = _read_replace(node, match, places, self._registry, self._findings)
+        return Rule(
+            id=rule_id,
+            named=node.get("id") is not None,
+            match=match,
+            operator=operator,
+            kwargs=kwargs,
+            options=options,
+            recursive=recursive,
+            expect=expect,
+            position=node.position,
+            inherited=self._inherited,
+            places=places,
+        )
+
+    def _id(self, node: Node | None, number: int, ids: dict[str, Position]) -> str:
+        rule_id = _read_text(node, "id", self._findings) if node is not None else None
+        if rule_id is None or node is None:
+            return f"rule-{number}"
+        if rule_id in ids:
+            self._findings.error(node.position, f"id {shown(rule_id)} is taken by the rule in line {ids[rule_id].line}")
+        ids.setdefault(rule_id, node.position)
+        return rule_id
+
+    def _recursive(self, node: Node | None) -> bool:
+        if node is None:
+            return True
+        if isinstance(node, ScalarNode) and isinstance(node.value, bool):
+            return node.value
+        self._findings.error(node.position, f"recursive must be true or false (without quotes), not {node}")
+        return True
+
+    def _expect(self, node: Node | None, places: dict[str, Position]) -> int | Literal["any"] | None:
+        if node is None:
+            return None
+        places["expect"] = node.position
+        if isinstance(node, ScalarNode) and type(node.value) is int and node.value >= 1:
+            return node.value
+        if isinstance(node, ScalarNode) and node.value == "any":
+            return "any"
+        self._findings.error(node.position, f"expect must be the number of modules, 1 or more, or any, not {node}")
+        return None
+
+
+def _check_keys(node: MappingNode, known: Sequence[str], where: str, findings: Findings) -> set[str]:
+    """Report every key of `node` that is not in `known`; return the keys that are present, misspelt ones under their right name."""
+    present: set[str] = set()
+    for entry in node:
+        if entry.key not in known:
+            findings.error(entry.position, f"unknown key {shown(entry.key)} in {where}{did_you_mean(entry.key, known)}")
+        present.add(entry.key if entry.key in known else nearest(entry.key, known) or entry.key)
+    return present
+
+
+def _read_text(node: Node, key: str, findings: Findings) -> str | None:
+    """Return the text of `node`; None, with an error, for anything else and for empty text."""
+    if isinstance(node, ScalarNode) and isinstance(node.value, str) and node.value:
+        return node.value
+    quote = "; put it in quotes" if isinstance(node, ScalarNode) and node.value not in (None, "") else ""
+    findings.error(node.position, f"{key} must be text, not {node}{quote}")
+    return None
+
+
+def _read_match(rule: MappingNode, places: dict[str, Position], findings: Findings) -> Match:
+    """Read the `match` of a rule, and add the positions of its values to `places`."""
+    node = rule.get("match")
+    if node is None:
+        return Match()  # the reader of the rule reports the missing key
+    if not isinstance(node, MappingNode) or not node.entries:
+        found = "an empty one" if isinstance(node, MappingNode) else node
+        findings.error(node.position, f"match must be a mapping with name, class, kind or layers, not {found}")
+        return Match()
+    places["match"] = node.position
+    _check_keys(node, MATCH_KEYS, "match", findings)
+    given = {entry.key: entry.value for entry in node}
+    places.update({key: value.position for key, value in given.items() if key in MATCH_KEYS})
+    return Match(
+        name=_regex(given["name"], findings) if "name" in given else None,
+        class_name=_class_name(given["class"], findings) if "class" in given else None,
+        kind=_kind(given["kind"], findings) if "kind" in given else None,
+        layers=_layers(given["layers"], findings) if "layers" in given else None,
+    )
+
+
+def _regex(node: Node, findings: Findings) -> str | None:
+    pattern = _read_text(node, "name", findings)
+    if pattern is None:
+        return None
+    reason = why_unusable(pattern)
+    if reason is not None:
+        findings.error(node.position, f"name {shown(pattern)} {reason}")
+        return None
+    return pattern
+
+
+def _class_name(node: Node, findings: Findings) -> str | None:
+    name = _read_text(node, "class", findings)
+    if name is not None and not _CLASS_NAME.fullmatch(name):
+        findings.error(node.position, f"class must be a class name such as MixtralExperts or torch.nn.Linear, not {shown(name)}")
+        return None
+    return name
+
+
+def _kind(node: Node, findings: Findings) -> Kind | None:
+    name = _read_text(node, "kind", findings)
+    if name is None:
+        return None
+    found = next((kind for kind in KINDS if kind == name), None)
+    if found is None:
+        findings.error(node.position, f"unknown kind {shown(name)}{did_you_mean(name, KINDS)}")
+    return found
+
+
+def _layers(node: Node, findings: Findings) -> Layers | None:
+    if isinstance(node, ScalarNode) and type(node.value) is int and node.value >= 0:
+        return Layers(((node.value, node.value),))
+    if not (isinstance(node, ScalarNode) and isinstance(node.value, str)):
+        findings.error(node.position, f'layers must be a number or text such as "4-47" or "0,3,5-9", not {node}')
+        return None
+    try:
+        return parse_layers(node.value)
+    except ValueError as error:
+        findings.error(node.position, f"layers {shown(node.value)}: {error}")
+        return None
+
+
+def _read_replace(
+    rule: MappingNode, match: Match, places: dict[str, Position], registry: OperatorRegistry, findings: Findings
+) -> tuple[str | None, MappingNode | None, object]:
+    """Read the `replace` of a rule: the operator, None if the module stays, its options as written, and as its dataclass.
+
+    The positions of the values are added to `places`.
+    """
+    node = rule.get("replace")
+    if node is None:
+        return None, None, None  # the reader of the rule reports the missing key
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"replace must be a mapping with the 'class' of an operator, not {node}")
+        return None, None, None
+    present = _check_keys(node, REPLACE_KEYS, "replace", findings)
+    class_node = node.get("class")
+    if class_node is None:
+        if "class" not in present:
+            findings.error(node.position, f"replace needs 'class', the name of an operator{_known(registry)}")
+        return None, None, None
+    places["operator"] = class_node.position
+    kwargs = _read_kwargs(node.get("kwargs"), places, findings)
+    name = _read_operator(class_node, registry, findings)
+    if name == LEAVE_ALONE:
+        _refuse_kwargs(kwargs, findings)
+    if name is None or name == LEAVE_ALONE:
+        return None, kwargs, None
+    operator = registry[name]
+    if match.kind is not None and match.kind != operator.kind:
+        message = f"operator '{name}' replaces modules of kind {operator.kind}, and this rule matches kind {match.kind}"
+        findings.error(places["kind"], message)
+    if kwargs is not None:
+        kwargs = with_new_names(name, operator.options_type, kwargs, findings)
+    place = places.get("kwargs", class_node.position)
+    return name, kwargs, read_options(name, operator.options_type, kwargs, place, findings)
+
+
+def _known(registry: OperatorRegistry) -> str:
+    return f"; known are: {', '.join([*registry, LEAVE_ALONE])}"
+
+
+def _read_operator(node: Node, registry: OperatorRegistry, findings: Findings) -> str | None:
+    name = _read_text(node, "class", findings)
+    if name is None or name in registry or name == LEAVE_ALONE:
+        return name
+    advice = class_advice(name)
+    if advice is not None:
+        findings.error(node.position, f"{shown(name)} is a class of KTransformers: {advice}")
+    elif "." in name:
+        findings.error(node.position, f"class must be the name of an operator, not a path: {shown(name)}{_known(registry)}")
+    else:
+        findings.error(node.position, f"unknown operator {shown(name)}{did_you_mean(name, [*registry, LEAVE_ALONE])}")
+    return None
+
+
+def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findings) -> MappingNode | None:
+    if node is None or (isinstance(node, ScalarNode) and node.value is None and node.variable is None):
+        return None
+    places["kwargs"] = node.position
+    if not isinstance(node, MappingNode):
+        findings.error(node.position, f"kwargs must be a mapping of options to values, not {node}")
+        return None
+    return node
+
+
+def _refuse_kwargs(kwargs: MappingNode | None, findings: Findings) -> None:
+    for entry in kwargs or ():
+        advice = KWARGS.get(entry.key)
+        reason = f"'{entry.key}' is an argument of KTransformers: {advice}" if advice else f"unknown option {shown(entry.key)}"
+        findings.error(entry.position, f"{reason}; '{LEAVE_ALONE}' leaves modules unchanged and has no options")

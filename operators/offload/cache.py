@@ -34,9 +34,6 @@ class CacheOptions:
         alpha: the newest token's weight in the average of scores, eq. (3).
         top_p: how many of a token's largest scores count, eq. (3); by default twice the experts per token.
         frequency_alpha: the newest token's weight in the average of uses.
-        admission: `always` admits every expert that missed; `bypass` only one that ranks above a resident expert, since the CPU
-            serves a miss as well. `auto` is `bypass` for `static` and `always` for the others.
-        scope: `layer` gives every layer the same number of slots, `global` shares them among the layers.
         profile: a routing trace (`moegraft calibrate --routing`), for `static`.
     """
 
@@ -44,8 +41,6 @@ class CacheOptions:
     alpha: float = 0.1
     top_p: int | None = None
     frequency_alpha: float = 0.01
-    admission: Literal["auto", "always", "bypass"] = "auto"
-    scope: Literal["layer", "global"] = "layer"
     profile: Path | None = None
 
     def __post_init__(self) -> None:
@@ -56,13 +51,11 @@ class CacheOptions:
             raise ValueError(f"top_p must be 1 or more, not {self.top_p}")
         if (self.policy == "static") != (self.profile is not None):
             raise ValueError("policy 'static' needs 'profile', and only it takes one")
-        if self.policy == "static" and self.admission == "always":
-            raise ValueError("policy 'static' never admits an expert; remove 'admission: always'")
 
     @property
     def bypasses(self) -> bool:
-        """Whether a miss may stay out of the cache."""
-        return self.admission == "bypass" or (self.admission == "auto" and self.policy == "static")
+        """Whether a miss stays out of the cache unless it ranks above a resident expert."""
+        return self.policy == "static"
 
 
 class CachePolicy(Protocol):

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.operators.draft import DraftSettings
 from moegraft.operators.routing import Router, Scoring, follows
 
 OBSERVED_TOKENS = 64  # of drafts; by then it is settled what a router ranks experts by
@@ -38,17 +37,15 @@ class ResidentDraft:
         top_k_weights: torch.Tensor,
         scoring: Scoring | None,
         resident: NDArray[np.bool_],
-        settings: DraftSettings,
+        top_k: int,
         log_once: Callable[[str], None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a draft's routing, (T, K) and (T, K) padded: `settings.top_k` experts of `resident` (E,).
+        """Return a draft's routing, (T, K) and (T, K) padded: `top_k` experts of `resident` (E,).
 
         Args:
             scoring: the router's scores of all experts in this call, where they were seen.
             log_once: gets the reason where only a token's own experts draft.
         """
-        if settings.chosen_only:
-            return keep_resident(top_k_index, top_k_weights, resident, settings)
         reason = "its router's scores of all experts were not seen"
         if scoring is not None and scoring.scores.shape[0] == top_k_index.shape[0]:
             if self._tokens < OBSERVED_TOKENS:
@@ -56,10 +53,10 @@ class ResidentDraft:
             if self._reason is None:
                 assert self._agreement is not None, "observed on the first token"
                 ranking = scoring.rankings[int(self._agreement.argmax())]
-                return likeliest_resident(top_k_index, top_k_weights, scoring.scores, ranking, resident, settings)
+                return likeliest_resident(top_k_index, top_k_weights, scoring.scores, ranking, resident, top_k)
             reason = self._reason
         log_once(f"{self._router.path}: {reason}; of resident experts only a token's own draft")
-        return keep_resident(top_k_index, top_k_weights, resident, settings)
+        return keep_resident(top_k_index, top_k_weights, resident, top_k)
 
     def _observe(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scoring: Scoring) -> None:
         unpadded = ((top_k_index >= 0) & (top_k_index < self._router.num_experts)).all(-1)
@@ -78,7 +75,7 @@ def likeliest_resident(
     scores: torch.Tensor,
     ranking: torch.Tensor,
     resident: NDArray[np.bool_],
-    settings: DraftSettings,
+    top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `top_k` best resident experts of each token, (T, K) and (T, K) padded.
 
@@ -92,20 +89,18 @@ def likeliest_resident(
     padded = top_k_index.where(chosen, num_experts)
     own = torch.zeros(len(scores), num_experts + 1, dtype=torch.bool, device=scores.device).scatter_(-1, padded, True)[:, :-1]
     ranks = torch.where(own, num_experts + _ranks(scores), _ranks(ranking)).masked_fill(~available, -1)
-    best = ranks.topk(min(settings.top_k, wide), dim=-1)
+    best = ranks.topk(min(top_k, wide), dim=-1)
     kept = best.values >= 0
     total = top_k_weights.float().where(chosen, 0).sum(-1, keepdim=True)
     scale = total / scores.where(own, 0).sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     weights = (scores.gather(-1, best.indices) * scale).where(kept, 0)
-    if settings.renormalise:
-        weights = _scaled_to(weights, total)
     padding = (0, wide - best.indices.shape[-1])
     index = torch.nn.functional.pad(best.indices.where(kept, -1), padding, value=-1)
     return index, torch.nn.functional.pad(weights, padding).to(top_k_weights.dtype)
 
 
 def keep_resident(
-    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, resident: NDArray[np.bool_], settings: DraftSettings
+    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, resident: NDArray[np.bool_], top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a draft's routing without missing experts: the `top_k` largest of the resident experts of each token.
 
@@ -114,20 +109,11 @@ def keep_resident(
     available = torch.from_numpy(np.append(resident, False)).to(top_k_index.device)
     ids = top_k_index.where((top_k_index >= 0) & (top_k_index < len(resident)), len(resident))
     weights = top_k_weights.where(available[ids], 0)
-    largest = weights.topk(min(settings.top_k, weights.shape[-1]), dim=-1).indices
+    largest = weights.topk(min(top_k, weights.shape[-1]), dim=-1).indices
     kept = torch.zeros_like(top_k_index, dtype=torch.bool).scatter_(-1, largest, True) & available[ids]
-    weights = weights.where(kept, 0)
-    if settings.renormalise:
-        weights = _scaled_to(weights, top_k_weights.sum(-1, keepdim=True))
-    return top_k_index.where(kept, -1), weights
+    return top_k_index.where(kept, -1), weights.where(kept, 0)
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
     """(T, E): from 0 for a token's smallest to E - 1."""
     return values.argsort(-1).argsort(-1)
-
-
-def _scaled_to(weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Rows that sum to `total` (T, 1); rows of zeros stay."""
-    found = weights.sum(-1, keepdim=True)
-    return weights * (total / found.where(found > 0, 1))

@@ -240,7 +240,7 @@ class Engine:
             self.verification_prefetcher.verified(step)
             if step.scores is not None:  # a draft's tokens come again, with all their experts
                 self.policy.update(step.layer, step.scores, step.chosen)
-        elif draft.prefetch and self.prefetcher.options.policy != "none":
+        elif self.prefetcher.options.policy != "none":
             self.verification_prefetcher.drafted(step, draft)
             return
         self.prefetcher.look_ahead(step)

@@ -111,7 +111,7 @@ class GpuLayer:
         scores = host["scores"].numpy() if "scores" in host else None
         draft = None
         if settings is not None:
-            draft = DraftStep(self._ids(host["routed index"]), settings.top_k, settings.resident, settings.verify_prefetch)
+            draft = DraftStep(self._ids(host["routed index"]), settings.top_k, settings.resident)
         return LayerStep.of(self._index, self._ids(host["index"]), scores, predictions, draft, self.layers.neurons(self._sparsity))
 
     def _ids(self, top_k_index: torch.Tensor) -> Ids:
@@ -130,9 +130,9 @@ class GpuLayer:
         """The routing of a draft, (T, K) and (T, K) padded."""
         if not settings.resident:
             return self._draft.narrow(top_k_index, top_k_weights)
-        scoring = None if settings.chosen_only else self._router_calls.scoring()
+        scoring = self._router_calls.scoring()
         resident: NDArray[np.bool_] = np.asarray(self.engine.cache.slots.slot_of(self._index) >= 0)
-        return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings, self._draft.say_once)
+        return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings.top_k, self._draft.say_once)
 
 
 class _RouterCalls:

@@ -255,13 +255,11 @@ def _slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int, share: 
 def _fill_slots(engine: Engine) -> None:
     """Load what the cache would keep, so that the first tokens find full slots: the profile's best, else the first experts."""
     slots, queue = engine.cache.slots, engine.cache.queue
-    left = slots.plan.total
     for layer in range(slots.layers):
-        count = min(slots.capacity_of(layer), slots.num_experts, left)
+        count = min(slots.capacity_of(layer), slots.num_experts)
         best = np.argsort(-engine.policy.priority(layer), kind="stable")[:count]
         for expert in best.tolist():
             queue.request(layer, expert, Urgency.PROMOTION)
-        left -= count if isinstance(slots.plan.capacity, int) else 0
     while not queue.idle:
         engine.device.stream("copy").record().wait()
         engine.device.synchronize()

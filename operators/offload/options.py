@@ -78,8 +78,6 @@ class ExpertCacheOptions(CacheOptions):
             total = min(layers * num_experts, max(0, total - staging))
         if not 0 < total < layers * num_experts:
             staging = 0
-        if self.scope == "global":
-            return SlotPlan(total, staging)
         return even_plan(layers, total, staging)
 
 

@@ -64,10 +64,10 @@ class Reservation:
 class ResidentSet:
     """The READY experts of each layer, and which of them is evicted next. Not thread-safe: the slot table's lock guards it.
 
-    A layer, or the pool that all layers share, may be over its capacity for a while: an expert that lands cannot evict pinned or kept ones.
+    A layer may be over its capacity for a while: an expert that lands cannot evict pinned or kept ones.
 
     Args:
-        priority: returns (E,) float64 for a layer, larger: keep; comparable between layers where they share a pool.
+        priority: returns (E,) float64 for a layer, larger: keep.
         admission: of experts that landed since a pin of their layer was last released. `always`: they are evicted last. `bypass`: by
             priority, as all others; while the lowest of them is pinned, nothing of a higher priority is evicted in its place.
     """
@@ -76,24 +76,18 @@ class ResidentSet:
         self.table = np.full((layers, num_experts), -1, np.int32)
         self.members: list[dict[int, int]] = [{} for _ in range(layers)]  # expert: slot
         self.version = 0
-        self._pool = plan.capacity if isinstance(plan.capacity, int) else None
-        self._capacity = [] if isinstance(plan.capacity, int) else list(plan.capacity)
+        self.capacity = plan.capacity
         self._priority = priority
         self._bypass = admission == "bypass"
-        self._count = 0
-        self._over_capacity: set[int] = set()  # layers; layer 0 stands for a pool
+        self.over_capacity: set[int] = set()  # layers
         self._kept: list[frozenset[int]] = [frozenset()] * layers
         self._new: list[set[int]] = [set() for _ in range(layers)]
-
-    def capacity_of(self, layer: int) -> int:
-        return self._capacity[layer] if self._pool is None else self._pool
 
     def add(self, layer: int, expert: int, slot: int) -> None:
         members = self.members[layer]
         assert expert not in members, f"expert {expert} of layer {layer} has two slots"
         members[expert] = slot
         self.table[layer, expert] = slot
-        self._count += 1
         self._new[layer].add(expert)
         self._changed(layer)
 
@@ -101,7 +95,6 @@ class ResidentSet:
         """Remove an expert and return its slot."""
         slot = self.members[layer].pop(expert)
         self.table[layer, expert] = -1
-        self._count -= 1
         self._new[layer].discard(expert)
         self._changed(layer)
         return slot
@@ -115,40 +108,18 @@ class ResidentSet:
             self._new[layer].clear()
 
     def excess(self, layer: int) -> int:
-        """Return the number of experts above the capacity of the layer, or of the pool."""
-        return len(self.members[layer]) - self._capacity[layer] if self._pool is None else self._count - self._pool
-
-    def over_capacity(self) -> list[int]:
-        """Return the layers that are over capacity; for a pool, its first."""
-        return sorted(self._over_capacity)
+        """Return the number of experts above the layer's capacity."""
+        return len(self.members[layer]) - self.capacity[layer]
 
     def evictable_excess(self, pins: Sequence[int]) -> int:
         """Return how many of the experts above capacity are not pinned; `pins` of each slot."""
         total = 0
-        for layer in self._over_capacity:
-            members = (self.members[layer],) if self._pool is None else self.members
-            unpinned = sum(not pins[slot] for each in members for slot in each.values())
-            total += min(self.excess(layer), unpinned)
+        for layer in self.over_capacity:
+            total += min(self.excess(layer), sum(not pins[slot] for slot in self.members[layer].values()))
         return total
 
-    def victim(self, layer: int, pins: Sequence[int], protected: int = NO_EXPERT, *, spare_kept: bool = True) -> tuple[int, int] | None:
-        """Return layer and expert of the next eviction if this layer is over capacity: not pinned, not `protected`, not spared."""
-        layers: Iterable[tuple[float, int]] = ((-np.inf, layer),)
-        if self._pool is not None:  # the layers by the lowest priority of their residents
-            every = range(len(self.members))
-            values = np.where(self.table >= 0, np.concatenate([self._priority(each) for each in every]).reshape(self.table.shape), np.inf)
-            layers = sorted(zip(values.min(axis=1).tolist(), every, strict=True))
-        best: tuple[bool, float, int, int] | None = None
-        for lowest, each in layers:
-            if best is not None and not best[0] and lowest > best[1]:
-                break  # nor can a later layer have an expert of so low a priority
-            found = self.victim_of_layer(each, pins, protected if each == layer else NO_EXPERT, spare_kept=spare_kept)
-            if found is not None and (best is None or found < best):
-                best = found
-        return None if best is None else best[2:]
-
-    def victim_of_layer(self, layer: int, pins: Sequence[int], protected: int, *, spare_kept: bool) -> tuple[bool, float, int, int] | None:
-        """Return a layer's candidate as a sort key: whether it is new or kept, its priority, layer and expert."""
+    def victim(self, layer: int, pins: Sequence[int], protected: int = NO_EXPERT, *, spare_kept: bool = True) -> int | None:
+        """Return the layer's next expert to evict: not pinned, not `protected`, not spared; None if there is none."""
         members, kept, new = self.members[layer], self._kept[layer], self._new[layer]
         unpinned = [expert for expert, slot in members.items() if not pins[slot] and expert != protected]
         if kept and spare_kept:
@@ -162,15 +133,14 @@ class ResidentSet:
         expert = min(candidates, key=values.__getitem__)
         if self._bypass and spare_kept and any(pins[members[each]] and values[each] < values[expert] for each in new):
             return None
-        return (not ordinary, float(values[expert]), layer, expert)
+        return expert
 
     def _changed(self, layer: int) -> None:
         self.version += 1
-        marked = layer if self._pool is None else 0
-        if self.excess(marked) > 0:
-            self._over_capacity.add(marked)
+        if self.excess(layer) > 0:
+            self.over_capacity.add(layer)
         else:
-            self._over_capacity.discard(marked)
+            self.over_capacity.discard(layer)
 
 
 class FreeList:
@@ -257,7 +227,7 @@ class SlotTable:
     """
 
     def __init__(self, layers: int, num_experts: int, plan: SlotPlan, priority: Priority, admission: Admission = "always") -> None:
-        if not isinstance(plan.capacity, int) and len(plan.capacity) != layers:
+        if len(plan.capacity) != layers:
             raise ValueError(f"capacities for {len(plan.capacity)} layers, but there are {layers}")
         if plan.staging == 0 and 0 < plan.total < layers * num_experts:
             raise ValueError("a cache that cannot hold every expert needs a staging slot to load into: staging is 0")
@@ -302,8 +272,7 @@ class SlotTable:
         return expert in self._residents.members[layer]
 
     def capacity_of(self, layer: int) -> int:
-        """Return the capacity of the layer, or of the whole pool where layers share one."""
-        return self._residents.capacity_of(layer)
+        return self._residents.capacity[layer]
 
     def full(self, layer: int) -> bool:
         """Return whether an expert that lands in this layer causes an eviction."""
@@ -383,7 +352,7 @@ class SlotTable:
             if last_use is not None:
                 self._free_list.record_use_of_all(last_use)
             available = False
-            for layer in self._residents.over_capacity():
+            for layer in sorted(self._residents.over_capacity):
                 available |= self._shrink(layer)
             for layer in range(self.layers):
                 self._residents.end_admission(layer)
@@ -398,10 +367,10 @@ class SlotTable:
         with self.lock:
             assert not self.holds(layer, expert), f"expert {expert} of layer {layer} is already resident"
             if demand and not self._free_list and not self._frozen:
-                for crowded in self._residents.over_capacity():
+                for crowded in sorted(self._residents.over_capacity):
                     victim = self._residents.victim(crowded, self._pins, spare_kept=False)
                     if victim is not None:
-                        self._evict(*victim)
+                        self._evict(crowded, victim)
                         break
             slot = self._free_list.take()
             if slot is None and demand and self._supersedable:
@@ -468,13 +437,13 @@ class SlotTable:
             self.on_available()
 
     def _shrink(self, layer: int, protected: int = NO_EXPERT) -> bool:
-        """Evict down to the capacity of the layer, or of the pool, as far as possible; return whether anything was evicted."""
+        """Evict down to the layer's capacity as far as possible; return whether anything was evicted."""
         evicted = False
         while not self._frozen and self._residents.excess(layer) > 0:
             victim = self._residents.victim(layer, self._pins, protected)
             if victim is None:
                 break
-            self._evict(*victim)
+            self._evict(layer, victim)
             evicted = True
         return evicted
 

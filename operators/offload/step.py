@@ -49,13 +49,11 @@ class DraftStep:
         chosen: (T, K), everything that the router chose, -1 for padded slots: what the verification is expected to need.
         top_k: experts per token that the draft uses.
         resident: whether the draft must not transfer any expert.
-        prefetch: whether to prefetch what the verification will need.
     """
 
     chosen: Ids
     top_k: int
     resident: bool = False
-    prefetch: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,22 +140,21 @@ class SlotPlan:
     """The number of experts that may be resident on a device.
 
     Attributes:
-        capacity: experts of each layer, or one number for a pool that all layers share.
+        capacity: experts of each layer.
         staging: slots on top, into which experts are loaded while those they replace are still in use.
     """
 
-    capacity: tuple[int, ...] | int
+    capacity: tuple[int, ...]
     staging: int
 
     def __post_init__(self) -> None:
-        parts = (self.capacity,) if isinstance(self.capacity, int) else self.capacity
-        if min(parts, default=0) < 0 or self.staging < 0:
+        if min(self.capacity, default=0) < 0 or self.staging < 0:
             raise ValueError(f"a plan of {self.capacity} slots and {self.staging} for staging: counts must not be negative")
 
     @property
     def total(self) -> int:
         """Experts that may be resident."""
-        return self.capacity if isinstance(self.capacity, int) else sum(self.capacity)
+        return sum(self.capacity)
 
     @property
     def slots(self) -> int:
@@ -166,11 +165,9 @@ class SlotPlan:
         total = int(self.total * SHRINK)
         if self.total == 0:
             return SlotPlan(self.capacity, self.staging // 2) if self.staging > 1 else None
-        if isinstance(self.capacity, int):
-            return SlotPlan(total, self.staging)
         shares = [count * total // self.total for count in self.capacity]
         # What rounding leaves goes to the layers that have lost most.
-        by_loss = sorted(range(len(shares)), key=lambda layer: (shares[layer] - self.capacity[layer], layer))  # type: ignore[index]
+        by_loss = sorted(range(len(shares)), key=lambda layer: (shares[layer] - self.capacity[layer], layer))
         for layer in by_loss[: total - sum(shares)]:
             shares[layer] += 1
         return SlotPlan(tuple(shares), self.staging)
@@ -196,4 +193,4 @@ def allocate_arena(device: Device, plan: SlotPlan, expert_bytes: int) -> tuple[S
         return smaller, buffer
     if plan.slots > 0:
         logger.warning("%s: no memory for a single expert slot, all experts run on the CPU: %s", device.name, reason)
-    return SlotPlan(0 if isinstance(plan.capacity, int) else (0,) * len(plan.capacity), 0), None
+    return SlotPlan((0,) * len(plan.capacity), 0), None

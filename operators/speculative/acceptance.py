@@ -89,38 +89,30 @@ class Sampling(AcceptanceRule):
 class Adaptive(AcceptanceRule):
     """Accept a confident draft token unless its probability p is much lower than q (SS-MoE, algorithm 1). It changes the generated text.
 
-    A token is accepted if `q > confidence and p / q > 1 - tolerance`, and with `unverified` also if `q > unverified`.
+    A token is accepted if `q > confidence and p / q > 1 - tolerance`.
     """
 
     lossless: AcceptanceRule
     confidence: float
     tolerance: float
-    unverified: float | None
     count: Callable[[float, float], object] | None = None  # of tokens of rounds with drafts: log probability and agreement
 
     def pick(self, scores: torch.Tensor) -> int:
         return self.lossless.pick(scores)
 
     def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
-        q = draft.confidence
-        if self.unverified is not None and q > self.unverified:
-            return True
-        if self.tolerance <= 0:
-            return self.lossless.accepts(draft, scores)
-        p = float(scores.softmax(-1)[draft.token])
+        q, p = draft.confidence, float(scores.softmax(-1)[draft.token])
         return q > self.confidence and p > (1 - self.tolerance) * q
 
     def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
-        return self.lossless.pick(scores) if self.tolerance > 0 else self.lossless.replacement(draft, scores)
+        return self.lossless.pick(scores)
 
     def note(self, token: int, logits: torch.Tensor, scores: torch.Tensor, accepted: DraftToken | None) -> None:
         if self.count is not None:
             self.count(float(logits.log_softmax(-1)[token]), 1.0 if accepted is None else self.agreement(accepted, scores))
 
     def agreement(self, draft: DraftToken, scores: torch.Tensor) -> float:
-        """Return the probability that the lossless rule accepts a token that this rule accepted; 1 where the lossless rule decided."""
-        if self.tolerance <= 0 and (self.unverified is None or draft.confidence <= self.unverified):
-            return 1.0
+        """Return the probability that the lossless rule accepts a token that this rule accepted."""
         if isinstance(self.lossless, Greedy):
             return float(self.lossless.accepts(draft, scores))
         return min(1.0, float(scores.softmax(-1)[draft.token]) / draft.confidence)

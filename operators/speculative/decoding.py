@@ -22,6 +22,8 @@ from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statis
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
+NGRAM = 3  # tokens at the end of a sequence that are looked up in it, at most
+
 # Called with "draft", "rollback", "verify" or "plain step"; the context covers that phase and yields its details, to be filled in.
 Trace = Callable[[str], AbstractContextManager[dict[str, object]]]
 
@@ -57,7 +59,7 @@ class Drafting:
         options = self.options
         if options.mode == "lossless":
             return lossless
-        return Adaptive(lossless, options.confidence, options.tolerance, options.unverified, self.statistics.add_lossy)
+        return Adaptive(lossless, options.confidence, options.tolerance, self.statistics.add_lossy)
 
     def _longest_draft(self, cache: Cache | None, processors: LogitsProcessorList) -> int:
         """Return the longest draft that can be removed from the cache; 0, with a warning, where no draft can."""
@@ -145,22 +147,19 @@ class ExpertsDrafter(Drafter):
 class NgramDrafter(Drafter):
     """The tokens that followed an earlier occurrence of the latest tokens (prompt lookup, Saxena 2023), without a forward pass."""
 
-    def __init__(self, ngram: int) -> None:
-        self._ngram = ngram
-
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
-        tokens = continuation(sequence.input_ids[0], self._ngram, length)
+        tokens = continuation(sequence.input_ids[0], length)
         end = next((index + 1 for index, token in enumerate(tokens) if token in sequence.end_tokens), len(tokens))
         return [DraftToken(token) for token in tokens[:end]]
 
 
-def continuation(sequence: torch.Tensor, ngram: int, length: int) -> list[int]:
-    """Return up to `length` tokens that followed an earlier occurrence of the last tokens of `sequence` (L,), at most `ngram` of them."""
+def continuation(sequence: torch.Tensor, length: int) -> list[int]:
+    """Return up to `length` tokens that followed an earlier occurrence of the last tokens of `sequence` (L,), at most `NGRAM` of them."""
     if length < 1:
         return []
-    for size in range(min(ngram, sequence.numel() - 1), 0, -1):
+    for size in range(min(NGRAM, sequence.numel() - 1), 0, -1):
         earlier = sequence[:-1].unfold(0, size, 1)  # every run of `size` tokens with a token after it
         places = (earlier == sequence[-size:]).all(dim=1).nonzero()
         if places.numel():

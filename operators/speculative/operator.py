@@ -20,6 +20,7 @@ from moegraft.operators.decode.loop import generate
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.speculative.decoding import (
+    NGRAM,
     Drafter,
     Drafting,
     ExpertsDrafter,
@@ -64,7 +65,7 @@ class ScheduledBatchDrafts(BatchDrafts):
     def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
         if self._options.draft != "ngram":
             return None
-        return continuation(torch.tensor(token_ids), self._options.ngram, length)
+        return continuation(torch.tensor(token_ids), length)
 
     def drafting(self) -> AbstractContextManager[None]:
         return self._switch.drafting(self._options.settings)
@@ -165,7 +166,7 @@ class SpeculativeDraft(ModelOperator):
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         drafter: Drafter = ExpertsDrafter(self._switch, self.options.settings, self.options.confidence)
         if self.options.draft == "ngram":
-            drafter = NgramDrafter(self.options.ngram)
+            drafter = NgramDrafter()
         drafting = Drafting(
             options=self.options,
             drafter=drafter,
@@ -188,5 +189,5 @@ class SpeculativeDraft(ModelOperator):
     def placement(self) -> str:
         options = self.options
         experts = f"{options.draft_top_k} expert{'' if options.draft_top_k == 1 else 's'} per token"
-        drafter = experts if options.draft == "experts" else f"n-grams of up to {options.ngram} tokens"
+        drafter = experts if options.draft == "experts" else f"n-grams of up to {NGRAM} tokens"
         return f"draft: {self.name}, {options.mode}, {drafter}, {self.statistics()['schedule']}; {self._statistics.line()}"

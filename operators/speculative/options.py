@@ -25,13 +25,7 @@ class SpeculativeOptions:
             change a near tie of greedy text); `adaptive` accepts more tokens and changes both.
         confidence: a draft ends after a token of lower probability. Adaptive mode does not accept such a token.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
-        unverified: adaptive mode also accepts each token with q above this value, for any p.
-        experts: `resident` drafts only with the likeliest experts among those resident on a GPU, so that a draft transfers no weights;
-            `resident_chosen` only with resident experts that the router chose for the token.
-        verify_prefetch: prefetch the experts that the verification is likely to need while drafting; not with `prefetch: none`.
-        renormalise: scale the weights of the drafting experts to the sum of all weights. Off by default: it lowered the acceptance rate
-            (`benchmarks/results/speculative_acceptance.csv`).
-        ngram: the longest run of tokens that `draft: ngram` looks up.
+        experts: `resident` drafts only with the likeliest experts among those resident on a GPU, so that a draft transfers no weights.
     """
 
     draft: Literal["experts", "ngram"] = "experts"
@@ -42,30 +36,22 @@ class SpeculativeOptions:
     mode: Literal["lossless", "adaptive"] = "lossless"
     confidence: float = 0.0
     tolerance: float = 0.0
-    unverified: float | None = None
-    experts: Literal["any", "resident", "resident_chosen"] = "any"
-    verify_prefetch: bool = True
-    renormalise: bool = False
-    ngram: int = 3
+    experts: Literal["any", "resident"] = "any"
 
     def __post_init__(self) -> None:
-        for name in ("draft_top_k", "max_draft", "ngram"):
+        for name in ("draft_top_k", "max_draft"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
         if not 0 <= self.confidence < 1:
             raise ValueError(f"confidence is a probability from 0 to below 1, not {self.confidence}")
         if not 0 <= self.tolerance <= 1:
             raise ValueError(f"tolerance is a share from 0 to 1, not {self.tolerance}")
-        if self.unverified is not None and not 0 < self.unverified < 1:
-            raise ValueError(f"unverified is a probability between 0 and 1, not {self.unverified}")
         if self.draft_sparsity is not None and not 0 < self.draft_sparsity < 1:
             raise ValueError(f"draft_sparsity is a share between 0 and 1, not {self.draft_sparsity:g}")
-        lossy = self.tolerance > 0 or self.unverified is not None
-        if self.mode == "lossless" and lossy:
-            name = "tolerance" if self.tolerance > 0 else "unverified"
-            raise ValueError(f"{name} changes the generated text; it needs 'mode: adaptive'")
-        if self.mode == "adaptive" and not lossy:
-            raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3, or 'unverified'")
+        if self.mode == "lossless" and self.tolerance > 0:
+            raise ValueError("tolerance changes the generated text; it needs 'mode: adaptive'")
+        if self.mode == "adaptive" and not self.tolerance:
+            raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3")
         if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
             raise ValueError("draft ngram has no probabilities: remove 'confidence' and 'mode: adaptive'")
         if self.draft == "ngram" and self.draft_sparsity is not None:
@@ -74,11 +60,4 @@ class SpeculativeOptions:
     @property
     def settings(self) -> DraftSettings:
         """How experts run while drafting."""
-        return DraftSettings(
-            self.draft_top_k,
-            renormalise=self.renormalise,
-            resident=self.experts != "any",
-            chosen_only=self.experts == "resident_chosen",
-            verify_prefetch=self.verify_prefetch,
-            sparsity=self.draft_sparsity,
-        )
+        return DraftSettings(self.draft_top_k, resident=self.experts == "resident", sparsity=self.draft_sparsity)

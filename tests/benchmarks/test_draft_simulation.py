@@ -40,7 +40,7 @@ def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule
 def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, model: str, engine: str) -> None:
     plain = played(bench, model, engine, 0.25, None, None)
     top_k = SHAPES[model].top_k
-    for way in (bench.DraftWay(top_k, "resident", True), bench.DraftWay(max(1, top_k // 2), "any", True)):
+    for way in (bench.DraftWay(top_k, "resident"), bench.DraftWay(max(1, top_k // 2), "any")):
         always = played(bench, model, engine, 0.25, way, FixedSchedule(4), FEW)
         assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
         found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
@@ -53,7 +53,7 @@ def test_rounds_take_at_least_the_computed_bound(bench: Any) -> None:
     case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, TOKENS, 0)
     plain = played(bench, model.name, "hybrid", 0.25, None, None)
     bound = bench.bound_of(case, bench.ENGINES[1], *case.traces(), plain)
-    way = bench.DraftWay(model.top_k, "resident", True)
+    way = bench.DraftWay(model.top_k, "resident")
     for length in (1, 4):
         found = played(bench, model.name, "hybrid", 0.25, way, FixedSchedule(length), FEW)
         limits = bench.limits_of(bound, found)

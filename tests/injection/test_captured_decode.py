@@ -159,7 +159,7 @@ def test_a_fixed_cache_grows_again_unchanged(model_type: str, length: int) -> No
     assert difference(torch.cat(found, dim=1), expected) < 1e-5
 
 
-@pytest.mark.parametrize("cache", ["{slots: 0}", "{slots: 1}", "{ratio: 1.0}", "{ratio: 0.4, scope: global, policy: lru}"])
+@pytest.mark.parametrize("cache", ["{slots: 0}", "{slots: 1}", "{ratio: 1.0}", "{ratio: 0.4, policy: lru}"])
 def test_any_number_of_slots_answers_the_same(cache: str, load, tolerance: float) -> None:  # type: ignore[no-untyped-def]
     tokens, logits = answer(load("qwen3_moe", f"cache: {cache}, decode: eager"))
     model = load("qwen3_moe", f"cache: {cache}, decode: graph")

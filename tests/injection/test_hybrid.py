@@ -79,9 +79,9 @@ def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Pat
     [
         "cache: {slots: 0}, schedule: two_threshold",
         "cache: {slots: 1}, schedule: greedy, prefetch: {policy: next_layer}",
-        "cache: {gpu_memory: 64KiB, scope: global}, schedule: on_demand",
+        "cache: {gpu_memory: 64KiB}, schedule: on_demand",
         "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
-        "cache: {ratio: 0.5, policy: score_frequency, admission: bypass}, prefetch: {lookahead: 1, promote: false}",
+        "cache: {ratio: 0.5, policy: score_frequency}, prefetch: {lookahead: 1, promote: false}",
         "cache: {ratio: 0.6}, schedule: layer_map",
         "cache: {ratio: 0.5}, schedule: all_cpu",
     ],

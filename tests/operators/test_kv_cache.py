@@ -212,14 +212,10 @@ def test_a_kernel_that_does_not_compile_is_reported_with_the_remedy(monkeypatch:
         ("bits: 3", "bits with 'backend: hqq' must be 2 or 4 or 8, not 3"),
         ("backend: quanto, bits: 8", "must be 2 or 4, not 8"),
         ("backend: fp8, residual: 5", "remove 'residual'"),
-        ("group: 0", "group must be 1 or more"),
-        ("group: 24", "groups of 24; write 'group: 16'"),  # heads are 16 wide
-        ("group: 16, bits: 2", "groups of 16; write 'group: 8'"),  # two groups a token fill half a byte
+        ("residual: 0", "residual must be 1 or more"),
     ],
 )
 def test_wrong_options_are_refused(options: str, reason: str, tmp_path: Path) -> None:
-    if options.startswith("group: ") and find_spec("hqq") is None:
-        pytest.skip("hqq is not installed")
     registry, text = load_registry(), f"version: 1\nrules:\n{RULE.format(options=options)}"
 
     def planned() -> None:

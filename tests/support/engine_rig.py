@@ -39,7 +39,7 @@ class Setting:
     """The configuration of an engine."""
 
     schedule: ScheduleName = "two_threshold"
-    capacity: int | tuple[int, ...] = (2,) * LAYERS
+    capacity: tuple[int, ...] = (2,) * LAYERS
     staging: int = 2
     policy: str = "mrs"
     prefetch: PrefetchOptions = field(default_factory=PrefetchOptions)

@@ -68,7 +68,7 @@ class Harness:
     def __init__(
         self,
         device: Device,
-        capacity: int | tuple[int, ...],
+        capacity: tuple[int, ...],
         staging: int = 2,
         *,
         layers: int = 2,
@@ -172,9 +172,8 @@ class Harness:
                 assert slot not in ready and slots.state(slot) is SlotState.READY
                 assert self.bytes_in(slot) == self._expected[sentinel(layer, expert, self.experts)], (layer, expert, slot)
                 ready[slot] = (layer, expert)
-        capacity, counts = slots.plan.capacity, [len(slots.residents(layer)) for layer in range(slots.layers)]
-        limits = [(sum(counts), capacity)] if isinstance(capacity, int) else list(zip(counts, capacity, strict=True))
-        excess = sum(max(0, count - limit) for count, limit in limits)  # READY and available at once
+        counts = [len(slots.residents(layer)) for layer in range(slots.layers)]
+        excess = sum(max(0, count - limit) for count, limit in zip(counts, slots.plan.capacity, strict=True))  # READY and available at once
         assert len(ready) + slots.available - excess == slots.plan.slots, "every slot is READY or available"
 
     def close(self) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, ModelOptions, RulesArgument, TrustOption, VarOption
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, diagnostic_json, open_terminal, plural, user_errors, write_json
+from moegraft.injection.rules import Match
 
 if TYPE_CHECKING:
-    from moegraft.injection.checks import Trial
     from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.planning import Plan, Swap
     from moegraft.injection.rules import Diagnostic, Rule, RuleFile
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from moegraft.operators.registry import OperatorRegistry
 
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
+Outcome = Literal["won", "lost", "not tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The outcome of one rule on one module, with its reason as a sentence."""
+
+    rule: Rule
+    outcome: Outcome
+    reason: str
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -84,14 +94,68 @@ class Explanation:
         """
         from difflib import get_close_matches
 
-        from moegraft.injection.checks import trials
         from moegraft.operators.errors import UnsupportedModelError
 
         if module not in set(self.modules):
             near = get_close_matches(module, list(self.modules), n=1, cutoff=0.4)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise UnsupportedModelError(f"{self.modules.model_class} has no module {module!r}{hint}")
-        return trials(module, self.rules.rules, self.assignment, self.modules)
+        return _trials(module, self.rules.rules, self.assignment, self.modules)
+
+
+def _trials(path: str, rules: Sequence[Rule], assignment: Assignment, modules: ModelModules) -> list[Trial]:
+    """Try every rule on the module at `path`, in the order of the rules."""
+    outer = _outer(path, assignment)
+    closed = next((index for index, taken in outer.items() if not rules[index].recursive), None)
+    if closed is not None:
+        reason = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
+        return [Trial(rule, "not tried", reason) for rule in rules]
+    found: list[Trial] = []
+    first: Rule | None = None
+    for index, rule in enumerate(rules):
+        misses = _why_not(rule.match, path, modules)
+        if first is not None:
+            also = "does not match" if misses else "matches as well"
+            found.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
+        elif misses:
+            found.append(Trial(rule, "lost", "; ".join(misses)))
+        else:
+            first = rule
+            found.append(_matching(rule, path in assignment.taken[index], outer.get(index)))
+    return found
+
+
+def _matching(rule: Rule, taken: bool, outer: str | None) -> Trial:
+    """Return the trial of the first rule that matches; it loses only inside a module that the rule replaces as a whole."""
+    if not taken:
+        return Trial(rule, "lost", f"matches, but the module is inside {outer}, which this rule replaces as a whole")
+    kept = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
+    return Trial(rule, "won", f"the first rule that matches{kept}")
+
+
+def _outer(path: str, assignment: Assignment) -> dict[int, str]:
+    """Return the innermost module around `path` that each rule takes, by the rule's index."""
+    parts = path.split(".")
+    around = {".".join(parts[:length]) for length in range(len(parts))} if path else set()
+    return {index: max(inside, key=len) for index, taken in enumerate(assignment.taken) if (inside := around.intersection(taken))}
+
+
+def _why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
+    """Return the conditions of `match` that the module at `path` does not meet, as sentences; empty if it matches."""
+    misses = []
+    if match.name is not None and path not in modules.matching(Match(name=match.name)):
+        misses.append(f"name '{match.name}' is not found in its path")
+    if match.class_name is not None and path not in modules.matching(Match(class_name=match.class_name)):
+        misses.append(f"its class is {type(modules[path]).__name__}, not {match.class_name}")
+    if match.kind is not None and match.kind not in modules.kinds(path):
+        found = " and ".join(sorted(modules.kinds(path)))
+        misses.append(f"it is of kind {found}, not {match.kind}" if found else f"it is of no kind, so not of kind {match.kind}")
+    if match.layers is not None and modules.layer(path) not in match.layers:
+        layer = modules.layer(path)
+        misses.append(
+            f"it is in layer {layer}, not in {match.layers}" if layer is not None else f"it is in no layer, not in {match.layers}"
+        )
+    return misses
 
 
 def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> Explanation:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from moegraft.injection.cli.options import PROGRAM
 from moegraft.injection.cli.output import open_terminal, user_errors, write_json
 from moegraft.injection.rules.patterns import MAX_LENGTH
-from moegraft.injection.rules.reading import RULE_KEYS, TOP_KEYS, VERSION
-from moegraft.injection.rules.replacement import REPLACE_KEYS
-from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE, MATCH_KEYS
+from moegraft.injection.rules.reading import MATCH_KEYS, REPLACE_KEYS, RULE_KEYS, TOP_KEYS, VERSION
+from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE
 from moegraft.rules import shipped_rules
 
 if TYPE_CHECKING:

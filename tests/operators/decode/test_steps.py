@@ -601,7 +601,7 @@ def counted(model: PreTrainedModel) -> list[int]:
 
 
 DRAFTS = """- match: {kind: model}
-  replace: {class: speculative_draft, kwargs: {draft_top_k: 1, schedule: fixed, max_draft: 4, renormalise: true}}
+  replace: {class: speculative_draft, kwargs: {draft_top_k: 1, schedule: fixed, max_draft: 4}}
 """
 
 

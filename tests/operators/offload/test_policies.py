@@ -207,7 +207,6 @@ class TestOptions:
             ({"top_p": 0}, "top_p must be 1 or more, not 0"),
             ({"policy": "static"}, "policy 'static' needs 'profile'"),
             ({"profile": Path("trace.npz")}, "policy 'static' needs 'profile'"),
-            ({"policy": "static", "profile": Path("trace.npz"), "admission": "always"}, "remove 'admission: always'"),
         ],
     )
     def test_invalid_options_are_rejected(self, wrong: dict[str, object], message: str) -> None:
@@ -216,7 +215,6 @@ class TestOptions:
 
     def test_which_options_bypass(self) -> None:
         assert not CacheOptions(policy="lru").bypasses
-        assert CacheOptions(policy="lru", admission="bypass").bypasses
         assert CacheOptions(policy="static", profile=Path("trace.npz")).bypasses
 
     @pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.slots import Admission, Reservation, ResidentSet, SlotState, SlotTable
+from moegraft.operators.offload.slots import Admission, Reservation, SlotState, SlotTable
 from moegraft.operators.offload.store import SlotPlan
 
 FREE, LOADING, READY, EVICTING = SlotState
@@ -194,21 +194,6 @@ def test_the_later_of_two_last_uses_counts() -> None:
     assert sorted(map(str, reserved), key=len)[0] == "None" and set(reserved) == {None, frozen, own}
 
 
-def test_layers_share_a_pool() -> None:
-    table = Table(SlotPlan(3, 1))
-    table.values[1] += 10
-    table.load(0, 0, 5)
-    table.load(1, 2)
-    assert table.slots.full(0)
-    table.load(1, 3)
-    assert (table.resident(0), table.resident(1)) == ([5], [2, 3]), "the lowest of all layers"
-    pin = table.slots.pin(0, [5])
-    table.load(1, 4)
-    assert (table.resident(0), table.resident(1)) == ([5], [3, 4])
-    table.slots.release(pin, None)
-    assert table.slots.capacity_of(1) == 3
-
-
 def test_used_and_wasted_prefetches_are_counted() -> None:
     table = Table(SlotPlan((2, 2), 1))
     table.load(0, 1, 2)
@@ -292,27 +277,3 @@ def test_a_demand_supersedes_a_prefetch_last() -> None:
     table.slots.release(pin, None)
     assert [table.reserve(0, expert, demand=True).slot for expert in (2, 3)] == [demand.slot, prefetch.slot]
     assert table.slots.reserve(0, 4, demand=True) is None, "these are not sent"
-
-
-@pytest.mark.parametrize("admission", ["always", "bypass"])
-def test_the_victim_of_a_pool_is_the_lowest_of_all_layers(admission: Admission) -> None:
-    """Few distinct priorities, so that many are equal; some experts pinned, kept, or new."""
-    layers, capacity = 4, 8
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        ranks = rng.integers(0, 4, (layers, EXPERTS)).astype(np.float64)
-        residents = ResidentSet(layers, EXPERTS, SlotPlan(capacity, 4), ranks.__getitem__, admission)
-        pins = (rng.random(capacity + 4) < 0.3).tolist()
-        chosen = rng.permutation(layers * EXPERTS)[: capacity + 2].tolist()
-        for slot, place in enumerate(chosen):
-            residents.add(*divmod(place, EXPERTS), slot)
-        for layer in range(layers):
-            residents.keep(layer, rng.integers(0, EXPERTS, 2).tolist() if rng.random() < 0.4 else ())
-            if rng.random() < 0.6:
-                residents.end_admission(layer)
-        layer, protected, spare_kept = int(rng.integers(layers)), int(rng.integers(-1, EXPERTS)), bool(rng.random() < 0.5)
-        each = [
-            residents.victim_of_layer(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)
-        ]
-        expected = min((found for found in each if found is not None), default=None)
-        assert residents.victim(layer, pins, protected, spare_kept=spare_kept) == (None if expected is None else expected[2:])

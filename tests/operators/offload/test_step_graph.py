@@ -76,9 +76,9 @@ def no_eviction_while_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_eviction_while_frozen")
-@pytest.mark.parametrize("capacity", [(0,) * LAYERS, (2,) * LAYERS, (EXPERTS,) * LAYERS, 5])
+@pytest.mark.parametrize("capacity", [(0,) * LAYERS, (2,) * LAYERS, (EXPERTS,) * LAYERS, (3, 2, 0)])
 @pytest.mark.parametrize("kind", DEVICES)
-def test_a_captured_step_is_right_with_whatever_is_in_the_slots(kind: str, capacity: int | tuple[int, ...]) -> None:
+def test_a_captured_step_is_right_with_whatever_is_in_the_slots(kind: str, capacity: tuple[int, ...]) -> None:
     """Experts land while steps run and others leave between them."""
     with captured(Setting("greedy", capacity, kind=kind)) as step:
         queue, rng = step.rig.engine.cache.queue, np.random.default_rng(0)

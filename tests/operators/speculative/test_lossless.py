@@ -61,7 +61,6 @@ def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, s
         ({"draft_top_k": 1, "max_draft": 30}, STEPS),  # longer than the windows, and than what is left
         ({"draft_top_k": 1, "max_draft": 8}, 2),  # one token remains: nothing can be drafted
         ({"draft_top_k": 1, "max_draft": 4, "confidence": 0.5}, STEPS),
-        ({"draft_top_k": 1, "max_draft": 4, "renormalise": "true"}, STEPS),
         ({"draft": "ngram", "max_draft": 6}, STEPS),
         ({"schedule": "marginal", "max_draft": 5}, STEPS),
     ],

@@ -125,16 +125,16 @@ def test_transfers_saved_by_joint_verification_are_counted(load: Any) -> None:
 
 
 def test_experts_chosen_by_a_draft_are_resident_at_its_verification(load: Any) -> None:
-    def demands(draft: str) -> int:
-        model = load(draft=f"{RESIDENT}, {draft}", slots=3)
+    def demands(more: str = "") -> float:
+        model = load(draft=RESIDENT, slots=3, more=f"schedule: on_demand{more}")
         seen = Requests(engine_of(model))
         greedy(model)
         rounds = model.moegraft.model_operator.statistics()["rounds"]
         found = sum(u is Urgency.DEMAND for step, asked in seen.calls if step.draft is None and 1 < len(step.chosen) < 6 for _, u in asked)
-        assert (engine_of(model).statistics.loaded_for_verification > 0) == ("true" in draft)
+        assert (engine_of(model).statistics.loaded_for_verification > 0) == (not more)
         return found / rounds
 
-    assert demands("verify_prefetch: true") < demands("verify_prefetch: false")
+    assert demands() < demands(", prefetch: {policy: none, promote: false}")
 
 
 def test_a_draft_of_any_expert_prefetches_the_next_layer_first(load: Any) -> None:

@@ -1,22 +1,17 @@
-"""The reading of a rule's `replace`: an operator by name, and its options as the operator's dataclass."""
+"""The options of a rule, from nodes to the operator's dataclass."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
+from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest
 from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, parse_value, plain_text
-from moegraft.injection.rules.ktransformers import KWARGS, class_advice
-from moegraft.injection.rules.rule import LEAVE_ALONE, Match, check_keys, read_text
-
-if TYPE_CHECKING:
-    from moegraft.operators.registry import OperatorRegistry
-
+from moegraft.injection.rules.ktransformers import KWARGS
 
 _YAML_1_1_BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
@@ -201,84 +196,3 @@ def _unquoted(hint: Any, text: str | None, position: Position) -> str:
     value = parse_value(text)
     fits = not isinstance(value, str) and any(_fits(member, ScalarNode(value, position)) for member in _members(hint))
     return "; write it without quotes" if fits else ""
-
-
-REPLACE_KEYS = ("class", "kwargs")
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """An operator, None if the module stays, with its options as written and as its dataclass."""
-
-    operator: str | None = None
-    kwargs: MappingNode | None = None
-    options: object = None
-
-
-def read_replace(
-    rule: MappingNode, match: Match, places: dict[str, Position], registry: OperatorRegistry, findings: Findings
-) -> Replacement:
-    """Read the `replace` of a rule, and add the positions of its values to `places`."""
-    node = rule.get("replace")
-    if node is None:
-        return Replacement()  # the reader of the rule reports the missing key
-    if not isinstance(node, MappingNode):
-        findings.error(node.position, f"replace must be a mapping with the 'class' of an operator, not {node}")
-        return Replacement()
-    present = check_keys(node, REPLACE_KEYS, "replace", findings)
-    class_node = node.get("class")
-    if class_node is None:
-        if "class" in present:
-            return Replacement()
-        findings.error(node.position, f"replace needs 'class', the name of an operator{_known(registry)}")
-        return Replacement()
-    places["operator"] = class_node.position
-    kwargs = _read_kwargs(node.get("kwargs"), places, findings)
-    name = _read_operator(class_node, registry, findings)
-    if name == LEAVE_ALONE:
-        _refuse_kwargs(kwargs, findings)
-    if name is None or name == LEAVE_ALONE:
-        return Replacement(None, kwargs)
-    operator = registry[name]
-    if match.kind is not None and match.kind != operator.kind:
-        message = f"operator '{name}' replaces modules of kind {operator.kind}, and this rule matches kind {match.kind}"
-        findings.error(places["kind"], message)
-    if kwargs is not None:
-        kwargs = with_new_names(name, operator.options_type, kwargs, findings)
-    place = places.get("kwargs", class_node.position)
-    return Replacement(name, kwargs, read_options(name, operator.options_type, kwargs, place, findings))
-
-
-def _known(registry: OperatorRegistry) -> str:
-    return f"; known are: {', '.join([*registry, LEAVE_ALONE])}"
-
-
-def _read_operator(node: Node, registry: OperatorRegistry, findings: Findings) -> str | None:
-    name = read_text(node, "class", findings)
-    if name is None or name in registry or name == LEAVE_ALONE:
-        return name
-    advice = class_advice(name)
-    if advice is not None:
-        findings.error(node.position, f"{shown(name)} is a class of KTransformers: {advice}")
-    elif "." in name:
-        findings.error(node.position, f"class must be the name of an operator, not a path: {shown(name)}{_known(registry)}")
-    else:
-        findings.error(node.position, f"unknown operator {shown(name)}{did_you_mean(name, [*registry, LEAVE_ALONE])}")
-    return None
-
-
-def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findings) -> MappingNode | None:
-    if node is None or (isinstance(node, ScalarNode) and node.value is None and node.variable is None):
-        return None
-    places["kwargs"] = node.position
-    if not isinstance(node, MappingNode):
-        findings.error(node.position, f"kwargs must be a mapping of options to values, not {node}")
-        return None
-    return node
-
-
-def _refuse_kwargs(kwargs: MappingNode | None, findings: Findings) -> None:
-    for entry in kwargs or ():
-        advice = KWARGS.get(entry.key)
-        reason = f"'{entry.key}' is an argument of KTransformers: {advice}" if advice else f"unknown option {shown(entry.key)}"
-        findings.error(entry.position, f"{reason}; '{LEAVE_ALONE}' leaves modules unchanged and has no options")
