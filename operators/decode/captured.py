@@ -124,7 +124,7 @@ class CapturedSteps:
         try:
             outputs = stock(**{**arguments, CACHE: fixed, "disable_compile": True})
         finally:
-            if growing:
+            if growing and given is not None:
                 given.layers = to_dynamic(fixed, text_config).layers
         if isinstance(outputs, ModelOutput) and CACHE in outputs:
             outputs[CACHE] = given if growing else own(to_dynamic(fixed, text_config))

@@ -265,8 +265,7 @@ def _stock_steps(model: PreTrainedModel) -> tuple[DynamicCache, torch.Tensor]:
     with torch.inference_mode():
         for prompt in _probes(model):
             cache = new_cache(model)
-            call(input_ids=torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, use_cache=True)
-            output = call(input_ids=torch.tensor([prompt[-1:]], device=model.device), past_key_values=cache, use_cache=True)
+            output = call(input_ids=torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
             found.append(output.logits[0, -1].float())
     return cache, torch.stack(found)
 
