@@ -91,14 +91,14 @@ class Decoding:
         rule: AcceptanceRule = Sampling() if generation_config.do_sample else Greedy()
         greedy, drafting = type(rule) is Greedy, self.drafting
         with sequence:
-            accept(sequence, rule, [], sequence.prefill()[None])
+            choose(sequence, rule, sequence.prefill())
             if drafting is not None:
                 rule = drafting.begin(sequence, rule, logits_processor)
             while not sequence.finished:
                 if drafting is not None:
                     drafting.round(sequence, rule)
                 elif not (greedy and sequence.extend()):
-                    accept(sequence, rule, [], sequence.step()[None])
+                    choose(sequence, rule, sequence.step())
             return sequence.result()
 
 
@@ -121,12 +121,17 @@ def accept(sequence: DecodedSequence, rule: AcceptanceRule, drafts: Sequence[Dra
         sequence.append(draft.token, scores, logits[position])
         if sequence.finished:
             return position + 1, position + 1
-    scores = sequence.process(sequence.input_ids, logits[-1])
-    token = rule.pick(scores)
-    if drafts:
-        rule.note(token, logits[-1], scores, None)
-    sequence.append(token, scores, logits[-1])
+    token, scores = choose(sequence, rule, logits[-1])
+    rule.note(token, logits[-1], scores, None)
     return len(drafts), len(drafts)
+
+
+def choose(sequence: DecodedSequence, rule: AcceptanceRule, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Append the full model's own token by its logits (V,); return it with its scores."""
+    scores = sequence.process(sequence.input_ids, logits)
+    token = rule.pick(scores)
+    sequence.append(token, scores, logits)
+    return token, scores
 
 
 def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:

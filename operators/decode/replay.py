@@ -17,8 +17,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
-from moegraft.cpu_backend import Program, Runtime
+from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES, Operator
 from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, buffers_of, cache_counts, cache_tensors, holder, own
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
@@ -151,7 +150,7 @@ class StepReplay:
         self._runtime = runtime
         self._draft = draft
         self._sparse = sparse
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._kinds: dict[object, _Kind] = {}
         self._state: FrozenModel | None = None
         self._logged: set[str] = set()
@@ -172,13 +171,13 @@ class StepReplay:
         step = None if args else self._described(model, arguments)
         if isinstance(step, str):
             self._log(step)
-        if not isinstance(step, _Step) or self._lock.locked():  # another thread computes a step, which nothing waits for
+        if not isinstance(step, _Step) or self.lock.locked():  # another thread computes a step, which nothing waits for
             self._changes = 0
             outputs = plain(*args, **arguments)
             if arguments.get(CACHE) is None and not args:
                 _own_new(outputs)
             return outputs
-        with self._lock:  # an interrupt right after `acquire` would leave it locked
+        with self.lock:  # an interrupt right after `acquire` would leave it locked
             outputs, program = self._step(model, step, partial(plain, **arguments), plain)
             self._count(program, started_ns, step.position)
             return outputs
@@ -199,9 +198,9 @@ class StepReplay:
 
     def continuation(self, cache: Cache | None) -> Continuation | None:
         """Return the steps that may follow the latest one, if that was replayed over `cache` for a token of each sequence, else None."""
-        if self._lock.locked():  # by another thread, or by a step in which this text is generated
+        if self.lock.locked():  # by another thread, or by a step in which this text is generated
             return None
-        with self._lock:
+        with self.lock:
             (latest, self._latest), boundaries = (self._latest, None), self._boundaries
             if latest is None or cache is None or latest[0]() is not cache or boundaries is None:
                 return None
@@ -216,26 +215,13 @@ class StepReplay:
             count = min(alike, program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
             return Continuation(self, program, cache, buffers, position, count) if count > 0 else None
 
-    @contextmanager
-    def looping(self, continuation: Continuation) -> Iterator[Program | None]:
-        """Yield the native program that computes the next steps of a continuation while the body runs; None where it is over."""
-        started_ns = time.perf_counter_ns()
-        if continuation.left < 1 or self._lock.locked() or torch._C._len_torch_dispatch_stack():
-            yield None
-            return
-        with self._lock:
-            program = continuation.program
-            if not program.is_bound(continuation.buffers):  # another thread has computed a step since
-                yield None
-                return
-            with program.looping() as native:
-                before = native.fed
-                try:
-                    yield native
-                finally:  # Python raises an interrupt as soon as a native call returns
-                    done = native.fed - before
-                    continuation.done += done
-            self._count(program, started_ns, continuation.position - 1, done)
+    def fed(self, continuation: Continuation, before: tuple[int, int], started_ns: int) -> None:
+        """Count the tokens that a program has fed by itself since `before`, and the time that it took."""
+        program = continuation.program
+        tokens, kernel_ns = program.fed
+        program.kernels_ns, done = kernel_ns - before[1], tokens - before[0]
+        continuation.done += done
+        self._count(program, started_ns, continuation.position - 1, done)
 
     def continued(self, steps: int) -> None:
         """Note the steps of a continuation that is over."""
@@ -552,10 +538,17 @@ class Continuation:
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Feed a token of each sequence; return the logits, (B, V) float32 until the next step, or None where a forward pass is needed."""
-        with self._replay.looping(self) as native:
-            if native is None:
+        started_ns, replay = time.perf_counter_ns(), self._replay
+        if self._is_over():
+            return None
+        with replay.lock:
+            if not self.program.is_bound(self.buffers):
                 return None
-            native.follow(self.position, tokens, self._logits)
+            before = self.program.fed
+            try:
+                self.program.native.follow(self.position, tokens, self._logits)
+            finally:  # Python raises an interrupt as soon as a native call returns
+                replay.fed(self, before, started_ns)
         return self._logits_tensor
 
     def greedy(self, token: int, count: int, ends: Sequence[int]) -> list[int]:
@@ -564,12 +557,23 @@ class Continuation:
         At most `count`, none after one of `ends`, and as many as a user who interrupts them does not wait for; none at all where a whole
         forward pass is needed.
         """
-        with self._replay.looping(self) as native:
-            if native is None:
+        started_ns, replay = time.perf_counter_ns(), self._replay
+        if self._is_over():
+            return []
+        with replay.lock:
+            if not self.program.is_bound(self.buffers):
                 return []
-            most = 1 if self._replay.timeline is not None else min(count, self.left)  # a timeline has each step
-            tokens: list[int] = native.greedy(self.position, token, most, ends, LONGEST_NS)
+            before = self.program.fed
+            most = 1 if replay.timeline is not None else min(count, self.left)  # a timeline has each step
+            try:
+                tokens: list[int] = self.program.native.greedy(self.position, token, most, ends, LONGEST_NS)
+            finally:  # as above
+                replay.fed(self, before, started_ns)
         return tokens
+
+    def _is_over(self) -> bool:
+        """Whether a forward pass is needed: at the end, and while another thread computes a step, which nothing waits for."""
+        return self.left < 1 or self._replay.lock.locked() or torch._C._len_torch_dispatch_stack() > 0
 
     def close(self) -> None:
         """Let the cache have the tokens."""

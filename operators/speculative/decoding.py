@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, LogitsProcessorList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from moegraft.operators.decode.loop import DecodedSequence, accept
+from moegraft.operators.decode.loop import DecodedSequence, accept, choose
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.speculative.acceptance import AcceptanceRule, Adaptive, DraftToken
 from moegraft.operators.speculative.options import SpeculativeOptions
@@ -87,11 +87,13 @@ class Drafting:
                 with self.trace("rollback"):
                     mark.rewind()
             with self.trace("verify" if drafts else "plain step") as details:
-                tokens = [draft.token for draft in drafts]
-                logits = sequence.forward(tokens, feed=len(drafts) + 1) if drafts else sequence.step()[None]
-                compared, accepted = accept(sequence, rule, drafts, logits)
+                compared = accepted = 0
                 if drafts:
+                    logits = sequence.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
+                    compared, accepted = accept(sequence, rule, drafts, logits)
                     details |= {"drafted": len(drafts), "accepted": accepted}
+                else:
+                    choose(sequence, rule, sequence.step())
             generated = sequence.length - before
             if mark is not None:
                 with self.trace("rollback") as details:

@@ -10,8 +10,7 @@ import operator
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -305,15 +304,14 @@ class StepProgram:
             OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
         return outputs
 
-    @contextmanager
-    def looping(self) -> Iterator[Program]:
-        """Yield the native program, which feeds tokens by itself while the body runs; its `fed` counts them."""
-        native = self._native.native
-        before_ns = native.kernel_ns
-        try:
-            yield native
-        finally:
-            self.kernels_ns = native.kernel_ns - before_ns
+    @property
+    def native(self) -> Program:
+        return self._native.native
+
+    @property
+    def fed(self) -> tuple[int, int]:
+        """How many tokens the program has fed by itself, and the nanoseconds that its kernels took, since it was built."""
+        return self._native.native.fed, self._native.native.kernel_ns
 
     def advance(self, cache: Any, buffers: CacheBuffers, steps: int) -> None:
         """Let a cache have the tokens of `steps` steps."""
