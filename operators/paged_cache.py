@@ -211,13 +211,14 @@ class PagedLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new states (B, KV heads, T, D) for an operator that appends them, or all of each row's, (B, KV heads, S, D)."""
         cache = self._owner
-        states = self._new = key_states, value_states
+        states = new = key_states, value_states
         if self.gathers:
             length, first = self.get_mask_sizes(key_states.shape[2])
-            states = cache.gathered(self.data, self._new, first, length)
+            states = cache.gathered(self.data, new, first, length)
         else:
             cache.unread.add(self._number)
         if cache.offers_pages or not self.gathers:
+            self._new = new
             for each in states:
                 each.pages = self  # type: ignore[attr-defined] # read by the operator
         return states

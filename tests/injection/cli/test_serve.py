@@ -490,8 +490,9 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
     job = Job(ask, tokenizer, [], constraint=found.constraint.copy())  # type: ignore[union-attr]
     drawn, own = ([*ask.token_ids, *more] for more in ([large[0], *large[1:] * 8], found.token_ids[len(ask.token_ids) :]))
     logits = torch.zeros(1, loaded.model.config.vocab_size)
-    assert not sequential._Answer(job, lambda: True).adjusted(torch.tensor([drawn]), logits).any()
-    assert job.ending is None and len(restarted) == 2
+    for damage in (0.0, torch.nan):
+        assert not sequential._Answer(job, lambda: True).adjusted(torch.tensor([drawn]), logits + damage).any()
+    assert job.ending is None and len(restarted) == 3
     assert sequential._Answer(job, lambda: False).adjusted(torch.tensor([own]), logits)[0, large[1]] == -torch.inf
 
 
