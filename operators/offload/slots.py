@@ -64,7 +64,8 @@ class Reservation:
 class ResidentSet:
     """The READY experts of each layer, and which of them is evicted next. Not thread-safe: the slot table's lock guards it.
 
-    A layer, or the pool that all layers share, may be over its capacity for a while: an expert that lands cannot evict pinned or kept ones.
+    A layer, or the pool that all layers share, may be over its capacity for a while: an expert that lands cannot evict pinned or protected
+    ones.
 
     Args:
         priority: returns (E,) float64 for a layer, larger: keep; comparable between layers where they share a pool.
@@ -82,7 +83,7 @@ class ResidentSet:
         self._bypass = admission == "bypass"
         self._count = 0
         self._over_capacity: set[int] = set()  # layers; layer 0 stands for a pool
-        self._kept: list[frozenset[int]] = [frozenset()] * layers
+        self._protected: list[frozenset[int]] = [frozenset()] * layers
         self._new: list[set[int]] = [set() for _ in range(layers)]
 
     def capacity_of(self, layer: int) -> int:
@@ -106,8 +107,8 @@ class ResidentSet:
         self._changed(layer)
         return slot
 
-    def keep(self, layer: int, experts: Iterable[int]) -> None:
-        self._kept[layer] = frozenset(experts)
+    def protect(self, layer: int, experts: Iterable[int]) -> None:
+        self._protected[layer] = frozenset(experts)
 
     def end_admission(self, layer: int) -> None:
         """Treat the layer's new experts as all others from now on."""
@@ -131,8 +132,8 @@ class ResidentSet:
             total += min(self.excess(layer), unpinned)
         return total
 
-    def victim(self, layer: int, pins: Sequence[int], protected: int = NO_EXPERT, *, spare_kept: bool = True) -> tuple[int, int] | None:
-        """Return layer and expert of the next eviction if this layer is over capacity: not pinned, not `protected`, not spared."""
+    def victim(self, layer: int, pins: Sequence[int], landed: int = NO_EXPERT, *, spare_protected: bool = True) -> tuple[int, int] | None:
+        """Return layer and expert of the next eviction if this layer is over capacity: not pinned, not `landed`, not spared."""
         layers: Iterable[tuple[float, int]] = ((-np.inf, layer),)
         if self._pool is not None:  # the layers by the lowest priority of their residents
             every = range(len(self.members))
@@ -142,25 +143,27 @@ class ResidentSet:
         for lowest, each in layers:
             if best is not None and not best[0] and lowest > best[1]:
                 break  # nor can a later layer have an expert of so low a priority
-            found = self.victim_of_layer(each, pins, protected if each == layer else NO_EXPERT, spare_kept=spare_kept)
+            found = self.victim_of_layer(each, pins, landed if each == layer else NO_EXPERT, spare_protected=spare_protected)
             if found is not None and (best is None or found < best):
                 best = found
         return None if best is None else best[2:]
 
-    def victim_of_layer(self, layer: int, pins: Sequence[int], protected: int, *, spare_kept: bool) -> tuple[bool, float, int, int] | None:
-        """Return a layer's candidate as a sort key: whether it is new or kept, its priority, layer and expert."""
-        members, kept, new = self.members[layer], self._kept[layer], self._new[layer]
-        unpinned = [expert for expert, slot in members.items() if not pins[slot] and expert != protected]
-        if kept and spare_kept:
-            unpinned = [expert for expert in unpinned if expert not in kept]
-        last = kept if self._bypass else kept | new
+    def victim_of_layer(
+        self, layer: int, pins: Sequence[int], landed: int, *, spare_protected: bool
+    ) -> tuple[bool, float, int, int] | None:
+        """Return a layer's candidate as a sort key: whether it is new or protected, its priority, layer and expert."""
+        members, protected, new = self.members[layer], self._protected[layer], self._new[layer]
+        unpinned = [expert for expert, slot in members.items() if not pins[slot] and expert != landed]
+        if protected and spare_protected:
+            unpinned = [expert for expert in unpinned if expert not in protected]
+        last = protected if self._bypass else protected | new
         ordinary = [expert for expert in unpinned if expert not in last] if last else unpinned
         candidates = ordinary or unpinned
         if not candidates:
             return None
         values = self._priority(layer)
         expert = min(candidates, key=values.__getitem__)
-        if self._bypass and spare_kept and any(pins[members[each]] and values[each] < values[expert] for each in new):
+        if self._bypass and spare_protected and any(pins[members[each]] and values[each] < values[expert] for each in new):
             return None
         return (not ordinary, float(values[expert]), layer, expert)
 
@@ -298,7 +301,7 @@ class SlotTable:
         with self.lock:
             return list(self._residents.members[layer])
 
-    def holds(self, layer: int, expert: int) -> bool:
+    def is_resident(self, layer: int, expert: int) -> bool:
         return expert in self._residents.members[layer]
 
     def capacity_of(self, layer: int) -> int:
@@ -362,10 +365,10 @@ class SlotTable:
             if available:
                 self._notify_available()
 
-    def set_keep(self, layer: int, experts: Iterable[int]) -> None:
+    def protect(self, layer: int, experts: Iterable[int]) -> None:
         """Set the layer's experts that only a demand may evict, such as those prefetched for a later layer."""
         with self.lock:
-            self._residents.keep(layer, experts)
+            self._residents.protect(layer, experts)
             if self._shrink(layer):
                 self._notify_available()
 
@@ -393,13 +396,13 @@ class SlotTable:
     def reserve(self, layer: int, expert: int, *, demand: bool = False) -> Reservation | None:
         """Reserve a slot to load into; None if none is available.
 
-        A demand has two more ways to a slot: it evicts an expert above capacity, kept or not, and it supersedes another load.
+        A demand has two more ways to a slot: it evicts an expert above capacity, protected or not, and it supersedes another load.
         """
         with self.lock:
-            assert not self.holds(layer, expert), f"expert {expert} of layer {layer} is already resident"
+            assert not self.is_resident(layer, expert), f"expert {expert} of layer {layer} is already resident"
             if demand and not self._free_list and not self._frozen:
                 for crowded in self._residents.over_capacity():
-                    victim = self._residents.victim(crowded, self._pins, spare_kept=False)
+                    victim = self._residents.victim(crowded, self._pins, spare_protected=False)
                     if victim is not None:
                         self._evict(*victim)
                         break
@@ -438,7 +441,7 @@ class SlotTable:
             self._residents.add(layer, expert, slot)
             # An expert whose demand was already released (its readers wait in their stream) has served its purpose.
             used = self._pins[slot] == 0 and not self._unused_prefetch[slot]
-            if self._shrink(layer, protected=NO_EXPERT if used else expert):
+            if self._shrink(layer, landed=NO_EXPERT if used else expert):
                 self._notify_available()
 
     def cancel(self, reservation: Reservation) -> None:
@@ -467,11 +470,11 @@ class SlotTable:
         if self.on_available is not None:
             self.on_available()
 
-    def _shrink(self, layer: int, protected: int = NO_EXPERT) -> bool:
+    def _shrink(self, layer: int, landed: int = NO_EXPERT) -> bool:
         """Evict down to the capacity of the layer, or of the pool, as far as possible; return whether anything was evicted."""
         evicted = False
         while not self._frozen and self._residents.excess(layer) > 0:
-            victim = self._residents.victim(layer, self._pins, protected)
+            victim = self._residents.victim(layer, self._pins, landed)
             if victim is None:
                 break
             self._evict(*victim)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from moegraft.operators.offload.devices.base import (
     check_not_forked,
 )
 
-LIBRARIES = {"cuda": ("libcudart", "cudart64"), "hip": ("libamdhip64", "amdhip64")}
+LIBRARIES = {"cuda": "libcudart", "hip": "libamdhip64"}
 HOST_TO_DEVICE = 1
 PORTABLE = 1  # page-locked for every device
 READ_ONLY = 8  # for bytes that the host cannot write, such as a file mapped for reading
@@ -141,11 +140,7 @@ def _candidates(prefix: str) -> Iterator[str | None]:
     maps = Path("/proc/self/maps")
     if maps.exists():
         yield from loaded_paths(maps.read_text(encoding="utf-8", errors="replace"), prefix)
-    if sys.platform == "win32":
-        folder = Path(torch.__file__).parent / "lib"
-        yield from (str(path) for name in LIBRARIES[prefix] for path in folder.glob(f"{name}*.dll"))
-    else:
-        yield None  # linked into PyTorch, or loaded with global symbols
+    yield None  # linked into PyTorch, or loaded with global symbols
 
 
 class CudaEvent:

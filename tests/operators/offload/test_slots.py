@@ -148,9 +148,9 @@ def test_a_failed_load_frees_its_slot_when_the_demand_is_released() -> None:
     assert table.reserve(1, 2).slot == reservation.slot
 
 
-def test_kept_experts_are_evicted_only_for_a_demand() -> None:
+def test_protected_experts_are_evicted_only_for_a_demand() -> None:
     table = Table(SlotPlan((1, 1), 2))
-    table.slots.set_keep(0, [1, 2])
+    table.slots.protect(0, [1, 2])
     table.load(0, 1)
     table.load(0, 2)
     assert table.resident(0) == [1, 2], "kept: the layer is over capacity"
@@ -160,7 +160,7 @@ def test_kept_experts_are_evicted_only_for_a_demand() -> None:
     assert table.slots.reserve(1, 3) is None
     table.reserve(1, 3, demand=True)
     assert table.resident(0) == [2], "the lower one left"
-    table.slots.set_keep(0, [])
+    table.slots.protect(0, [])
     assert table.resident(0) == [2]
 
 
@@ -307,12 +307,10 @@ def test_the_victim_of_a_pool_is_the_lowest_of_all_layers(admission: Admission) 
         for slot, place in enumerate(chosen):
             residents.add(*divmod(place, EXPERTS), slot)
         for layer in range(layers):
-            residents.keep(layer, rng.integers(0, EXPERTS, 2).tolist() if rng.random() < 0.4 else ())
+            residents.protect(layer, rng.integers(0, EXPERTS, 2).tolist() if rng.random() < 0.4 else ())
             if rng.random() < 0.6:
                 residents.end_admission(layer)
-        layer, protected, spare_kept = int(rng.integers(layers)), int(rng.integers(-1, EXPERTS)), bool(rng.random() < 0.5)
-        each = [
-            residents.victim_of_layer(other, pins, protected if other == layer else -1, spare_kept=spare_kept) for other in range(layers)
-        ]
+        layer, landed, spare = int(rng.integers(layers)), int(rng.integers(-1, EXPERTS)), bool(rng.random() < 0.5)
+        each = [residents.victim_of_layer(other, pins, landed if other == layer else -1, spare_protected=spare) for other in range(layers)]
         expected = min((found for found in each if found is not None), default=None)
-        assert residents.victim(layer, pins, protected, spare_kept=spare_kept) == (None if expected is None else expected[2:])
+        assert residents.victim(layer, pins, landed, spare_protected=spare) == (None if expected is None else expected[2:])
