@@ -221,7 +221,7 @@ def sparse(session: Session, weight_type: str, tokens: Sequence[int]) -> Iterato
         for batch in calls:
             parts = [(part, acts.abs() >= threshold) for part, acts in experts.activations(batch.x, layer.arena, batch.slots)]
             ids, active = torch.cat([part for part, _ in parts]), torch.cat([kept for _, kept in parts])
-            works.append(sparse_work(ids, active, shape, gate_bytes=layer.weight_bytes, element_bytes=layer.weight_bytes))
+            works.append(sparse_work(ids, active, shape, layer.weight_bytes))
         for path in SLOT_PATHS:
             run = [partial(experts.forward, batch.x, layer.arena, batch.slots, batch.shares, batch.out, path) for batch in calls]
             # A neuron at the threshold may be in or out by rounding: one of thousands.

@@ -61,18 +61,17 @@ def dense_work(ids: torch.Tensor, shape: Shape, element_bytes: float = 2) -> Wor
     return Work(3.0 * experts * row * element_bytes, 6.0 * ids.numel() * row)
 
 
-def sparse_work(ids: torch.Tensor, active: torch.Tensor, shape: Shape, gate_bytes: float = 2.0, element_bytes: float = 2) -> Work:
+def sparse_work(ids: torch.Tensor, active: torch.Tensor, shape: Shape, element_bytes: float = 2) -> Work:
     """Return the work of a sparse layer: the gates of the chosen experts, and the rows of up and down that any of their tokens needs.
 
     Args:
         active: (T, K, I) bool.
-        gate_bytes: bytes of a gate weight: 2, or 0.5625 for a 4-bit sketch, which also reads the gate rows of active neurons.
     """
     experts = int(ids.unique().numel())
     union = torch.zeros(shape.num_experts, shape.intermediate, dtype=torch.int32, device=active.device)
     union.index_add_(0, ids.flatten().long(), active.flatten(0, 1).to(torch.int32))
-    rows = int((union > 0).sum()) * (3 if gate_bytes < element_bytes else 2)
-    gates = experts * shape.intermediate * shape.hidden * gate_bytes
+    rows = 2 * int((union > 0).sum())
+    gates = experts * shape.intermediate * shape.hidden * element_bytes
     flops = 2.0 * ids.numel() * shape.intermediate * shape.hidden + 4.0 * int(active.sum()) * shape.hidden
     return Work(gates + rows * shape.hidden * element_bytes, flops)
 

@@ -56,8 +56,8 @@ SAMPLE = (
     "linear int8 bfloat16 T=64",
     "slots qwen3-30b bfloat16 bfloat16 T=2048",
     "sparse qwen3.5-35b bfloat16 pair T=1",
-    "sparse qwen3.5-35b bfloat16 union T=64",
-    "sparse qwen3-30b int4 union T=64",
+    "sparse qwen3.5-35b bfloat16 dense T=2048",
+    "sparse qwen3-30b int4 dense T=2048",
 )
 Case = Callable[[], None]
 Row = dict[str, object]
@@ -88,11 +88,11 @@ def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int, slots: 
     return launch
 
 
-def sparse_case(name: str, weights: str, path: str, tokens: int, dtype: torch.dtype = BF16, *, sketched: bool = False) -> Case:
+def sparse_case(name: str, weights: str, path: str, tokens: int, dtype: torch.dtype = BF16) -> Case:
     hidden, intermediate, num_experts, top_k = SHAPES[name]
     clamped = name == "gpt-oss"
     shape = ExpertsShape(num_experts, hidden, intermediate, bias=clamped)
-    experts = SparseSlotExperts(shape, CLAMPED if clamped else GateSpec(), weights, META, sketched=sketched)
+    experts = SparseSlotExperts(shape, CLAMPED if clamped else GateSpec(), weights, META)
 
     def launch() -> None:
         experts.forward(
@@ -142,16 +142,11 @@ def cases() -> Mapping[str, Case]:
     for slots in (3072, 6144):  # of all layers, as memory allows: nothing may depend on it
         found[f"slots qwen3-30b int4 bfloat16 T=512 of {slots}"] = slots_case("qwen3-30b", "int4", BF16, 512, slots)
         found[f"arriving qwen3-30b int4 bfloat16 T=512 of {slots}"] = slots_case("qwen3-30b", "int4", BF16, 512, slots, arriving=True)
-    paths = (("pair", 1), ("ordered", 64), ("union", 64), ("dense", 2048))
-    for path, tokens in paths:
+    for path, tokens in (("pair", 1), ("dense", 2048)):
         found[f"sparse qwen3.5-35b bfloat16 {path} T={tokens}"] = sparse_case("qwen3.5-35b", "bfloat16", path, tokens)
-        if path != "ordered":
-            found[f"sparse qwen3-30b int4 {path} T={tokens}"] = sparse_case("qwen3-30b", "int4", path, tokens)
-    for path, tokens in (("pair", 8), ("dense", 2048)):
-        found[f"sparse qwen3.5-35b bfloat16 sketch {path} T={tokens}"] = sparse_case("qwen3.5-35b", "bfloat16", path, tokens, sketched=True)
-    for path in ("pair", "union"):
+        found[f"sparse qwen3-30b int4 {path} T={tokens}"] = sparse_case("qwen3-30b", "int4", path, tokens)
         found[f"sparse qwen3-30b float32 float32 {path} T=64"] = sparse_case("qwen3-30b", "float32", path, 64, torch.float32)
-    found["sparse gpt-oss bfloat16 union T=64"] = sparse_case("gpt-oss", "bfloat16", "union", 64)
+    found["sparse gpt-oss bfloat16 dense T=64"] = sparse_case("gpt-oss", "bfloat16", "dense", 64)
     for weights, tokens in (("int8", 1), ("int8", 64), ("int4", 1), ("q4_k", 1)):
         found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
     return found
@@ -198,7 +193,7 @@ def quiet() -> Iterator[None]:
 
 def is_product(kernel: str) -> bool:
     """Return whether a kernel should use tensor cores."""
-    return "product" in kernel or (kernel.endswith("_union_kernel") and kernel != "compact_union_kernel")
+    return "product" in kernel or kernel.endswith("_dense_kernel")
 
 
 def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:

@@ -95,16 +95,16 @@ def make_weights(shape: Shape, device: torch.device) -> Weights:
 
 
 class Layer:
-    """All experts in slots, with or without a sketch of the gates."""
+    """All experts in slots."""
 
-    def __init__(self, shape: Shape, weights: Weights, device: torch.device, *, sketched: bool = False) -> None:
+    def __init__(self, shape: Shape, weights: Weights, device: torch.device) -> None:
         from moegraft.operators.sparse.slots import SlotPacker, SparseSlotExperts
 
         sizes = ExpertsShape(shape.num_experts, shape.hidden, shape.intermediate)
         self.shape = shape
-        self.experts = SparseSlotExperts(sizes, GateSpec(), "bfloat16", device, sketched=sketched)
+        self.experts = SparseSlotExperts(sizes, GateSpec(), "bfloat16", device)
         self.arena = torch.empty(shape.num_experts, self.experts.expert_bytes, dtype=torch.uint8, device=device)
-        packer = SlotPacker(sizes, GateSpec(), "bfloat16", sketched=sketched)
+        packer = SlotPacker(sizes, GateSpec(), "bfloat16")
         for expert, slot in enumerate(self.arena):
             for part, values in weights.parts.items():
                 packer.pack(part, as_array(values[expert].cpu().contiguous()))  # type: ignore[arg-type]
@@ -175,19 +175,17 @@ def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device
 
     shape, reached = SHAPES[name], rates(device)
     weights = make_weights(shape, device)
-    plain, sketched = (Layer(shape, weights, device, sketched=kind) for kind in (False, True))
-    sparse = {**{path: (plain, run) for path, run in SLOT_PATHS.items()}, "sketch": (sketched, SLOT_PATHS["pair"])}
-    dense = {"dense": sparse["dense"], **{path: (plain, run) for path, run in baselines(weights).items()}}
+    layer = Layer(shape, weights, device)
+    dense = {"dense": SLOT_PATHS["dense"], **baselines(weights)}
     for count in tokens:
         dense_ms: dict[str, float] = {}
         for total in shares:
             routed = shape.routed(total)
-            for path, (layer, run) in (sparse if total else dense).items():
+            for path, run in (SLOT_PATHS if total else dense).items():
                 calls = layer.calls(count, routed)
                 threshold = float(calls[0].threshold.value)
-                if path != "sketch":  # a sketch may miss a neuron
-                    check(calls[0], weights, run, threshold, path)
-                works = [_work(layer, call, path, dense=not total or path in DENSE) for call in calls]
+                check(calls[0], weights, run, threshold, path)
+                works = [_work(layer, call, dense=not total or path in DENSE) for call in calls]
                 times = measure([partial(run, call) for call in calls], device)
                 median, floor = statistics.median(times), mean_floor_ms(works, reached)
                 if not total:
@@ -208,12 +206,12 @@ def layer_rows(name: str, tokens: Sequence[int], shares: Sequence[float], device
                 }
 
 
-def _work(layer: Layer, call, path: str, *, dense: bool) -> Work:  # type: ignore[no-untyped-def]
+def _work(layer: Layer, call, *, dense: bool) -> Work:  # type: ignore[no-untyped-def]
     if dense:
         return dense_work(call.slots, layer.shape)
     _, acted = next(layer.experts.activations(call.hidden_states, call.arena, call.slots))
     active = acted.abs() >= call.threshold.value
-    return sparse_work(call.slots, active, layer.shape, gate_bytes=0.5625 if path == "sketch" else 2.0)
+    return sparse_work(call.slots, active, layer.shape)
 
 
 def kernel_rows(name: str, tokens: int, device: torch.device) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The option `sparsity`, the thresholds file that it refers to, and the margin of a sketch.
+"""The option `sparsity` and the thresholds file that it refers to.
 
 A thresholds file gives, for a grid of shares, the `|act(gate)|` below which this share of a layer's neurons lies, and the text that it was
 measured on. It is JSON, so that people can read it and a checkpoint can include it. It belongs to the weights of one model and is refused
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 
 from moegraft.operators.atomic_file import write_file
 from moegraft.operators.errors import ThresholdsError
@@ -252,40 +251,3 @@ def _check_numbers(name: str, values: Sequence[float], count: int, *, least: flo
         raise ValueError(f"{name} has a value that is not a number{' above 0' if least else ' of at least 0'}")
     if any(left > right for left, right in pairwise(values)):
         raise ValueError(f"{name} is not in ascending order")
-
-
-MISSED = 1e-3  # share of the active neurons that a sketch may miss
-MAX_SAMPLES = 1 << 15  # activations kept from one call, evenly spaced
-DEFAULT_MARGIN = 0.8  # without a calibration; measured with synthetic weights
-
-
-class SketchSamples:
-    """Activations of a sample of neurons during a calibration, by exact gates and by sketched ones."""
-
-    def __init__(self) -> None:
-        self._exact: list[torch.Tensor] = []
-        self._sketched: list[torch.Tensor] = []
-
-    def add(self, exact: torch.Tensor, sketched: torch.Tensor) -> None:
-        """Add the results of `sample` for one call, with exact gates and with sketched ones."""
-        assert exact.shape == sketched.shape, "both samples are of the same neurons"
-        self._exact.append(exact)
-        self._sketched.append(sketched)
-
-    def margin(self, threshold: float) -> float | None:
-        """Return the share of the threshold, at most 1, that all but MISSED of the active neurons reach when sketched; None without any."""
-        if not self._exact or threshold <= 0:
-            return None
-        exact, sketched = torch.cat(self._exact), torch.cat(self._sketched)
-        active = sketched[exact >= threshold].sort().values
-        if not len(active):
-            return None
-        reached = float(active[int(MISSED * len(active))]) / threshold
-        return min(1.0, max(reached, 1e-6))
-
-
-def sample(ids: torch.Tensor, acted: torch.Tensor) -> torch.Tensor:
-    """Sample magnitudes of `acted` (T, K, I) at fixed positions, without the padded slots of `ids` (T, K); the result is on the CPU."""
-    magnitudes = acted[ids >= 0].abs().flatten()
-    step = max(1, magnitudes.numel() // MAX_SAMPLES) | 1  # an odd step selects different neurons in different rows
-    return magnitudes[::step].float().to("cpu", copy=True)

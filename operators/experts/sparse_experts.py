@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.sparse.choice import PathChoices
 from moegraft.operators.sparsity import LayerSparsity, whole
-from moegraft.operators.thresholds import DEFAULT_MARGIN, SketchSamples, SparsityOptions, sample
+from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import WeightSource, sampled
 
 if TYPE_CHECKING:
@@ -43,31 +43,19 @@ class SparseExpertsOptions:
 
     Attributes:
         sparsity: which neurons of each expert are left out; it changes the model's output.
-        gate: `exact` computes every gate; `sketch` first computes a 4-bit copy of the gates (9% more memory), and then exactly only those
-            near the threshold, which occasionally misses a neuron.
-        margin: with `sketch`, the share of the threshold that a sketched activation must reach for its gate to be computed. By default the
-            share at which a calibration at load misses one active neuron in a thousand; where thresholds come from a file, 0.8.
         gpu: the device that holds the experts, such as `cuda:1`; `auto` for the first.
     """
 
     sparsity: SparsityOptions
-    gate: Literal["exact", "sketch"] = "exact"
-    margin: float | None = None
     gpu: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.margin is not None and not 0 < self.margin <= 1:
-            raise ValueError(f"margin is a share of the threshold, above 0 and up to 1, not {self.margin:g}")
         if self.gpu != "auto" and not (self.gpu.startswith("cuda:") and self.gpu[5:].isdigit()):
             raise ValueError(f"gpu is 'auto' or a device such as 'cuda:0', not '{self.gpu}'")
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda:0" if self.gpu == "auto" else self.gpu)
-
-    @property
-    def sketched(self) -> bool:
-        return self.gate == "sketch"
 
 
 class SparseExperts(Operator):
@@ -104,7 +92,6 @@ class SparseExperts(Operator):
         self._dtype: torch.dtype | None = None
         self._arena: torch.Tensor | None = None  # (E, expert_bytes) uint8
         self._kernels: SparseSlotExperts | None = None
-        self._samples: SketchSamples | None = None  # while a calibration at load may determine the margin of a sketch
         self._number = register(self)
 
     @classmethod
@@ -133,7 +120,7 @@ class SparseExperts(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
-        packed = sparse_layout(layout.shape, layout.gate, _type_name(DTYPES[dtype]), sketched=options.sketched)
+        packed = sparse_layout(layout.shape, layout.gate, _type_name(DTYPES[dtype]))
         return Footprint({str(options.device): layout.num_experts * packed.expert_bytes})
 
     @classmethod
@@ -157,19 +144,17 @@ class SparseExperts(Operator):
 
     def placement(self) -> str:
         dtype = "stored" if self._dtype is None else _type_name(self._dtype)
-        gate = ", gate by sketch" if self.options.sketched else ""
-        return f"experts: {self.name}, {dtype} on {self._device}{gate}, {self.sparsity.describe()}"
+        return f"experts: {self.name}, {dtype} on {self._device}, {self.sparsity.describe()}"
 
     def statistics(self) -> Mapping[str, object]:
         times = [{"case": case, "tokens": tokens, "ms": dict(ms)} for case, tokens, ms in self._choices.times()]
-        sketch = {"margin": self._kernels.margin} if self._kernels is not None and self.options.sketched else {}
-        return {"sparsity": self.sparsity.statistics(), "paths": times, **sketch}
+        return {"sparsity": self.sparsity.statistics(), "paths": times}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         # Imported here because Triton need not be installed where there is no GPU.
         from moegraft.operators.sparse.slots import SlotPacker, SparseSlotExperts, TimedSlotPaths
 
-        layout, options = self.layout, self.options
+        layout = self.layout
         dtype = DTYPES.get(source.dtype)
         if dtype is None:
             raise CheckpointError(
@@ -177,9 +162,9 @@ class SparseExperts(Operator):
             )
         weights = (layout.shape, layout.gate, _type_name(dtype))
         paths = TimedSlotPaths(self._choices, layout.num_experts, layout.num_experts, lambda: arena)
-        kernels = SparseSlotExperts(*weights, self._device, paths, sketched=options.sketched, margin=options.margin or DEFAULT_MARGIN)
+        kernels = SparseSlotExperts(*weights, self._device, paths)
         arena = torch.empty(layout.num_experts, kernels.expert_bytes, dtype=torch.uint8, device=self._device)
-        packer = SlotPacker(*weights, sketched=options.sketched)
+        packer = SlotPacker(*weights)
         for expert in range(layout.num_experts):
             for part in layout.parts():
                 piece = source.read_shaped(part, layout.part_shape(part), expert)
@@ -187,15 +172,10 @@ class SparseExperts(Operator):
                 advance(piece.nbytes)
             arena[expert].copy_(packer.slot_bytes())
         self._dtype, self._arena, self._kernels = dtype, arena, kernels
-        if options.sketched and options.margin is None:
-            self._samples = SketchSamples()
         self.sparsity.attach(kernels)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         assert self._kernels is not None, "called after load"
-        if self._samples is not None:
-            self._kernels.margin = self._samples.margin(self.sparsity.threshold) or DEFAULT_MARGIN
-            self._samples = None
         top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
         if top_k is not None and self._device.type == "cuda":
             from moegraft.operators.sparse.slots import BATCHES
@@ -227,17 +207,12 @@ class SparseExperts(Operator):
 
     def _observe(self, kernels: SparseSlotExperts, arena: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
         assert self.sparsity.observer is not None, "called while there is an observer"
-        exact = []
         for part, acted in kernels.activations(x, arena, slots):
             self.sparsity.observer(part.long(), acted)
-            exact.append(sample(part, acted))
-        if self._samples is not None:
-            for mine, (part, acted) in zip(exact, kernels.activations(x, arena, slots, sketched=True), strict=True):
-                self._samples.add(mine, sample(part, acted))
 
     def extra_repr(self) -> str:
         layout = self.layout
-        return f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}, gate={self.options.gate}"
+        return f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}"
 
 
 def _type_name(dtype: torch.dtype) -> str:

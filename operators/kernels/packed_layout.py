@@ -31,7 +31,6 @@ LINE_BYTES = 64  # which blocks of rows are whole multiples of
 CHUNK_COLUMNS = 512
 LANES = 16  # of a chunk
 MOST_LANES = 2048  # neurons that a program looks at in one go: 16 a thread
-SKETCH = "int4"  # the weight type of a sketch
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -239,11 +238,9 @@ class PackedRows(NamedTuple):
     units: int  # of a row
     row_stride: int
     expert_stride: int
-    gate_first: int  # -1: the gates are in blocks alone
     up_first: int
     down_first: int
     expert_words: int
-    gate_bias_word: int  # of ungated experts the ups'; -1: no biases
     up_bias_word: int
     down_bias_word: int
 
@@ -271,11 +268,9 @@ class ElementRows(NamedTuple):
     header: int
     row_stride: int
     expert_stride: int
-    gate_first: int  # negative: the gates are in blocks alone
     up_first: int
     down_first: int
     expert_words: int
-    gate_bias_word: int
     up_bias_word: int
     down_bias_word: int
 
@@ -290,8 +285,7 @@ class SparseLayout:
     """Where the parts of an expert are in the sparse layout.
 
     Attributes:
-        gates: the blocks that gates (of ungated experts ups) are computed from; with `sketched` a 4-bit copy that predicts which neurons
-            are active, while the exact gates are rows like those of up and down.
+        gates: the blocks that gates (of ungated experts ups) are computed from.
     """
 
     weight_type: str
@@ -300,11 +294,10 @@ class SparseLayout:
     elements: ElementRows
     gate: Gate
     expert_bytes: int
-    sketched: bool
 
 
-def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *, sketched: bool = False) -> SparseLayout:
-    """Describe the sparse layout; `sketched` has a sketch of the gates in front, 4.5 bits a weight, and the gates themselves as rows."""
+def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) -> SparseLayout:
+    """Describe the sparse layout."""
     read = gpu_format(weight_type)
     size, held = read.unit_dtype.itemsize, read.unit_columns
     neurons = round_up(shape.intermediate, BLOCK_ROWS)
@@ -312,13 +305,11 @@ def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *,
     header_bytes = round_up(chunks * LANES * 2, 64) if FORMATS[weight_type].scaled else 0
     units = chunks * CHUNK_COLUMNS // held
     row_bytes = header_bytes + units * size
-    gates_type = SKETCH if sketched else weight_type
-    gate_at = block_bytes(gates_type, shape.hidden) * (neurons // BLOCK_ROWS)
-    up_at = gate_at + (row_bytes * neurons if sketched else 0)
+    up_at = block_bytes(weight_type, shape.hidden) * (neurons // BLOCK_ROWS)
     down_at = up_at + (row_bytes * neurons if shape.gated else 0)
     biases = _Biases.after(down_at + row_bytes * neurons, shape)
     expected = PackedExperts.expert_bytes_for(shape, weight_type, sparse=True)
-    assert sketched or biases.end == expected, "this layout is not the CPU kernel's"
+    assert biases.end == expected, "this layout is not the CPU kernel's"
     first_bias = biases.gate if shape.gated else biases.up
     rows = PackedRows(
         weights=weight_type,
@@ -332,24 +323,21 @@ def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *,
         units=units,
         row_stride=row_bytes // size,
         expert_stride=biases.end // size,
-        gate_first=gate_at // size if sketched else -1,
         up_first=up_at // size,
         down_first=down_at // size,
         expert_words=biases.end // 4,
-        gate_bias_word=first_bias // 4 if shape.bias else -1,
         up_bias_word=biases.up // 4 if shape.bias else -1,
         down_bias_word=biases.down // 4 if shape.bias else -1,
     )
     return SparseLayout(
         weight_type=weight_type,
         gates=packed_matrix(
-            gates_type, neurons, shape.hidden, outputs=shape.intermediate, expert_bytes=biases.end, biases=(first_bias, -1)
+            weight_type, neurons, shape.hidden, outputs=shape.intermediate, expert_bytes=biases.end, biases=(first_bias, -1)
         ),
         rows=rows,
         elements=_by_elements(rows, read),
         gate=gate_of(gate_spec, gated=shape.gated),
         expert_bytes=biases.end,
-        sketched=sketched,
     )
 
 
@@ -370,11 +358,9 @@ def _by_elements(rows: PackedRows, read: GpuFormat) -> ElementRows:
         header=rows.header * together,
         row_stride=rows.row_stride * together,
         expert_stride=rows.expert_stride * together,
-        gate_first=rows.gate_first * together,
         up_first=rows.up_first * together,
         down_first=rows.down_first * together,
         expert_words=rows.expert_words,
-        gate_bias_word=rows.gate_bias_word,
         up_bias_word=rows.up_bias_word,
         down_bias_word=rows.down_bias_word,
     )

@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.operators.kernels.epilogue import Threshold, activated, limited_up, reaches
+from moegraft.operators.kernels.epilogue import Threshold, limited_up, reaches
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes
 from moegraft.operators.kernels.packed_layout import Gate, PackedRows, next_power_of_two
-from moegraft.operators.kernels.routing import PairGroups
 from moegraft.operators.kernels.units import column, signed
 
 WARPS = 4
@@ -28,27 +27,17 @@ PROGRAMS = 528  # four for each multiprocessor of an H200: with fewer pairs, mor
 
 @dataclass(frozen=True, slots=True)
 class ActiveNeurons:
-    """The active neurons of each pair, or of each block of pairs.
+    """The active neurons of each pair.
 
     Attributes:
         neurons: (count, I) int32: neurons in ascending order; only the first `lengths` are written.
-        values: (count, I) float32: their activations; of blocks unused.
+        values: (count, I) float32: their activations.
         lengths: (count,) int32.
     """
 
     neurons: torch.Tensor
     values: torch.Tensor
     lengths: torch.Tensor
-
-
-@triton.jit
-def _pair_of(order_ptr, order_count_ptr):
-    """The pair of this program: its number, or with an order the pair at that place; -1 beyond the last."""
-    place = tl.program_id(0)
-    if order_ptr is None:
-        return place
-    else:
-        return tl.where(place < tl.load(order_count_ptr), tl.load(order_ptr + place), -1)
 
 
 @triton.jit
@@ -60,17 +49,15 @@ def _compact_kernel(
     list_ptr,  # (P, I) int32
     value_ptr,  # (P, I) float32
     length_ptr,  # (P,) int32
-    margin,  # of the threshold: what a sketched activation has to reach, otherwise 1
     R: tl.constexpr,
-    SKETCHED: tl.constexpr,
 ):
-    """Grid (P,). List the neurons that reach the threshold, or that may where activations are sketched; these are counted later."""
+    """Grid (P,). List the neurons that reach the threshold."""
     pair = tl.program_id(0)
     if tl.load(slots_ptr + pair) < 0:
         tl.store(length_ptr + pair, 0)
         return
     offset = pair.to(tl.int64) * R.neurons
-    threshold = tl.load(threshold_ptr) * margin
+    threshold = tl.load(threshold_ptr)
     LANES: tl.constexpr = R.lanes
     PADDED: tl.constexpr = R.padded_neurons
     length = 0
@@ -84,8 +71,7 @@ def _compact_kernel(
         length += tl.sum(kept)
     tl.store(length_ptr + pair, length)
     tl.atomic_add(counts_ptr + 1, R.neurons, sem="relaxed")
-    if not SKETCHED:
-        tl.atomic_add(counts_ptr, tl.cast(length, tl.int64), sem="relaxed")
+    tl.atomic_add(counts_ptr, tl.cast(length, tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -130,10 +116,6 @@ def _up_kernel(
     scales_ptr,  # the same bytes as float16
     biases_ptr,  # the same bytes as float32
     slots_ptr,  # (P,) int32
-    order_ptr,  # (P,) int32: pairs by slot, or None
-    order_count_ptr,
-    threshold_ptr,  # (1,) float32
-    counts_ptr,  # (2,) int64
     list_ptr,  # (P, I) int32
     value_ptr,  # (P, I) float32: activations by place
     length_ptr,  # (P,) int32
@@ -142,14 +124,11 @@ def _up_kernel(
     GATE: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,  # the list is from sketched activations: compute the gates here, and drop what does not reach the threshold
     BN: tl.constexpr,
     BU: tl.constexpr,
 ):
     """Grid (P, S). `act(gate) * up` of a pair's listed neurons; the S programs of a pair alternate over parts of BN."""
-    pair = _pair_of(order_ptr, order_count_ptr)
-    if pair < 0:
-        return
+    pair = tl.program_id(0)
     length = tl.load(length_ptr + pair)
     first = tl.program_id(1) * BN
     if first >= length:
@@ -164,16 +143,7 @@ def _up_kernel(
         alive = places < length
         listed = tl.load(list_ptr + offset + places, mask=alive, other=0)
         rows = (start + listed.to(tl.int64) * R.row_stride)[:, None]
-        if EXACT:
-            gate = _row_sums(units_ptr, scales_ptr, x_ptr, rows + R.gate_first, alive, R, BN, BU)
-            if R.gate_bias_word >= 0:
-                gate += tl.load(biases_ptr + R.gate_bias_word + listed, mask=alive, other=0.0)
-            value = activated(gate, GATE)
-            kept = reaches(value, tl.load(threshold_ptr)) & alive
-            value = tl.where(kept, value, 0.0)
-            tl.atomic_add(counts_ptr, tl.sum(kept.to(tl.int32)).to(tl.int64), sem="relaxed")
-        else:
-            value = tl.load(value_ptr + offset + places, mask=alive, other=0.0)
+        value = tl.load(value_ptr + offset + places, mask=alive, other=0.0)
         if R.gated:
             up = _row_sums(units_ptr, scales_ptr, x_ptr, rows + R.up_first, alive, R, BN, BU)
             if R.up_bias_word >= 0:
@@ -189,8 +159,6 @@ def _down_kernel(
     scales_ptr,
     biases_ptr,
     slots_ptr,  # (P,) int32
-    order_ptr,
-    order_count_ptr,
     list_ptr,  # (P, I) int32
     length_ptr,  # (P,) int32
     neurons_ptr,  # (P, I) float32 by place
@@ -200,9 +168,7 @@ def _down_kernel(
     BU: tl.constexpr,
 ):
     """Grid (P, units / BU). The sum of a pair's listed rows of down, and the bias."""
-    pair = _pair_of(order_ptr, order_count_ptr)
-    if pair < 0:
-        return
+    pair = tl.program_id(0)
     slot = tl.load(slots_ptr + pair).to(tl.int64)
     if slot < 0:
         return
@@ -238,18 +204,11 @@ def list_active(
     threshold: Threshold,
     active: ActiveNeurons,
     rows: PackedRows,
-    margin: float = 1.0,
-    *,
-    sketched: bool = False,
 ) -> None:
-    """Fill `active` with the neurons of each present pair whose activations `act (P, I)` float32 reach `margin` times the threshold.
-
-    Args:
-        sketched: the activations are sketched, so active neurons are not counted yet.
-    """
+    """Fill `active` with the neurons of each present pair whose activations `act (P, I)` float32 reach the threshold, and count them."""
     _compact_kernel[slots.numel(),](
-        act, slots, threshold.value, threshold.counts, active.neurons, active.values, active.lengths, margin,
-        R=rows, SKETCHED=sketched, num_warps=WARPS, **LAUNCH,
+        act, slots, threshold.value, threshold.counts, active.neurons, active.values, active.lengths,
+        R=rows, num_warps=WARPS, **LAUNCH,
     )  # fmt: skip
 
 
@@ -258,28 +217,17 @@ def up_pairs(
     arena: PackedBytes,
     slots: torch.Tensor,
     active: ActiveNeurons,
-    threshold: Threshold,
     out: torch.Tensor,
     rows: PackedRows,
     gate: Gate,
-    *,
-    order: PairGroups | None = None,
-    exact: bool = False,
 ) -> None:
-    """`out (P, I) float32`: the gated neurons of the active ones, by place.
-
-    Args:
-        x_units: (T, width) float32 in unit order.
-        order: blocks of one pair each, by slot; None: pairs in their order.
-        exact: the active neurons are from a sketch: compute their gates, and make those below the threshold zeros.
-    """
+    """`out (P, I) float32`: the gated neurons of the active ones, by place; `x_units (T, width)` float32 is in unit order."""
     pairs = slots.numel()
     programs = max(1, min(triton.cdiv(rows.neurons, UP_NEURONS), triton.cdiv(PROGRAMS, pairs)))
     units = min(UP_UNITS, next_power_of_two(rows.units))
     _up_kernel[pairs, programs](
-        x_units, arena.units, arena.scales, arena.biases, slots, order and order.pairs, order and order.count,
-        threshold.value, threshold.counts, active.neurons, active.values, active.lengths, out,
-        R=rows, GATE=gate, TOP_K=slots.shape[1], WIDTH=rows.width, EXACT=exact, BN=UP_NEURONS, BU=units,
+        x_units, arena.units, arena.scales, arena.biases, slots, active.neurons, active.values, active.lengths, out,
+        R=rows, GATE=gate, TOP_K=slots.shape[1], WIDTH=rows.width, BN=UP_NEURONS, BU=units,
         num_warps=max(1, WARPS * units // UP_UNITS), **LAUNCH,
     )  # fmt: skip
 
@@ -291,12 +239,9 @@ def down_pairs(
     neurons: torch.Tensor,
     out: torch.Tensor,
     rows: PackedRows,
-    *,
-    order: PairGroups | None = None,
 ) -> None:
     """`out (P, H) float32`: each pair's sum over its active rows of down, and the bias."""
     _down_kernel[slots.numel(), rows.units // DOWN_UNITS](
-        arena.units, arena.scales, arena.biases, slots, order and order.pairs, order and order.count,
-        active.neurons, active.lengths, neurons, out,
+        arena.units, arena.scales, arena.biases, slots, active.neurons, active.lengths, neurons, out,
         R=rows, BN=DOWN_NEURONS, BU=DOWN_UNITS, num_warps=WARPS, **LAUNCH,
     )  # fmt: skip

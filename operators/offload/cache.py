@@ -6,9 +6,10 @@ Shapes: L layers, E experts, T tokens of one step in order, K experts per token.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,9 +59,10 @@ class CacheOptions:
         return self.policy == "static"
 
 
-class CachePolicy(Protocol):
+class CachePolicy(ABC):
     """Ranks the experts of each layer by the routing it has observed."""
 
+    @abstractmethod
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
         """Observe one step of a layer.
 
@@ -68,28 +70,35 @@ class CachePolicy(Protocol):
             scores: (T, E) float32, `routing.scores_of` the layer's router.
             chosen: (T, K) int64, the experts that are computed; -1 for a padded slot.
         """
-        ...
 
+    def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+        """`update` each of N layers, with scores (N, T, E) and choices (N, T, K)."""
+        for number, layer in enumerate(layers.tolist()):
+            self.update(layer, scores[number], chosen[number])
+
+    @abstractmethod
     def priority(self, layer: int) -> Priority:
         """Return (E,) float64, larger: keep; comparable among layers. Read-only, and valid until the next update of the layer."""
-        ...
+
+    @abstractmethod
+    def priorities(self) -> NDArray[np.float64]:
+        """Return `priority` of all layers, (L, E)."""
 
 
-class _ExpertRanks:
+class _ExpertRanks(CachePolicy):
     """A policy that keeps one up-to-date rank per expert."""
 
     def __init__(self, layers: int, num_experts: int) -> None:
         self._rank = np.zeros((layers, num_experts))
-        self._shown = self._rank.view()
-        self._shown.flags.writeable = False
+        self._read_only = self._rank.view()
+        self._read_only.flags.writeable = False
 
     def priorities(self) -> NDArray[np.float64]:
-        """Return `priority` of all layers, (L, E)."""
-        return self._shown
+        return self._read_only
 
     def priority(self, layer: int) -> Priority:
-        shown: Priority = self._shown[layer]
-        return shown
+        row: Priority = self._read_only[layer]
+        return row
 
 
 class LeastRecentlyUsed(_ExpertRanks):
@@ -107,7 +116,7 @@ class LeastRecentlyUsed(_ExpertRanks):
         self._clock += tokens
 
 
-class LeastFrequentlyUsed:
+class LeastFrequentlyUsed(CachePolicy):
     """Keep what was used most often since the start; of equals, what was used last."""
 
     def __init__(self, layers: int, num_experts: int) -> None:
@@ -123,6 +132,9 @@ class LeastFrequentlyUsed:
     def priority(self, layer: int) -> Priority:
         return np.asarray(self._uses[layer] + self._last.priority(layer) / (2 * self._latest))
 
+    def priorities(self) -> NDArray[np.float64]:
+        return np.asarray(self._uses + self._last.priorities() / (2 * self._latest))
+
 
 class MinusRecentScore(_ExpertRanks):
     """HybriMoE's MRS, eq. (3), applied per token: `S = alpha * TopP(s) + (1 - alpha) * S`."""
@@ -132,8 +144,7 @@ class MinusRecentScore(_ExpertRanks):
         self._average = _MovingAverage(alpha)
         self._dropped = 0 if top_p is None else max(num_experts - top_p, 0)
 
-    def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32]) -> None:
-        """`update` of several layers at once, with scores (N, T, E)."""
+    def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
         gain = self._average.gain(min(scores.shape[1], self._average.length))
         recent = scores[:, scores.shape[1] - len(gain) :]
         finite = np.isfinite(recent.sum(axis=(1, 2)))
@@ -165,7 +176,7 @@ class MinusRecentScore(_ExpertRanks):
         row += fresh
 
 
-class ScoreAndFrequency:
+class ScoreAndFrequency(CachePolicy):
     """The sum of a fast average of scores and a slow average of uses, each divided by its mean in the layer."""
 
     def __init__(self, layers: int, num_experts: int, alpha: float, top_p: int | None = None, frequency_alpha: float = 0.01) -> None:
@@ -181,8 +192,7 @@ class ScoreAndFrequency:
         row += _uses(recent, len(row), self._average.gain(len(recent)))
 
     def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
-        """`update` of several layers at once, with scores (N, T, E) and choices (N, T, K)."""
-        self._scores.update_layers(layers, scores)
+        self._scores.update_layers(layers, scores, chosen)
         gain = self._average.gain(min(chosen.shape[1], self._average.length))
         recent = chosen[:, chosen.shape[1] - len(gain) :]
         count, num_experts = len(layers), self._uses.shape[1]
@@ -192,7 +202,6 @@ class ScoreAndFrequency:
         self._uses[layers] = self._uses[layers] * self._average.decay(chosen.shape[1]) + uses
 
     def priorities(self) -> NDArray[np.float64]:
-        """Return `priority` of all layers, (L, E)."""
         scores, uses = self._scores.priorities(), self._uses
         means = (np.where(total == 0, 1.0, total) for total in (scores.mean(axis=1, keepdims=True), uses.mean(axis=1, keepdims=True)))
         return np.asarray(scores / next(means) + uses / next(means))
@@ -237,25 +246,6 @@ class _MovingAverage:
     def decay(self, tokens: int) -> float:
         """Return the factor on the average before these tokens."""
         return float(self._keep**tokens)
-
-
-def update_layers(policy: CachePolicy, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
-    """`policy.update` for each of `layers`, with scores (N, T, E) and choices (N, T, K)."""
-    if isinstance(policy, MinusRecentScore):
-        policy.update_layers(layers, scores)
-        return
-    if isinstance(policy, ScoreAndFrequency):
-        policy.update_layers(layers, scores, chosen)
-        return
-    for number, layer in enumerate(layers.tolist()):
-        policy.update(layer, scores[number], chosen[number])
-
-
-def priorities(policy: CachePolicy, layers: int) -> NDArray[np.float64]:
-    """Return `policy.priority` of all layers, (L, E)."""
-    if isinstance(policy, _ExpertRanks | ScoreAndFrequency):
-        return policy.priorities()
-    return np.stack([policy.priority(layer) for layer in range(layers)])
 
 
 def _uses(chosen: Ids, num_experts: int, gain: NDArray[np.float64] | None = None) -> NDArray[np.float64]:

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.cpu import as_array, rounded
-from moegraft.operators.offload.cache import priorities, update_layers
 from moegraft.operators.offload.devices.base import ALIGNMENT, Device, DeviceError, Graph, Work
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
@@ -279,7 +278,7 @@ class StepGraph:
             return
         engine = self._engine
         layers = np.flatnonzero(routed.scored)
-        update_layers(engine.policy, layers, routed.scores[layers], routed.chosen[layers])
+        engine.policy.update_layers(layers, routed.scores[layers], routed.chosen[layers])
         missed = self._marked(np.where(routed.on_cpu, routed.chosen, -1))
         engine.statistics.count_layers(self._marked(routed.chosen).sum(axis=1), missed.sum(axis=1))
         engine.statistics.replayed += 1
@@ -296,7 +295,7 @@ class StepGraph:
     def _promote(self, missed: NDArray[np.bool_]) -> None:
         """Request experts (L, E) that the CPU served and the cache ranks above those they would evict, the widest gap first."""
         slots = self._slots
-        ranks = priorities(self._engine.policy, slots.layers)
+        ranks = self._engine.policy.priorities()
         resident = slots.table >= 0
         full = np.array([slots.full(layer) for layer in range(slots.layers)])
         lowest = np.where(resident, ranks, np.inf).min(axis=1)

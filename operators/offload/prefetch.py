@@ -117,9 +117,9 @@ class Prefetcher:
             self._precision.expect(depth, prediction)
             # A layer keeps as many as it has slots: the experts with the most tokens, of equals the likeliest.
             order = np.lexsort((prediction.ranks, -prediction.loads))[: self._slots.capacity_of(prediction.layer)]
-            self._slots.set_keep(prediction.layer, prediction.experts[order].tolist())
+            self._slots.protect(prediction.layer, prediction.experts[order].tolist())
             wanted += self._worth_loading(depth, prediction)
-        self._slots.set_keep(step.layer, ())
+        self._slots.protect(step.layer, ())
         wanted = sorted(wanted, key=lambda each: each[:2])[:MAX_REQUESTS]
         self._queue.replan({(layer, expert) for _, _, layer, expert in wanted}, started=True)
         for _, depth, layer, expert in wanted:
@@ -198,6 +198,6 @@ class VerificationPrefetcher:
             # Of equals the resident ones, which cost nothing.
             order = np.lexsort((~resident[layer], -tokens))[: self._slots.capacity_of(layer)]
             best = order[tokens[order] > 0]
-            self._slots.set_keep(layer, best.tolist())
+            self._slots.protect(layer, best.tolist())
             found += [(-int(tokens[expert]), layer, expert) for expert in best[~resident[layer][best]].tolist()]
         return [(layer, expert) for _, layer, expert in sorted(found)]

@@ -287,7 +287,7 @@ class TransferQueue:
         transfer = self._loading(layer, expert)
         if transfer is not None:
             self._join(transfer, urgency)
-        elif not self.slots.holds(layer, expert) and self.slots.capacity_of(layer) > 0:
+        elif not self.slots.is_resident(layer, expert) and self.slots.capacity_of(layer) > 0:
             transfer = self._add(Transfer(self, layer, expert, urgency))
         return transfer
 
@@ -295,7 +295,7 @@ class TransferQueue:
         self.statistics.requested += 1
         self.statistics.demanded += 1
         transfer = self._loading(layer, expert)
-        if transfer is None and self.slots.holds(layer, expert):
+        if transfer is None and self.slots.is_resident(layer, expert):
             pin = self.slots.pin(layer, (expert,))
             return Transfer(self, layer, expert, Urgency.DEMAND, TransferState.LANDED, pins=[pin])
         joined = transfer is not None

@@ -64,7 +64,7 @@ class Reservation:
 class ResidentSet:
     """The READY experts of each layer, and which of them is evicted next. Not thread-safe: the slot table's lock guards it.
 
-    A layer may be over its capacity for a while: an expert that lands cannot evict pinned or kept ones.
+    A layer may be over its capacity for a while: an expert that lands cannot evict pinned or protected ones.
 
     Args:
         priority: returns (E,) float64 for a layer, larger: keep.
@@ -80,7 +80,7 @@ class ResidentSet:
         self._priority = priority
         self._bypass = admission == "bypass"
         self.over_capacity: set[int] = set()  # layers
-        self._kept: list[frozenset[int]] = [frozenset()] * layers
+        self._protected: list[frozenset[int]] = [frozenset()] * layers
         self._new: list[set[int]] = [set() for _ in range(layers)]
 
     def add(self, layer: int, expert: int, slot: int) -> None:
@@ -99,8 +99,8 @@ class ResidentSet:
         self._changed(layer)
         return slot
 
-    def keep(self, layer: int, experts: Iterable[int]) -> None:
-        self._kept[layer] = frozenset(experts)
+    def protect(self, layer: int, experts: Iterable[int]) -> None:
+        self._protected[layer] = frozenset(experts)
 
     def end_admission(self, layer: int) -> None:
         """Treat the layer's new experts as all others from now on."""
@@ -118,20 +118,20 @@ class ResidentSet:
             total += min(self.excess(layer), sum(not pins[slot] for slot in self.members[layer].values()))
         return total
 
-    def victim(self, layer: int, pins: Sequence[int], protected: int = NO_EXPERT, *, spare_kept: bool = True) -> int | None:
-        """Return the layer's next expert to evict: not pinned, not `protected`, not spared; None if there is none."""
-        members, kept, new = self.members[layer], self._kept[layer], self._new[layer]
-        unpinned = [expert for expert, slot in members.items() if not pins[slot] and expert != protected]
-        if kept and spare_kept:
-            unpinned = [expert for expert in unpinned if expert not in kept]
-        last = kept if self._bypass else kept | new
+    def victim(self, layer: int, pins: Sequence[int], landed: int = NO_EXPERT, *, spare_protected: bool = True) -> int | None:
+        """Return the layer's next expert to evict: not pinned, not `landed`, not spared; None if there is none."""
+        members, protected, new = self.members[layer], self._protected[layer], self._new[layer]
+        unpinned = [expert for expert, slot in members.items() if not pins[slot] and expert != landed]
+        if protected and spare_protected:
+            unpinned = [expert for expert in unpinned if expert not in protected]
+        last = protected if self._bypass else protected | new
         ordinary = [expert for expert in unpinned if expert not in last] if last else unpinned
         candidates = ordinary or unpinned
         if not candidates:
             return None
         values = self._priority(layer)
         expert = min(candidates, key=values.__getitem__)
-        if self._bypass and spare_kept and any(pins[members[each]] and values[each] < values[expert] for each in new):
+        if self._bypass and spare_protected and any(pins[members[each]] and values[each] < values[expert] for each in new):
             return None
         return expert
 
@@ -268,7 +268,7 @@ class SlotTable:
         with self.lock:
             return list(self._residents.members[layer])
 
-    def holds(self, layer: int, expert: int) -> bool:
+    def is_resident(self, layer: int, expert: int) -> bool:
         return expert in self._residents.members[layer]
 
     def capacity_of(self, layer: int) -> int:
@@ -331,10 +331,10 @@ class SlotTable:
             if available:
                 self._notify_available()
 
-    def set_keep(self, layer: int, experts: Iterable[int]) -> None:
+    def protect(self, layer: int, experts: Iterable[int]) -> None:
         """Set the layer's experts that only a demand may evict, such as those prefetched for a later layer."""
         with self.lock:
-            self._residents.keep(layer, experts)
+            self._residents.protect(layer, experts)
             if self._shrink(layer):
                 self._notify_available()
 
@@ -362,13 +362,13 @@ class SlotTable:
     def reserve(self, layer: int, expert: int, *, demand: bool = False) -> Reservation | None:
         """Reserve a slot to load into; None if none is available.
 
-        A demand has two more ways to a slot: it evicts an expert above capacity, kept or not, and it supersedes another load.
+        A demand has two more ways to a slot: it evicts an expert above capacity, protected or not, and it supersedes another load.
         """
         with self.lock:
-            assert not self.holds(layer, expert), f"expert {expert} of layer {layer} is already resident"
+            assert not self.is_resident(layer, expert), f"expert {expert} of layer {layer} is already resident"
             if demand and not self._free_list and not self._frozen:
                 for crowded in sorted(self._residents.over_capacity):
-                    victim = self._residents.victim(crowded, self._pins, spare_kept=False)
+                    victim = self._residents.victim(crowded, self._pins, spare_protected=False)
                     if victim is not None:
                         self._evict(crowded, victim)
                         break
@@ -407,7 +407,7 @@ class SlotTable:
             self._residents.add(layer, expert, slot)
             # An expert whose demand was already released (its readers wait in their stream) has served its purpose.
             used = self._pins[slot] == 0 and not self._unused_prefetch[slot]
-            if self._shrink(layer, protected=NO_EXPERT if used else expert):
+            if self._shrink(layer, landed=NO_EXPERT if used else expert):
                 self._notify_available()
 
     def cancel(self, reservation: Reservation) -> None:
@@ -436,11 +436,11 @@ class SlotTable:
         if self.on_available is not None:
             self.on_available()
 
-    def _shrink(self, layer: int, protected: int = NO_EXPERT) -> bool:
+    def _shrink(self, layer: int, landed: int = NO_EXPERT) -> bool:
         """Evict down to the layer's capacity as far as possible; return whether anything was evicted."""
         evicted = False
         while not self._frozen and self._residents.excess(layer) > 0:
-            victim = self._residents.victim(layer, self._pins, protected)
+            victim = self._residents.victim(layer, self._pins, landed)
             if victim is None:
                 break
             self._evict(layer, victim)

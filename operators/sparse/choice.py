@@ -14,9 +14,9 @@ from moegraft.operators.machine import version_of
 
 logger = logging.getLogger(__name__)
 
-# The paths without timings, by largest number of tokens: an estimate from the bytes read, which no GPU has measured.
-DEFAULTS = ((8, "pair"), (64, "ordered"), (512, "union"))
-DENSE = "dense"  # for more tokens
+# Without timings, an estimate from the bytes read, which no GPU has measured: `pair` up to so many tokens.
+PAIR_TOKENS = 64
+DENSE = "dense"
 # A sparse path must be faster than the dense one by more than the difference of two timings of one program.
 LEAST_GAIN = 1.02
 
@@ -31,7 +31,6 @@ class TimedCase:
     top_k: int
     weights: str  # the packed weight type
     gated: bool
-    gate: str  # "exact" or "sketch"
     sparsity: float  # share of routed neurons left out, rounded to 0.01
     gpu: str
     resident: int  # experts with a slot
@@ -57,7 +56,7 @@ def choices_path() -> Path | None:
 
 
 def default_path(tokens: int) -> str:
-    return next((path for most, path in DEFAULTS if tokens <= most), DENSE)
+    return "pair" if tokens <= PAIR_TOKENS else DENSE
 
 
 def fastest(times_ms: Mapping[str, float]) -> str:

@@ -1,10 +1,8 @@
 """Experts in slots of GPU memory in the CPU kernel's sparse layout: rows of inactive neurons need not be read.
 
-The paths all compute the same function; which is fastest depends on the batch (`choice`). `pair`: every pair of a token and an expert reads
-its own active rows; `ordered` does the same with pairs by expert, so that rows that several pairs need are in the L2 cache. `union`: the
-pairs of an expert read the union of their rows, on tensor cores. `dense`: all rows are read, and neurons below the threshold become zeros.
-Gates are read whole, except from a sketch: a 4-bit copy that predicts which neurons are active, whose exact gates `pair` and `ordered` then
-compute.
+Both paths compute the same function; which is faster depends on the batch (`choice`), as in "Exploiting Intra-Expert Activation Sparsity",
+section 4.1. `pair`: every pair of a token and an expert reads its own active rows. `dense`: all rows are read, on tensor cores, and neurons
+below the threshold become zeros. Gates are always computed whole.
 
 Nothing here has run on a GPU yet.
 """
@@ -18,22 +16,20 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.cuda_graph import capture_graph
 from moegraft.operators.kernels.epilogue import Threshold
 from moegraft.operators.kernels.launch import PackedBytes, on
-from moegraft.operators.kernels.packed_layout import SKETCH, SparseLayout, in_element_order, in_unit_order, sparse_layout
+from moegraft.operators.kernels.packed_layout import SparseLayout, in_element_order, in_unit_order, sparse_layout
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_call, rows_by_pair
+from moegraft.operators.kernels.sparse_dense import down_dense, up_dense
 from moegraft.operators.kernels.sparse_pairs import ActiveNeurons, down_pairs, list_active, up_pairs
-from moegraft.operators.kernels.sparse_union import down_union, gate_union, list_union, up_union
 from moegraft.operators.sparse.choice import PathChoices, TimedCase, default_path
-from moegraft.operators.thresholds import DEFAULT_MARGIN
 from moegraft.operators.weights import Part
 
 
@@ -47,7 +43,6 @@ class SparseCall:
         slots: (T, K) int32, contiguous, -1: absent.
         top_k_weights: (T, K) floating, contiguous.
         out: (T, H) floating, written in full.
-        margin: the share of the threshold that a sketched activation has to reach for its gate to be computed.
         num_experts: of the layer.
         experts: (T, K) integers, the layer's expert of each pair, by which pairs are grouped; None: they are grouped by slot.
     """
@@ -59,7 +54,6 @@ class SparseCall:
     out: torch.Tensor
     layout: SparseLayout
     threshold: Threshold
-    margin: float
     num_experts: int = 0
     experts: torch.Tensor | None = None
 
@@ -78,24 +72,20 @@ class SparseCall:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=self.hidden_states.device)
 
-    def groups(self, block_pairs: int | None = None) -> PairGroups:
+    def groups(self) -> PairGroups:
         """Return the pairs by expert."""
         ids, num_ids, slots = self.slots, len(self.arena), None
         if self.experts is not None:
             ids, num_ids, slots = self.experts, self.num_experts, self.slots
-        block_pairs = block_pairs or pairs_a_block(self.pairs, num_ids, self.hidden_states.dtype)
+        block_pairs = pairs_a_block(self.pairs, num_ids, self.hidden_states.dtype)
         groups = PairGroups.allocate(self.pairs, num_ids, block_pairs, self.hidden_states.device)
         group_pairs(ids, num_ids, groups, slots)
         return groups
 
 
-def gate_activations(call: SparseCall, act: torch.Tensor, groups: PairGroups | None = None, *, sketched: bool = False) -> None:
-    """Fill `act (P, I)` float32 with `act(gate)` of every present pair, of ungated experts `act(up)`; `sketched` by the sketch."""
+def gate_activations(call: SparseCall, act: torch.Tensor, groups: PairGroups | None = None) -> None:
+    """Fill `act (P, I)` float32 with `act(gate)` of every present pair, of ungated experts `act(up)`."""
     x, layout = call.hidden_states, call.layout
-    if layout.sketched and not sketched:
-        columns = in_element_order(x, layout.elements)
-        gate_union(columns, call.packed, act, groups or call.groups(), layout.elements, layout.gate, call.top_k)
-        return
     packed = PackedBytes.of(call.arena, layout.gates.weights)
     if len(x) <= DECODE_TOKENS:
         rows_by_pair(x, packed, layout.gates, call.slots, act, layout.gate, "act")
@@ -112,47 +102,35 @@ def gate_activations(call: SparseCall, act: torch.Tensor, groups: PairGroups | N
     )
 
 
-def run_pair(call: SparseCall, *, ordered: bool = False) -> None:
-    layout, rows, pairs, threshold = call.layout, call.layout.rows, call.pairs, call.threshold
+def run_pair(call: SparseCall) -> None:
+    layout, rows, pairs = call.layout, call.layout.rows, call.pairs
     act = call.empty(pairs, rows.neurons)
     active = ActiveNeurons(
         call.empty(pairs, rows.neurons, dtype=torch.int32), call.empty(pairs, rows.neurons), call.empty(pairs, dtype=torch.int32)
     )
-    order = call.groups(1) if ordered else None
-    gate_activations(call, act, sketched=layout.sketched)
-    list_active(act, call.slots, threshold, active, rows, call.margin if layout.sketched else 1.0, sketched=layout.sketched)
+    gate_activations(call, act)
+    list_active(act, call.slots, call.threshold, active, rows)
     x = in_unit_order(call.hidden_states, rows)
     neurons = act  # its activations are in the lists now
-    up_pairs(x, call.packed, call.slots, active, threshold, neurons, rows, layout.gate, order=order, exact=layout.sketched)
+    up_pairs(x, call.packed, call.slots, active, neurons, rows, layout.gate)
     sums = call.empty(pairs, rows.hidden)
-    down_pairs(call.packed, call.slots, active, neurons, sums, rows, order=order)
+    down_pairs(call.packed, call.slots, active, neurons, sums, rows)
     combine(sums, call.slots, call.top_k_weights, call.out)
 
 
-def run_blocks(call: SparseCall, *, union: bool) -> None:
+def run_dense(call: SparseCall) -> None:
     rows, x = call.layout.elements, call.hidden_states
     groups = call.groups()
     act = call.empty(call.pairs, rows.neurons)
     gate_activations(call, act, groups)
-    active = None
-    if union:
-        listed = call.empty(groups.max_blocks, rows.neurons, dtype=torch.int32)
-        active = ActiveNeurons(listed, listed, call.empty(groups.max_blocks, dtype=torch.int32))
-        list_union(call.threshold, active, act, groups, call.layout.rows)
     neurons = call.empty(call.pairs, rows.neurons, dtype=x.dtype)
-    threshold = None if union else call.threshold
-    up_union(in_element_order(x, rows), call.packed, active, act, neurons, groups, rows, call.layout.gate, call.top_k, threshold)
+    up_dense(in_element_order(x, rows), call.packed, act, neurons, groups, rows, call.layout.gate, call.top_k, call.threshold)
     sums = call.empty(call.pairs, rows.hidden)
-    down_union(call.packed, active, neurons, sums, groups, rows)
+    down_dense(call.packed, neurons, sums, groups, rows)
     combine(sums, call.slots, call.top_k_weights, call.out)
 
 
-SLOT_PATHS: Mapping[str, Callable[[SparseCall], None]] = {
-    "pair": run_pair,
-    "ordered": partial(run_pair, ordered=True),
-    "union": partial(run_blocks, union=True),
-    "dense": partial(run_blocks, union=False),
-}
+SLOT_PATHS: Mapping[str, Callable[[SparseCall], None]] = {"pair": run_pair, "dense": run_dense}
 
 ChooseSlotPath = Callable[["SparseSlotExperts", int, int], str]  # of a layer, for tokens and experts per token
 
@@ -165,12 +143,10 @@ class SparseSlotExperts:
         weight_type: the type the slots' bytes were packed to, by `PackedExperts` with `sparse=True` or by `SlotPacker`.
         device: the GPU.
         choose: the path of a batch size; by default an estimate.
-        sketched: the slots have a sketch of the gates.
 
     Attributes:
         threshold: on the device, and counted there: a captured graph follows it. Drafts that leave out more have `draft_threshold`.
-        sparsity: the share of neurons that the threshold is meant to leave out: which path is fastest depends on it.
-        margin: with a sketch, the share of the threshold that a sketched activation has to reach for its gate to be computed.
+        sparsity: the share of neurons that the threshold is meant to leave out: which path is faster depends on it.
     """
 
     def __init__(
@@ -180,16 +156,12 @@ class SparseSlotExperts:
         weight_type: str,
         device: torch.device,
         choose: ChooseSlotPath | None = None,
-        *,
-        sketched: bool = False,
-        margin: float = DEFAULT_MARGIN,
     ) -> None:
         self.shape = shape
         self.weight_type = weight_type
-        self.layout = sparse_layout(shape, gate_spec, weight_type, sketched=sketched)
+        self.layout = sparse_layout(shape, gate_spec, weight_type)
         self.threshold, self.draft_threshold = Threshold.zero(device), Threshold.zero(device)
         self.sparsity = 0.0
-        self.margin = margin
         self._choose = choose
         self._taken = (0, 0)
 
@@ -227,7 +199,7 @@ class SparseSlotExperts:
     ) -> None:
         """As `SlotExperts.forward`, by one of `SLOT_PATHS`, by default the chosen one; `drafting` leaves out what drafts leave out.
 
-        Sums are float32. Gates of more than a few tokens, and on the paths `union` and `dense` all products, are computed on tensor cores,
+        Sums are float32. Gates of more than a few tokens, and on the path `dense` all products, are computed on tensor cores,
         with unpacked weights rounded to the dtype of hidden_states.
 
         Raises:
@@ -259,18 +231,18 @@ class SparseSlotExperts:
         """Return a call as the paths take it, of up to MOST_TOKENS tokens; by default with the layer's own threshold."""
         own = self.draft_threshold if drafting else self.threshold
         given = hidden_states, arena, slots, top_k_weights, out
-        return SparseCall(*given, self.layout, threshold or own, self.margin, self.shape.num_experts, experts)
+        return SparseCall(*given, self.layout, threshold or own, self.shape.num_experts, experts)
 
     def activations(
-        self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor, *, sketched: bool = False
+        self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of `slots (T, K)` with `act(gate) (T', K, I)` float32, by the sketch if `sketched`; arbitrary for slots of -1."""
+        """Yield parts of `slots (T, K)` with `act(gate) (T', K, I)` float32; arbitrary for slots of -1."""
         for first in range(0, len(slots), MOST_TOKENS):
             x, part = hidden_states[first : first + MOST_TOKENS], slots[first : first + MOST_TOKENS]
             act = torch.empty(part.numel(), self.shape.intermediate, dtype=torch.float32, device=x.device)
             if part.numel():
                 with on(x.device):
-                    gate_activations(self.call(x, arena, part, part, x), act, sketched=sketched)
+                    gate_activations(self.call(x, arena, part, part, x), act)
             yield part, act.view(*part.shape, -1)
 
 
@@ -280,19 +252,9 @@ class SlotPacker:
     Every part of an expert is packed again before `slot_bytes` is called again.
     """
 
-    def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *, sketched: bool = False) -> None:
+    def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) -> None:
         one = ExpertsShape(1, shape.hidden, shape.intermediate, shape.gated, shape.bias)
         self._packed = PackedExperts(one, gate_spec, weight_type, sparse=True)
-        self._gate_part = "gate" if shape.gated else "up"
-        self._sketch: PackedLinear | None = None
-        if not sketched:
-            return
-        self._sketch = PackedLinear(shape.intermediate, shape.hidden, SKETCH)
-        # Only ups and downs of gated experts are packed as rows: the gates are packed as the ups of experts of their own.
-        self._gate_rows = PackedExperts(ExpertsShape(1, shape.hidden, shape.intermediate, True, False), gate_spec, weight_type, sparse=True)
-        rows = sparse_layout(self._gate_rows.shape, gate_spec, weight_type).rows
-        unit_bytes = self._gate_rows.expert_bytes // rows.expert_stride
-        self._rows_from, self._rows_to = rows.up_first * unit_bytes, rows.down_first * unit_bytes
 
     def pack(self, part: Part, values: NDArray[Any]) -> None:
         """Pack one matrix in `nn.Linear` orientation, or one bias; bfloat16 is given as its bits, biases as float32."""
@@ -300,18 +262,10 @@ class SlotPacker:
             self._packed.pack_bias(0, part.removesuffix("_bias"), values)
             return
         self._packed.pack(0, part, values)
-        if self._sketch is not None and part == self._gate_part:
-            self._sketch.pack(values)
-            self._gate_rows.pack(0, "up", values)
 
     def slot_bytes(self) -> torch.Tensor:
-        """Return (expert_bytes,) uint8: in place where there is no sketch, and then valid until the next `pack`."""
-        packed = self._packed.buffer
-        if self._sketch is not None:
-            # The sketch and the gates as rows take the place of the gates in blocks, which are as long as those of `_gate_rows`.
-            gates = self._gate_rows.buffer[self._rows_from : self._rows_to]
-            packed = np.concatenate([self._sketch.buffer, gates, packed[self._rows_from :]])
-        return torch.from_numpy(packed)
+        """Return (expert_bytes,) uint8 in place, valid until the next `pack`."""
+        return torch.from_numpy(self._packed.buffer)
 
 
 BATCHES = tuple(1 << power for power in range(10))  # timed when a model is loaded; beyond, all rows are needed
@@ -368,7 +322,6 @@ class TimedSlotPaths:
             top_k=top_k,
             weights=experts.weight_type,
             gated=shape.gated,
-            gate="sketch" if experts.layout.sketched else "exact",
             sparsity=round(experts.sparsity, 2),
             gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             resident=self.resident,

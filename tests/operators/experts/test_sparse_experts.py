@@ -127,8 +127,6 @@ def test_it_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"margin": 0.0}, "margin"),
-        ({"margin": 1.5}, "margin"),
         ({"gpu": "cpu"}, "cuda:0"),
         ({"gpu": "cuda:x"}, "cuda:0"),
     ],
@@ -138,11 +136,10 @@ def test_options_that_contradict_each_other(wrong: dict[str, object], message: s
         SparseExpertsOptions(**{"sparsity": SPARSITY, **wrong})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gate", ["exact", "sketch"])
 @pytest.mark.parametrize("make", [qwen, gpt_oss])
-def test_the_footprint_equals_the_held_bytes(make, gate: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_footprint_equals_the_held_bytes(make) -> None:  # type: ignore[no-untyped-def]
     module = initialised(make())
-    options = SparseExpertsOptions(SPARSITY, gate=gate, gpu="cuda:1")  # type: ignore[arg-type]
+    options = SparseExpertsOptions(SPARSITY, gpu="cuda:1")
     operator = built(module, options)
     assert operator._arena is not None
     assert SparseExperts.footprint(module, options, torch.float32).by_device == {"cuda:1": operator._arena.nbytes}
@@ -184,10 +181,8 @@ def test_sparse_experts_is_registered() -> None:
 
 
 def test_placement_and_statistics() -> None:
-    operator = built(initialised(qwen()), SparseExpertsOptions(SPARSITY, gate="sketch"))
-    assert operator.placement() == (
-        "experts: sparse_experts, float32 on cpu, gate by sketch, without the 50 % of routed neurons that matter least"
-    )
+    operator = built(initialised(qwen()), SparseExpertsOptions(SPARSITY))
+    assert operator.placement() == "experts: sparse_experts, float32 on cpu, without the 50 % of routed neurons that matter least"
     assert operator.statistics()["paths"] == []
 
 
@@ -201,7 +196,7 @@ def test_a_rule_with_sparse_experts_and_no_gpu_is_refused_with_its_position(tmp_
         "- match: {kind: experts}\n"
         "  replace:\n"
         "    class: sparse_experts\n"
-        "    kwargs: {gate: sketch, sparsity: {target: 0.85, scope: total}}\n"
+        "    kwargs: {sparsity: {target: 0.85, scope: total}}\n"
     )
     config = Qwen3MoeConfig(num_hidden_layers=2, hidden_size=32, moe_intermediate_size=16, num_experts=4, vocab_size=64)
     model = Qwen3MoeForCausalLM(config)

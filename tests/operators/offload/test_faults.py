@@ -53,7 +53,7 @@ def test_a_copy_fails(kind: str, fault: str, number: int) -> None:
     harness.settle_all()
     assert demand.state is (TransferState.FAILED if number < 4 else TransferState.LANDED)
     assert prefetch.state is (TransferState.FAILED if number >= 4 else TransferState.LANDED)
-    assert not harness.slots.holds(0, 1) or number >= 4
+    assert not harness.slots.is_resident(0, 1) or number >= 4
     assert harness.queue.statistics.failed == 1
     if number < 4:
         with pytest.raises(DeviceError, match="injected"):
@@ -105,7 +105,7 @@ def test_a_launch_fails(kind: str) -> None:
     with pytest.raises(DeviceError, match="injected: a launch failed"):
         after.wait()
     harness.settle()
-    assert harness.slots.holds(0, 1)
+    assert harness.slots.is_resident(0, 1)
     works_again(harness)
 
 

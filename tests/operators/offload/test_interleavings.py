@@ -98,7 +98,7 @@ class World:
         self.harness.queue.replan(started=self.random.random() < 0.5)
 
     def keep(self) -> None:
-        self.harness.slots.set_keep(self.random.randrange(2), self.random.sample(range(5), 2))
+        self.harness.slots.protect(self.random.randrange(2), self.random.sample(range(5), 2))
 
     def work(self) -> None:
         advance(self.harness.device, self.random.random() * 0.3)
@@ -156,8 +156,8 @@ def reclaim_at_once(slots: SlotTable, slot: int) -> None:
 def break_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     victim = ResidentSet.victim
 
-    def careless(residents: ResidentSet, layer: int, pins: list[int], protected: int = -1, *, spare_kept: bool = True) -> int | None:
-        return victim(residents, layer, [0] * len(pins), protected, spare_kept=spare_kept)
+    def careless(residents: ResidentSet, layer: int, pins: list[int], protected: int = -1, *, spare_protected: bool = True) -> int | None:
+        return victim(residents, layer, [0] * len(pins), protected, spare_protected=spare_protected)
 
     monkeypatch.setattr(ResidentSet, "victim", careless)
     monkeypatch.setattr(SlotTable, "_vacate", reclaim_at_once)

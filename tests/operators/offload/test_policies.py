@@ -23,8 +23,6 @@ from moegraft.operators.offload.cache import (
     MinusRecentScore,
     ScoreAndFrequency,
     make_policy,
-    priorities,
-    update_layers,
 )
 from moegraft.operators.routing_trace import Trace, TraceError
 
@@ -268,9 +266,9 @@ def test_layers_updated_together_rank_as_one_by_one(policy: str, tokens: int, to
         scores[1, 0, 0] = np.nan if policy == "mrs" and tokens == 4 else 0.5  # is not learnt
         chosen = np.argsort(-scores, axis=2)[..., :2]
         chosen[0, 0, 1] = -1  # padded
-        update_layers(together, layers, scores, chosen)
+        together.update_layers(layers, scores, chosen)
         for number, layer in enumerate(layers.tolist()):
             one_by_one.update(layer, scores[number], chosen[number])
     for layer in range(5):
         np.testing.assert_allclose(together.priority(layer), one_by_one.priority(layer), rtol=1e-5, atol=1e-9)
-        np.testing.assert_allclose(priorities(together, 5)[layer], together.priority(layer), rtol=1e-12)
+        np.testing.assert_allclose(together.priorities()[layer], together.priority(layer), rtol=1e-12)

@@ -78,7 +78,7 @@ def test_prefetches_of_a_closed_queue(harness: Harness) -> None:
 def test_a_demand_lands_and_is_read(harness: Harness) -> None:
     demand = requested(harness.queue.request(1, 4, DEMAND))
     assert demand.slot >= 0
-    assert not harness.slots.holds(1, 4), "not before it has landed"
+    assert not harness.slots.is_resident(1, 4), "not before it has landed"
     use(harness, demand)
     harness.settle()
     assert demand.state is LANDED
@@ -204,11 +204,11 @@ def test_cancelled_after_every_chunk(harness: Harness, chunks: int) -> None:
     if cancelled:
         assert sent < EXPERT
         assert harness.queue.link.sent_bytes <= EXPERT
-        assert not harness.slots.holds(0, 1)
+        assert not harness.slots.is_resident(0, 1)
         with pytest.raises(ValueError, match="the transfer of expert 1 of layer 0 was cancelled"):
             prefetch.ready()
     else:
-        assert harness.slots.holds(0, 1), "what was sent whole lands"
+        assert harness.slots.is_resident(0, 1), "what was sent whole lands"
     harness.check()
     use(harness, requested(harness.queue.request(0, 1, DEMAND)))
     use(harness, requested(harness.queue.request(0, 2, DEMAND)))

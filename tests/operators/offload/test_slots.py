@@ -148,9 +148,9 @@ def test_a_failed_load_frees_its_slot_when_the_demand_is_released() -> None:
     assert table.reserve(1, 2).slot == reservation.slot
 
 
-def test_kept_experts_are_evicted_only_for_a_demand() -> None:
+def test_protected_experts_are_evicted_only_for_a_demand() -> None:
     table = Table(SlotPlan((1, 1), 2))
-    table.slots.set_keep(0, [1, 2])
+    table.slots.protect(0, [1, 2])
     table.load(0, 1)
     table.load(0, 2)
     assert table.resident(0) == [1, 2], "kept: the layer is over capacity"
@@ -160,7 +160,7 @@ def test_kept_experts_are_evicted_only_for_a_demand() -> None:
     assert table.slots.reserve(1, 3) is None
     table.reserve(1, 3, demand=True)
     assert table.resident(0) == [2], "the lower one left"
-    table.slots.set_keep(0, [])
+    table.slots.protect(0, [])
     assert table.resident(0) == [2]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moegraft.operators.sparse.choice import PathChoices, TimedCase, choices_path, default_path, fastest
 
-CASE = TimedCase(2048, 512, 256, 8, "bfloat16", True, "exact", 0.95, "a GPU", 256)
+CASE = TimedCase(2048, 512, 256, 8, "bfloat16", True, 0.95, "a GPU", 256)
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
     def __call__(self, bucket: int) -> dict[str, float]:
         self.asked.append(bucket)
-        return {"pair": 0.1 * bucket, "union": 1.0, "dense": 2.0}
+        return {"pair": 0.1 * bucket, "dense": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,7 @@ def _versions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ({"pair": 1.0, "union": 2.0, "dense": 3.0}, "pair"),
-        ({"pair": 3.0, "ordered": 2.0, "dense": 2.5}, "ordered"),
+        ({"pair": 1.0, "dense": 3.0}, "pair"),
         ({"pair": 0.99, "dense": 1.0}, "dense"),  # the gain is within the noise of timings
         ({"pair": 0.97, "dense": 1.0}, "pair"),
         ({"pair": 1.0}, "pair"),
@@ -44,17 +43,17 @@ def test_the_fastest_path_is_chosen_if_it_gains_enough(times: dict[str, float], 
 
 def test_a_batch_size_is_timed_once() -> None:
     clock, choices = Clock(), PathChoices(None)
-    assert [choices.path(CASE, tokens, clock) for tokens in (1, 3, 4, 17, 32)] == ["pair", "pair", "pair", "union", "union"]
+    assert [choices.path(CASE, tokens, clock) for tokens in (1, 3, 4, 17, 32)] == ["pair", "pair", "pair", "dense", "dense"]
     assert clock.asked == [1, 4, 32]
     assert {(bucket, times["pair"]) for _, bucket, times in choices.times()} == {(1, 0.1), (4, 0.4), (32, 3.2)}
 
 
 def test_a_bucket_that_cannot_be_timed_gets_a_default_and_is_timed_later() -> None:
     clock, choices = Clock(), PathChoices(None)
-    assert choices.path(CASE, 64, None) == default_path(64) == "ordered"
-    assert choices.path(CASE, 64, clock) == "union"
-    assert choices.path(CASE, 64, None) == "union"
-    assert [default_path(tokens) for tokens in (1, 8, 9, 512, 513)] == ["pair", "pair", "ordered", "union", "dense"]
+    assert choices.path(CASE, 64, None) == default_path(64) == "pair"
+    assert choices.path(CASE, 64, clock) == "dense"
+    assert choices.path(CASE, 64, None) == "dense"
+    assert [default_path(tokens) for tokens in (1, 65)] == ["pair", "dense"]
 
 
 def test_times_are_stored_on_disk_and_merged(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_times_are_stored_on_disk_and_merged(tmp_path: Path) -> None:
     first.path(CASE, 32, Clock())
     clock = Clock()
     later = PathChoices(file)
-    assert [later.path(CASE, tokens, clock) for tokens in (1, 32)] == ["pair", "union"]
+    assert [later.path(CASE, tokens, clock) for tokens in (1, 32)] == ["pair", "dense"]
     assert clock.asked == []
     assert [path.name for path in file.parent.iterdir()] == ["paths.json"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -91,35 +90,8 @@ def test_a_draft_has_a_threshold_of_its_own() -> None:
     assert torch.equal(operator(*inputs()), usual)
 
 
-def test_a_sketch_stays_close_to_exact_gates() -> None:
-    module = stock()
-    operator = built(module, SparseExpertsOptions(SPARSITY, gate="sketch", margin=0.5))
-    operator.sparsity.set_threshold(0.25, 0.5)
-    operator.on_model_loaded(model(), "layers.0.experts")
-    assert operator.statistics()["margin"] == 0.5
-    torch.testing.assert_close(operator(*inputs()), reference(module, inputs(), 0.25), rtol=0.05, atol=0.05)
-
-
-def test_a_calibration_at_load_sets_the_margin_of_a_sketch() -> None:
-    module = stock()
-    operator = built(module, SparseExpertsOptions(SPARSITY, gate="sketch"))
-    operator.sparsity.observer = lambda ids, acted: None
-    for _ in range(2):
-        operator(*inputs(6))
-    operator.sparsity.observer = None
-    operator.sparsity.set_threshold(0.25, 0.5)
-    operator.on_model_loaded(model(), "layers.0.experts")
-    margin = operator.statistics()["margin"]
-    assert isinstance(margin, float) and 0.3 < margin < 1 and margin != 0.8
-    torch.testing.assert_close(operator(*inputs(6)), reference(module, inputs(6), 0.25), rtol=0.02, atol=0.02)
-    plain = built(stock(), SparseExpertsOptions(SPARSITY, gate="sketch"))
-    plain.on_model_loaded(model(), "layers.0.experts")
-    assert plain.statistics()["margin"] == 0.8, "nothing was calibrated"
-
-
-@pytest.mark.parametrize("gate", ["exact", "sketch"])
-def test_an_observer_receives_every_activation(gate: Literal["exact", "sketch"]) -> None:
-    operator = built(stock(), SparseExpertsOptions(SPARSITY, gate=gate))
+def test_an_observer_receives_every_activation() -> None:
+    operator = built(stock(), SparseExpertsOptions(SPARSITY))
     histogram = ActivationHistogram(4, 40)
     x, index, weights = inputs(6)
     index[2, 1] = -1

@@ -66,7 +66,7 @@ class Requests:
         asked: list[tuple[int, Urgency]] = []
 
         def watched_request(layer: int, expert: int, urgency: Urgency) -> Any:
-            if not engine.cache.slots.holds(layer, expert):
+            if not engine.cache.slots.is_resident(layer, expert):
                 asked.append((expert, urgency))
             return request(layer, expert, urgency)
 
@@ -114,7 +114,7 @@ def test_transfers_saved_by_joint_verification_are_counted(load: Any) -> None:
     chosen = np.array([[0, 1], [1, 2], [1, 0]])  # three tokens: expert 1 for all, 0 for two
     ahead.drafted(LayerStep.of(1, chosen[:1, :1]), DraftStep(chosen[:1], top_k=1))
     for expert, tokens in enumerate((2, 3, 1)):
-        shared += 0 if engine.cache.slots.holds(1, expert) else tokens - 1
+        shared += 0 if engine.cache.slots.is_resident(1, expert) else tokens - 1
     ahead.verified(LayerStep.of(1, chosen))
     assert counts.shared_in_verification == shared
     ahead.verified(LayerStep.of(1, chosen))  # a prompt, without a draft
