@@ -25,13 +25,10 @@ from moegraft.operators.kv_cache import BITS, QuantizedKvCacheOptions, group_of,
 
 WINDOW = 768  # tokens, of which the first half is the prompt
 STORED = ("keys", "values", "_quantized_keys", "_quantized_values")
-PACKED = ("_data", "_scale", "_shift")  # of quanto's tensors, which report the size of the values that they represent
 
 
 def held_bytes(value: Any) -> int:
     """Return the bytes of all tensors inside an object."""
-    if hasattr(value, "_data"):
-        return sum(held_bytes(getattr(value, name)) for name in PACKED if hasattr(value, name))
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -58,7 +55,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
     exact = [followed(model, DynamicCache(config=config), window) for window in windows]
     kinds = [None, *(QuantizedKvCacheOptions(backend=backend, bits=bits) for backend in BITS for bits in reversed(BITS[backend]))]
     for options in kinds:
-        reason = None if options is None else options.why_not_here()
+        reason = None if options is None else options.missing_reason()
         if reason is not None:
             print(f"not measured: {reason}")
             continue
@@ -73,7 +70,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
             "model": name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "backend": "exact" if options is None else options.backend,
-            "bits": 8 * model.dtype.itemsize if options is None else options.value_bits,
+            "bits": 8 * model.dtype.itemsize if options is None else options.bits,
             "group": "" if options is None or options.backend == "fp8" else group_of(config, options),
             "tokens": len(logs),
             "kl_nats": round(float((right.exp() * (right - logs)).sum(-1).mean()), 6),
@@ -99,7 +96,7 @@ def main() -> None:
     found = list(rows(model, windows, name))
     for row in found:
         print(" ".join(f"{key}={value}" for key, value in row.items()))
-    print(write_rows("kv_cache", found, ("torch", "transformers", "hqq", "optimum-quanto")))
+    print(write_rows("kv_cache", found, ("torch", "transformers", "hqq")))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
@@ -15,15 +14,14 @@ from transformers.cache_utils import DynamicLayer, QuantizedCache
 from moegraft.operators.base import ModelOperator, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import Cache
 
 
-Backend = Literal["hqq", "quanto", "fp8"]
-# The last is the default. hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
-BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "quanto": (2, 4), "fp8": (8,)}
+Backend = Literal["hqq", "fp8"]
+# hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
+BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "fp8": (8,)}
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
 
@@ -33,62 +31,46 @@ class QuantizedKvCacheOptions:
     """Options of `quantized_kv_cache`.
 
     Attributes:
-        backend: the library that quantises. `hqq` (the package of that name) and `quanto` (optimum-quanto, which compiles a kernel on
-            first use) store a scale and a zero point for each group of values of one head of one token: the largest of 64, 32, 16 and 8
-            that divides heads. `fp8` is transformers' own; it stores one scale for a layer's keys and one for its values, taken from the
-            first tokens.
-        bits: bits of a stored value: 2, 4 or 8 with `hqq`, 2 or 4 with `quanto`. By default 8, with `quanto` 4.
+        backend: what quantises. `hqq` (the package of that name) stores a scale and a zero point for each group of values of one head of
+            one token: the largest of 64, 32, 16 and 8 that divides heads. `fp8` is transformers' own; it stores one scale for a layer's
+            keys and one for its values, taken from the first tokens.
+        bits: bits of a stored value with `hqq`: 2, 4 or 8, by default 8.
         residual: number of recent tokens that stay in the model's dtype before they are quantised together with all earlier ones. A
             prompt is quantised at once. By default 128. Not used by `fp8`.
     """
 
     backend: Backend = "hqq"
-    bits: int | None = None
+    bits: int = 8
     residual: int | None = None
 
     def __post_init__(self) -> None:
         known = BITS[self.backend]
-        if self.bits is not None and self.bits not in known:
+        if self.bits not in known:
             raise ValueError(f"bits with 'backend: {self.backend}' must be {' or '.join(map(str, known))}, not {self.bits}")
         if self.backend == "fp8" and self.residual is not None:
             raise ValueError("'backend: fp8' has one scale for all tokens and keeps none in the model's dtype: remove 'residual'")
         if self.residual is not None and self.residual < 1:
             raise ValueError(f"residual must be 1 or more, not {self.residual}")
 
-    @property
-    def value_bits(self) -> int:
-        return self.bits or BITS[self.backend][-1]
-
     def form(self, group: int) -> QuantisedForm:
         """Return the form of the cache of a model whose group size is `group`."""
         if self.backend == "fp8":
-            return QuantisedForm(self.value_bits, None, 0)
-        return QuantisedForm(self.value_bits, group, self.residual or RESIDUAL)
+            return QuantisedForm(self.bits, None, 0)
+        return QuantisedForm(self.bits, group, self.residual or RESIDUAL)
 
     def cache_config(self, group: int) -> dict[str, object]:
-        """Return the arguments of transformers' `QuantizedCache`, which puts heads on axis 1 with hqq and on axis 0 with quanto."""
+        """Return the arguments of transformers' `QuantizedCache`."""
         if self.backend == "fp8":
             return {"backend": self.backend}
-        axis = 1 if self.backend == "hqq" else 0
-        sizes = {"nbits": self.value_bits, "q_group_size": group, "residual_length": self.residual or RESIDUAL}
-        return {"backend": self.backend, "axis_key": axis, "axis_value": axis, **sizes}
+        sizes = {"nbits": self.bits, "q_group_size": group, "residual_length": self.residual or RESIDUAL}
+        return {"backend": self.backend, "axis_key": 1, "axis_value": 1, **sizes}
 
     def missing_reason(self) -> str | None:
         """Return which package the backend lacks and how to install it, or None where the backend can run."""
         if self.backend == "fp8":
             found = hasattr(cache_utils, "Fp8QuantizedLayer")
             return None if found else "this version of transformers has no fp8 cache: install transformers 5.23, or write 'backend: hqq'"
-        module, package, extra = ("hqq", "hqq", "kv-cache") if self.backend == "hqq" else ("optimum.quanto", "optimum-quanto", "kv-quanto")
-        if not _is_installed(module):
-            return f"{package} is not installed; install it with pip install 'moegraft[{extra}]' (or pip install {package})"
-        return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is not installed
-        return False
+        return None if find_spec("hqq") else "hqq is not installed; install it with pip install 'moegraft[kv-cache]' (or pip install hqq)"
 
 
 class QuantizedKvCache(ModelOperator):
@@ -132,18 +114,6 @@ class QuantizedKvCache(ModelOperator):
     def replays_steps(cls, options: QuantizedKvCacheOptions) -> bool:
         return False
 
-    def check(self) -> None:
-        if self.options.backend != "quanto":
-            return
-        try:
-            _compile_quanto()
-        except (RuntimeError, OSError, ImportError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise UnsupportedModelError(
-                f"quantized_kv_cache: optimum-quanto cannot compile its kernel here ({reason}); install a C++ compiler and ninja, "
-                "or write 'backend: hqq'"
-            ) from error
-
     def new_cache(self, model: PreTrainedModel) -> Cache:
         self._caches += 1
         return quantised_cache(model, self.options)
@@ -166,7 +136,7 @@ class QuantizedKvCache(ModelOperator):
 
     def placement(self) -> str:
         scales = "one scale per layer" if self.options.backend == "fp8" else f"groups of {self._group}"
-        return f"key-value cache: {self.name}, {self.options.value_bits} bits by {self.options.backend}, {scales}"
+        return f"key-value cache: {self.name}, {self.options.bits} bits by {self.options.backend}, {scales}"
 
 
 def quantised_cache(model: PreTrainedModel, options: QuantizedKvCacheOptions) -> QuantizedCache:
@@ -183,7 +153,7 @@ def group_of(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> int:
 def _fits(group: int, config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> bool:
     """Return whether every token's keys and values form whole groups that fill whole bytes: hqq packs groups side by side."""
     heads, widths = _heads(config)
-    groups_per_byte = 8 // options.value_bits if options.backend == "hqq" else 1
+    groups_per_byte = 8 // options.bits if options.backend == "hqq" else 1
     return all(width % group == 0 and (heads * width // group) % groups_per_byte == 0 for width in widths)
 
 
@@ -238,16 +208,3 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any]) ->
     if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
         return "rejected draft tokens cannot be removed from a quantised cache"
     return None
-
-
-def _compile_quanto() -> None:
-    """Compile the package's kernel before the first answer, so that a failure can be reported with its remedy.
-
-    Raises:
-        RuntimeError, OSError, ImportError: the kernel cannot be compiled.
-    """
-    from transformers.cache_utils import QuantoQuantizedLayer
-
-    layer = QuantoQuantizedLayer(nbits=4, q_group_size=GROUPS[-1])
-    for _ in range(2):  # the second update restores what is stored
-        layer.update(torch.ones(1, 1, 1, GROUPS[-1]), torch.ones(1, 1, 1, GROUPS[-1]))
