@@ -61,7 +61,7 @@ def write_model(path: Path, sizes: Sizes, weights: str, vocabulary: Sequence[str
 
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "qwen3moe")
-    _write_header(writer, sizes, vocabulary)
+    write_header(writer, sizes, vocabulary)
 
     def pack(name: str, *shape: int) -> Any:
         if weights == MIXED:
@@ -100,7 +100,8 @@ def write_model(path: Path, sizes: Sizes, weights: str, vocabulary: Sequence[str
     writer.close()
 
 
-def _write_header(writer: Any, sizes: Sizes, vocabulary: Sequence[str] | None) -> None:
+def write_header(writer: Any, sizes: Sizes, vocabulary: Sequence[str] | None) -> None:
+    """Describe a Qwen3-MoE model, with the texts of its tokens if given."""
     writer.add_context_length(sizes.context)
     writer.add_embedding_length(sizes.hidden)
     writer.add_block_count(sizes.layers)

@@ -91,6 +91,40 @@ def load_memory() -> str:
     return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{table(head, body)}\n\n{provenance(rows)}"
 
 
+STARTS = {
+    "safetensors": "moegraft, from safetensors",
+    "packing": "moegraft, from safetensors, keeping the packed experts",
+    "packed": "moegraft, from the experts that were kept",
+    "gguf": "moegraft, from GGUF",
+    "llama.cpp": "llama.cpp, from GGUF",
+}
+
+
+def loading() -> str:
+    """Return the seconds from the start of a process to its first token, cold and warm, and what they consist of."""
+    rows = read("loading")
+    if not rows:
+        return ""
+    body = [
+        [
+            STARTS[row["provider"]],
+            row["page_cache"],
+            row["read_gb"],
+            row["p50_first_token_s"],
+            *(row[name] for name in ("import_s", "load_s", "prompt_s", "read_s", "cpu_s")),
+            f"{float(row['others_share']):.0%}",
+        ]
+        for row in sorted(rows, key=lambda row: row["page_cache"])
+    ]
+    head = ["", "page cache", "reads, GB", "s to the first token"]
+    head += ["importing", "loading", "prompt", "reading alone", "CPU seconds", "others"]
+    return (
+        f"A checkpoint of {float(rows[0]['read_gb']):.1f} GB in bfloat16, packed to {rows[0]['weights']}, and the same codes as a GGUF "
+        f"file; {rows[0]['threads']} threads, medians of {rows[0]['starts']} alternating starts. `others` is the share of the cores that "
+        f"other processes used: where it is large, compare the CPU seconds.\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
 def families() -> str:
     rows = read("families")
     served = [row for row in rows if row["outcome"] == "served"]
@@ -439,6 +473,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo_speed": demo_speed,
     "serve": serve,
     "grammar_cost": grammar_cost,
+    "loading": loading,
     "load_memory": load_memory,
     "sparse_cpu": sparse_cpu,
     "families": families,
