@@ -17,7 +17,9 @@ The descriptions here are compile-time constants of the kernels. Offsets and str
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,10 +73,21 @@ def gate_of(spec: GateSpec, *, gated: bool = True) -> Gate:
     return Gate(gated, spec.activation, spec.alpha, spec.gate_limit, spec.act_limit, spec.up_limit, spec.up_offset)
 
 
+@cache
+def decoder_of(weight_type: str) -> Any:
+    """Return the `Decoder` of a weight type; None where Triton is not installed, and layouts are only measured."""
+    if find_spec("triton") is None:
+        return None
+    from moegraft.operators.kernels.units import DECODERS
+
+    return DECODERS[weight_type]
+
+
 class PackedMatrix(NamedTuple):
     """One matrix of an expert in blocks."""
 
     weights: str
+    decoder: Any  # as by `decoder_of`
     rows: int  # padded to 32; a gated gate_up matrix alternates 16 gate rows and 16 up rows
     outputs: int  # true outputs: neurons or hidden size
     columns: int  # true inputs
@@ -97,6 +110,11 @@ class PackedMatrix(NamedTuple):
     expert_words: int  # 4-byte words between two experts
     bias_word: int  # word of the first bias within an expert, -1 without
     up_bias_word: int
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton keeps a binary by: the decoder's functions are arguments, whose source its own key does not cover."""
+        return f"{self} {self.decoder.cache_key}"
 
 
 def packed_matrix(
@@ -123,6 +141,7 @@ def packed_matrix(
     units_a_span = units_a_group // read.scales if found.stored else 1
     return PackedMatrix(
         weights=weight_type,
+        decoder=decoder_of(weight_type),
         rows=rows,
         outputs=outputs,
         columns=columns,
@@ -229,6 +248,7 @@ class PackedRows(NamedTuple):
     """The neurons of each expert as rows, read by units."""
 
     weights: str
+    decoder: Any  # as by `decoder_of`
     columns_a_unit: int
     hidden: int
     neurons: int
@@ -251,6 +271,11 @@ class PackedRows(NamedTuple):
     def width(self) -> int:
         """Values of a vector in unit order."""
         return self.units * self.columns_a_unit
+
+    @property
+    def cache_key(self) -> str:
+        """As of a `PackedMatrix`."""
+        return f"{self} {self.decoder.cache_key}"
 
 
 class ElementRows(NamedTuple):
@@ -322,6 +347,7 @@ def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, *,
     first_bias = biases.gate if shape.gated else biases.up
     rows = PackedRows(
         weights=weight_type,
+        decoder=decoder_of(weight_type),
         columns_a_unit=held,
         hidden=shape.hidden,
         neurons=shape.intermediate,
