@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FORMATS, STORED_FORMATS
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
-STORED_FORMATS = frozenset(name for name, found in FORMATS.items() if found.stored)
 
 
 class WeightSource(ABC):

@@ -21,7 +21,8 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, apart, narrowest, widest
+from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weights import Codes, Part, StoredBlocks, StoredTypes, WeightSource, apart, narrowest, widest
 
 logger = logging.getLogger(__name__)
 

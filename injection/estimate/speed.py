@@ -17,7 +17,8 @@ from moegraft.operators.estimates import GpuRates, Rate, RoutedExperts
 from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import SHARED_NAMES, kinds
-from moegraft.operators.weights import BLOCK_BYTES, STORED_FORMATS, each_type
+from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weights import BLOCK_BYTES, each_type
 
 # Weight types without a measured rate, and the type whose kernels have about the same rate.
 MEASURED_AS = {"float16": "bfloat16"} | {

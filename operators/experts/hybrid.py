@@ -23,7 +23,6 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import Footprint, Operator, PlannedUse
-from moegraft.operators.block_encoding import ENCODED, encode
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register
@@ -44,7 +43,7 @@ from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
+from moegraft.operators.weight_formats import FORMATS
 from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, codes_for, joined, sampled
 
 if TYPE_CHECKING:
@@ -213,9 +212,7 @@ class HybridExperts(Operator):
             return weights.why_unfit(layout)
         for name, columns in zip(apart(str(weights)), (layout.hidden, layout.intermediate), strict=True):
             if name in FORMATS and FORMATS[name].stored and not cls.supports_weight_type(options, name):
-                if options.sparsity is not None:
-                    return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
-                return f"weights: {name} needs gpu: none, as no GPU kernel computes with it"
+                return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
             unfit = why_unfit(name, columns)
             if unfit is not None:
                 return unfit
@@ -223,8 +220,7 @@ class HybridExperts(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The sparse layout has none. Whether this machine has a GPU does not matter: a plan may be for another.
-        return options.sparsity is None and (options.gpu == "none" or has_gpu_kernels(weight_type))
+        return options.sparsity is None  # the sparse layout has none
 
     @classmethod
     def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -473,11 +469,9 @@ class HybridExperts(Operator):
 
     def _encoded(self, piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:
         """Return a matrix in the blocks of a stored format, which the kernels do not quantise to."""
-        name = FORMATS[weight_type].gguf
-        assert name in ENCODED, f"{weight_type} is kept where a file has it and not packed otherwise"
         if not bool(piece.isfinite().all()):
             raise CheckpointError(f"{origin}: a weight is NaN or infinite, which {weight_type} cannot hold; download the checkpoint again")
-        return encode(piece, name)
+        return FORMATS[weight_type].encode(piece)
 
     def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
         piece = source.read_shaped(part, self.layout.part_shape(part), expert)

@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from moegraft.operators.block_encoding import fitting_type
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.routing_trace import Trace, TraceError
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FORMATS, GGUF_TYPES, PACKED_TYPES, fitting_type
 
-# What a matrix of floats can be packed to: by the kernel, or by `block_encoding`.
-WEIGHT_TYPES = Literal[
-    "stored", "float32", "float16", "bfloat16", "int8",
-    "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "iq4_xs", "iq4_nl", "mxfp4", "int4",
-    "q3_k", "iq3_s", "iq3_xxs", "q2_k", "iq2_s", "iq2_xs", "tq2_0", "iq2_xxs", "tq1_0", "iq1_s",
-]  # fmt: skip
+# What a matrix of floats can be packed to.
+if TYPE_CHECKING:
+    WEIGHT_TYPES = str
+else:
+    WEIGHT_TYPES = Literal[("stored", *PACKED_TYPES)]
 
 
 def why_unfit(weight_type: str, columns: int) -> str | None:
@@ -29,8 +27,8 @@ def why_unfit(weight_type: str, columns: int) -> str | None:
     form = FORMATS.get(weight_type)
     if form is None or form.gguf is None or not form.stored or columns % form.block_weights == 0:
         return None
-    own_names = {each.gguf: other for other, each in FORMATS.items() if each.scaled}
-    instead = own_names.get(fitting_type(form.gguf, columns), "int8")
+    fitting = GGUF_TYPES[fitting_type(form.gguf, columns)]
+    instead = fitting.name if fitting.scaled else "int8"
     return f"{weight_type} has blocks of {form.block_weights} weights, of which rows of {columns} are no whole number; use {instead}"
 
 

@@ -48,13 +48,11 @@ def gpu_format(weight_type: str) -> GpuFormat:
     """Return how kernels read a weight type.
 
     Raises:
-        ValueError: an unknown weight type, or one without GPU kernels.
+        ValueError: an unknown weight type.
     """
-    found = FORMATS.get(weight_type)
-    if found is None or found.gpu is None:
-        known = ", ".join(name for name, each in FORMATS.items() if each.gpu is not None)
-        raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {known}")
-    return found.gpu
+    if weight_type not in FORMATS:
+        raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {', '.join(FORMATS)}")
+    return FORMATS[weight_type].gpu
 
 
 class Gate(NamedTuple):

@@ -117,12 +117,6 @@ def test_types_that_do_not_fit_are_refused_with_the_reason(folder: Path, weights
         load(folder, rules(weights, more))
 
 
-def test_types_without_gpu_kernels_are_refused_with_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.experts.hybrid.has_gpu_kernels", lambda weight_type: weight_type != "q4_1")
-    with pytest.raises(RuleErrors, match="weights: q4_1 needs gpu: none, as no GPU kernel computes with it"):
-        load(folder, rules("q4_1", ", gpu: auto"))
-
-
 def test_one_type_for_all_is_that_type(folder: Path) -> None:
     model = load(folder, rules("{gate: int8, up: int8, down: int8}"))
     assert [operator.weight_type for operator in experts(model)] == ["int8"] * 3

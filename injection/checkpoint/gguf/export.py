@@ -30,10 +30,9 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target
 from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
 from moegraft.injection.rules.rule import Layers, parse_layers
 from moegraft.operators.atomic_file import new_file
-from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type, row_bytes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import ENCODED, FORMATS, GGUF_TYPES, fitting_type
 from moegraft.operators.weights import Part
 
 ALIGNMENT = 32
@@ -42,8 +41,6 @@ Advance = Callable[[int], None]
 # What may have a type of its own. `attention` and `dense` are linear layers, `dense` also those of shared experts.
 ROLES = ("gate", "up", "down", "attention", "dense", "embedding", "output")
 OTHER_TYPE = "Q8_0"  # of the roles that only experts' types are given for
-# As rule files spell them.
-_OWN_NAMES = {name: found.gguf for name, found in FORMATS.items() if found.gguf is not None}
 # Types of these names are those of whole files, in which llama.cpp mixes types of matrices.
 _MIXTURE = re.compile(r"(?P<type>I?Q[2-8]_K|IQ[1-4])_(?:XS|S|M|L|XL)", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:(?P<role>[a-z]+)(?:@(?P<layers>[0-9,\-]+))?=)?(?P<type>\w+)")
@@ -122,7 +119,8 @@ def _choice(text: str) -> TypeChoice:
     found = _CHOICE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r}: give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE, as in Q4_K, down=Q6_K or down@0-3=Q8_0")
-    role, name = found["role"], _OWN_NAMES.get(found["type"].lower(), found["type"].upper())
+    own = FORMATS.get(found["type"].lower())  # as rule files spell it
+    role, name = found["role"], own.gguf if own is not None and own.gguf is not None else found["type"].upper()
     if role is not None and role not in ROLES:
         raise ValueError(f"unknown role '{role}' in '{text}'; the roles are {', '.join(ROLES)}")
     if name not in ENCODED:
@@ -154,7 +152,7 @@ class ExportTensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape[:-1], dtype=np.int64)) * row_bytes(self.type, self.shape[-1])
+        return int(np.prod(self.shape[:-1], dtype=np.int64)) * GGUF_TYPES[self.type].nbytes(self.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +487,7 @@ def _write_tensor(file: BinaryIO, tensor: ExportTensor, importance: torch.Tensor
             where = f"{tensor.name}[{number}]" if tensor.matrices > 1 else tensor.name
             raise CheckpointError(f"{where}: a weight is NaN or infinite; download the checkpoint again")
         own = importance if importance is None or importance.ndim == 1 else importance[number]
-        packed = encode(rows, tensor.type, None if tensor.type in FLOATS else own)
+        packed = GGUF_TYPES[tensor.type].encode(rows, own)
         file.write(packed.tobytes())
         advance(packed.nbytes)
     file.write(bytes(-tensor.nbytes % ALIGNMENT))
