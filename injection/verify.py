@@ -27,7 +27,7 @@ from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts
 from moegraft.operators.weight_formats import FORMATS, Expected
-from moegraft.operators.weights import each_type
+from moegraft.operators.weights import WeightTypes
 
 GIB = 1 << 30
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
@@ -63,7 +63,7 @@ def expected_error(weight_type: str | None, activations: torch.dtype, stored: Co
     Args:
         stored: the formats of blocks that the file has; by default all.
     """
-    names = each_type(weight_type or "")
+    names = WeightTypes.parse(weight_type or "").names
     parts = [(BY_ENCODING if stored is not None and name in BY_ENCODING and name not in stored else BY_WEIGHTS).get(name) for name in names]
     of_activations = BY_ACTIVATIONS.get(activations)
     known = [part for part in parts if part is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
@@ -144,29 +144,63 @@ def narrowest(weight_types: Set[str]) -> str:
     return "int8" if weight_types <= {"int4", "int8"} | STORED_FORMATS else "float32"
 
 
-def joined(gate_up: str, down: str) -> str:
-    """Return the name of a weight type for gate and up and one for down: `q4_k+q6_k`, or one name for both."""
-    return gate_up if gate_up == down else f"{gate_up}+{down}"
+@dataclass(frozen=True, slots=True)
+class WeightTypes:
+    """The weight types of a layer's experts, or of a linear layer, which has one.
+
+    Options, kernels and reports have them as text: `int8`, `q4_k+q6_k` for gate and up, and for down, and `int8/q4_k+q6_k` for hot and for
+    cold experts.
+
+    Attributes:
+        gate_up, down: of these matrices; of hot experts where there are cold ones.
+        cold: of the experts that a routing profile calls cold, if these have other types.
+    """
+
+    gate_up: str
+    down: str
+    cold: WeightTypes | None = None
+
+    @classmethod
+    def of(cls, hot: str, cold: str | None = None) -> WeightTypes:
+        gate_up, _, down = hot.partition("+")
+        types, others = cls(gate_up, down or gate_up), None if cold is None else cls.of(cold)
+        return types if others == types else replace(types, cold=others)
+
+    @classmethod
+    def parse(cls, text: str) -> WeightTypes:
+        return cls.of(*text.split("/"))
+
+    def __str__(self) -> str:
+        own = self.gate_up if self.gate_up == self.down else f"{self.gate_up}+{self.down}"
+        return own if self.cold is None else f"{own}/{self.cold}"
+
+    @property
+    def by_part(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The types of gate and up, and of down, of hot and cold experts together."""
+        sets = [self, *([] if self.cold is None else [self.cold])]
+        return frozenset(each.gate_up for each in sets), frozenset(each.down for each in sets)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset().union(*self.by_part)
+
+    def map(self, change: Callable[[str], str]) -> WeightTypes:
+        """Return the types after a change to each."""
+        hot = WeightTypes(change(self.gate_up), change(self.down))
+        cold = None if self.cold is None else self.cold.map(change)
+        return hot if cold == hot else replace(hot, cold=cold)
 
 
-def apart(weight_type: str) -> tuple[str, str]:
-    """Return the weight types of gate and up, and of down."""
-    return weight_type.partition("+")[0], weight_type.rpartition("+")[2]
-
-
-def each_type(weight_type: str) -> list[str]:
-    """Return every type in a name; `int8/q4_k+q6_k` has one for hot and two for cold experts."""
-    return weight_type.replace("/", "+").split("+")
-
-
-def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
-    """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
+def resolve_weight_types(
+    requested: WeightTypes, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]
+) -> WeightTypes:
+    """Return the weight types that a rule's `weights` means for weights that are stored in blocks.
 
     `stored` means the file's type. Stored formats are kept for `stored`, and those of integers for int8 and int4 where these take no fewer
     bytes.
 
     Args:
-        requested: the value of `weights` in the rule, or two of them as by `joined`.
+        requested: the value of `weights` in the rule, without cold experts.
         known: the types that the operator packs weights to.
         supports: whether the operator can compute with a stored format, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
     """
@@ -175,11 +209,10 @@ def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[s
         integers = own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(wanted, 0)
         return own if wanted == "stored" or integers else wanted
 
-    wanted = apart(requested)
-    found = [kept(*pair) for pair in zip(wanted, (stored.gate_up, stored.down), strict=True)]
-    if any(own in STORED_FORMATS for own in found) and supports(joined(*found)):
-        return joined(*found)
-    return joined(*(stored.whole if each == "stored" and stored.whole in known else each for each in wanted))
+    found = WeightTypes(kept(requested.gate_up, stored.gate_up), kept(requested.down, stored.down))
+    if found.names & STORED_FORMATS and supports(str(found)):
+        return found
+    return requested.map(lambda each: stored.whole if each == "stored" and stored.whole in known else each)
 
 
 STRIPES, STRIPE_BYTES = 64, 256

@@ -44,7 +44,7 @@ from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, codes_for, joined, sampled
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, WeightTypes, codes_for, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,7 +84,7 @@ class ExpertWeights:
             raise ValueError(f"gate and up share blocks in memory and must have one type; they have {self.gate} and {self.up}")
 
     def __str__(self) -> str:
-        return joined(self.up, self.down)
+        return str(WeightTypes(self.up, self.down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class HybridExpertsOptions:
 
 
 def _packed_as(weights: str, dtype: torch.dtype) -> str:
-    return joined(*(STORED_TYPES[dtype] if each == "stored" else each for each in apart(weights)))
+    return str(WeightTypes.parse(weights).map(lambda each: STORED_TYPES[dtype] if each == "stored" else each))
 
 
 def _by_type(options: HybridExpertsOptions, held: range, dtype: torch.dtype) -> dict[str, Sequence[int]]:
@@ -210,7 +210,8 @@ class HybridExperts(Operator):
         layout, weights = read_layout(module), options.weights
         if isinstance(weights, ProfiledWeights):
             return weights.why_unfit(layout)
-        for name, columns in zip(apart(str(weights)), (layout.hidden, layout.intermediate), strict=True):
+        types = WeightTypes.parse(str(weights))
+        for name, columns in ((types.gate_up, layout.hidden), (types.down, layout.intermediate)):
             if name in FORMATS and FORMATS[name].stored and not cls.supports_weight_type(options, name):
                 return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
             unfit = why_unfit(name, columns)
@@ -297,7 +298,7 @@ class HybridExperts(Operator):
 
     @classmethod
     def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
-        return "/".join(dict.fromkeys(_packed_as(name, dtype) for name in str(options.weights).split("/")))
+        return _packed_as(str(options.weights), dtype)
 
     @classmethod
     def savings(cls, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
@@ -341,7 +342,7 @@ class HybridExperts(Operator):
     def weight_type(self) -> str | None:
         """The type of the packed weights, None before they are loaded."""
         held = self._held_sets()
-        return "/".join(packed.weight_type for packed in held) if held else None
+        return str(WeightTypes.of(*(packed.weight_type for packed in held))) if held else None
 
     def _held_sets(self) -> list[PackedExperts]:
         return [packed for packed in (self._packed, self._others) if packed is not None]

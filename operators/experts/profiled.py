@@ -14,6 +14,7 @@ import torch
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.routing_trace import Trace, TraceError
 from moegraft.operators.weight_formats import FORMATS, GGUF_TYPES, PACKED_TYPES, fitting_type
+from moegraft.operators.weights import WeightTypes
 
 # What a matrix of floats can be packed to.
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ProfiledWeights:
             raise ValueError(f"share is a part of a layer's routed tokens, above 0 and below 1, not {self.share:g}")
 
     def __str__(self) -> str:
-        return f"{self.hot}/{self.cold}"
+        return str(WeightTypes.of(self.hot, self.cold))
 
     def why_unfit(self, layout: ExpertsLayout) -> str | None:
         """Return why a layer's matrices cannot have these types, or None where they can."""

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.weight_formats import FORMATS, GpuFormat
+from moegraft.operators.weights import WeightTypes
 
 BLOCK_ROWS = 32
 GROUP_COLUMNS = 32
@@ -191,8 +192,8 @@ def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
     Raises:
         ValueError: an unknown weight type.
     """
-    gate_up, _, down = weight_type.partition("+")
-    down = down or gate_up
+    types = WeightTypes.parse(weight_type)
+    gate_up, down = types.gate_up, types.down
     neurons = round_up(shape.intermediate, BLOCK_ROWS)
     up_rows = neurons * (2 if shape.gated else 1)
     down_rows = round_up(shape.hidden, BLOCK_ROWS)

@@ -16,7 +16,7 @@ from moegraft.injection.verify import verify
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import ExpertWeights, HybridExperts, HybridExpertsOptions
 from moegraft.operators.registry import load_registry
-from moegraft.operators.weights import StoredTypes, apart, joined, resolve_weight_type
+from moegraft.operators.weights import StoredTypes, WeightTypes, resolve_weight_types
 
 MIXED = "{gate: int4, up: int4, down: int8}"
 
@@ -163,6 +163,18 @@ def test_files_with_blocks_keep_what_a_mixture_allows(requested: str, found: str
     options = HybridExpertsOptions()
     stored = StoredTypes("int8", "q4_k", "q6_k")
     known = HybridExperts.weight_types
-    assert resolve_weight_type(requested, stored, known, lambda name: HybridExperts.supports_weight_type(options, name)) == found
-    without = resolve_weight_type(requested, stored, known, lambda name: False)
-    assert without == joined(*("int8" if each == "stored" else each for each in apart(requested)))
+    types = WeightTypes.parse(requested)
+    assert str(resolve_weight_types(types, stored, known, lambda name: HybridExperts.supports_weight_type(options, name))) == found
+    without = resolve_weight_types(types, stored, known, lambda name: False)
+    assert without == types.map(lambda each: "int8" if each == "stored" else each)
+
+
+@pytest.mark.parametrize("text", ["int8", "q4_k+q6_k", "int8/q4_k+q6_k", "q4_k+q6_k/iq2_s"])
+def test_types_are_printed_as_they_are_read(text: str) -> None:
+    assert str(WeightTypes.parse(text)) == text
+
+
+def test_types_of_a_part_are_those_of_hot_and_cold_experts() -> None:
+    types = WeightTypes.parse("int8/q4_k+q6_k")
+    assert types.by_part == ({"int8", "q4_k"}, {"int8", "q6_k"}) and types.names == {"int8", "q4_k", "q6_k"}
+    assert types.map(lambda name: "int8") == WeightTypes("int8", "int8") == WeightTypes.of("int8", "int8")

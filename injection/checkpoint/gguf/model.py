@@ -33,7 +33,7 @@ from moegraft.injection.checkpoint.gguf.parameters import (
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import Part, StoredTypes, WeightSource, apart, narrowest
+from moegraft.operators.weights import Part, StoredTypes, WeightSource, WeightTypes, narrowest
 
 # transformers' model types and llama.cpp's architectures. Families whose parameters llama.cpp's converter changes in a way that
 # `GgufWeights` does not undo must not be listed.
@@ -247,12 +247,11 @@ class GgufWeights:
         whole = narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
         return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
-    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
         kept = set()
-        for path, name in weight_types.items():
-            by_part = zip(*(apart(each) for each in name.split("/")), strict=True)  # hot and cold experts have a tensor in common
-            for tensors, types in zip(self._matrices(path), by_part, strict=True):
-                kept |= {tensor.name for tensor in tensors if set(types) == {tensor.kept_type}}
+        for path, of_module in weight_types.items():
+            for tensors, types in zip(self._matrices(path), of_module.by_part, strict=True):  # hot and cold experts have a tensor in common
+                kept |= {tensor.name for tensor in tensors if types == {tensor.kept_type}}
         tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
         log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
 
