@@ -25,6 +25,8 @@
 //   kOffset, kParts        as above
 //   word_offset            of a word in the file's block
 //   codes, scales          of a group, from the packed order of the header's bytes and the words
+//   kPoints, kLevels       the grid and the magnitudes of its digits, and kBytes, the columns of each index; absent where there is no grid
+//   kSearch                how numbers are quantised to the grid; absent where they are not
 // Their groups are expanded, to codes of 8 bits, in front of every product.
 //
 // The files of several instruction sets include this, so that everything that generates code is `static` or in an anonymous namespace.
@@ -625,6 +627,15 @@ inline unsigned even_signs(unsigned seven) {
 inline int byte_of(std::uint32_t word, int index) { return static_cast<int>(word >> 8 * index & 255); }
 
 constexpr std::uint8_t kIq2Levels[] = {8, 25, 43};
+
+// How ops/grid_search.h quantises to a grid's format.
+struct GridForm {
+  int group;  // columns with one scale: 32 or 16
+  int columns;  // of a point of the grid: 4 or 8
+  bool even_signs;  // the number of negative ones among eight columns is even
+  bool has_signs;  // points are magnitudes
+};
+
 // Of IQ2_XS and IQ2_S: a byte of scales for a group, whose halves are those of 16 columns each.
 inline GroupScales half_byte_scales(float d, int both) {
   return {{d * (0.5f + static_cast<float>(both & 15)) * 0.25f, d * (0.5f + static_cast<float>(both >> 4)) * 0.25f}, {}};
@@ -635,7 +646,10 @@ struct Iq2Xxs {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{0, 2}};
   static constexpr int kColumns = 256, kFileBytes = 66, kLowBits = 2, kHighBits = 0, kParts = 1, kOffset = 43;
-  static constexpr GridBytes<256> kBytes = grid_bytes<8>(kIq2XxsGrid, kIq2Levels);
+  static constexpr const auto& kPoints = kIq2XxsGrid;
+  static constexpr const auto& kLevels = kIq2Levels;
+  static constexpr GridBytes<256> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 8, true, true};
   static constexpr int word_offset(int group, int word) { return 2 + 8 * group + 4 * word; }
   static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) store_signed<kOffset>(kBytes.bytes[byte_of(words[0], i)], even_signs(words[1] >> 7 * i), codes + 8 * i);
@@ -650,7 +664,10 @@ struct Iq2Xs {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}};
   static constexpr int kColumns = 256, kFileBytes = 74, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 43;
-  static constexpr GridBytes<512> kBytes = grid_bytes<8>(kIq2XsGrid, kIq2Levels);
+  static constexpr const auto& kPoints = kIq2XsGrid;
+  static constexpr const auto& kLevels = kIq2Levels;
+  static constexpr GridBytes<512> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {16, 8, true, true};
   static constexpr int word_offset(int group, int word) { return 2 + 8 * group + 4 * word; }
   static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -668,7 +685,10 @@ struct Iq2S {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}, {74, 4}, {78, 4}};
   static constexpr int kColumns = 256, kFileBytes = 82, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 43;
-  static constexpr GridBytes<1024> kBytes = grid_bytes<8>(kIq2SGrid, kIq2Levels);
+  static constexpr const auto& kPoints = kIq2SGrid;
+  static constexpr const auto& kLevels = kIq2Levels;
+  static constexpr GridBytes<1024> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {16, 8, false, true};
   static constexpr int word_offset(int group, int word) { return 2 + 4 * group + 32 * word; }
   static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -687,7 +707,9 @@ struct Iq3Xxs {
   static constexpr Field kHeader[] = {{0, 2}};
   static constexpr int kColumns = 256, kFileBytes = 98, kLowBits = 3, kHighBits = 0, kParts = 1, kOffset = 62;
   static constexpr std::uint8_t kLevels[] = {4, 12, 20, 28, 36, 44, 52, 62};
-  static constexpr GridBytes<256> kBytes = grid_bytes<4>(kIq3XxsGrid, kLevels);
+  static constexpr const auto& kPoints = kIq3XxsGrid;
+  static constexpr GridBytes<256> kBytes = grid_bytes<4>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 4, true, true};
   static constexpr int word_offset(int group, int word) { return word < 2 ? 2 + 8 * group + 4 * word : 66 + 4 * group; }
   static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -707,7 +729,9 @@ struct Iq3S {
   static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}, {106, 4}};
   static constexpr int kColumns = 256, kFileBytes = 110, kLowBits = 3, kHighBits = 0, kParts = 1, kOffset = 15;
   static constexpr std::uint8_t kLevels[] = {1, 3, 5, 7, 9, 11, 13, 15};
-  static constexpr GridBytes<512> kBytes = grid_bytes<4>(kIq3SGrid, kLevels);
+  static constexpr const auto& kPoints = kIq3SGrid;
+  static constexpr GridBytes<512> kBytes = grid_bytes<4>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 4, false, true};
   static constexpr int word_offset(int group, int word) { return word < 2 ? 2 + 8 * group + 4 * word : 74 + 4 * group; }
   static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -730,7 +754,9 @@ struct Iq1S {
   static constexpr Field kHeader[] = {{0, 2}, {34, 4}, {38, 4}, {42, 4}, {46, 4}};
   static constexpr int kColumns = 256, kFileBytes = 50, kLowBits = 1, kHighBits = 0, kParts = 1, kOffset = 9;
   static constexpr std::uint8_t kLevels[] = {0, 8, 16};
-  static constexpr GridBytes<2048> kBytes = grid_bytes<8>(kIq1SGrid, kLevels);
+  static constexpr const auto& kPoints = kIq1SGrid;
+  static constexpr GridBytes<2048> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 8, false, false};
   static constexpr int word_offset(int group, int) { return 2 + 4 * group; }
   static int upper(const std::uint8_t* header, int group) { return header[2 + 2 * group] | header[3 + 2 * group] << 8; }
   static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
