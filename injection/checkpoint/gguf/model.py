@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
-from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, STORED, BlockTensor
+from moegraft.injection.checkpoint.gguf.blocks import BlockTensor
 from moegraft.injection.checkpoint.gguf.files import GgufFile, find_parts, merge, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
     ExpertPart,
@@ -116,34 +116,22 @@ logger = logging.getLogger(__name__)
 
 
 def log_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype) -> None:
-    """Log the stored types that no kernel supports, then those that only these rules or this machine do not support.
+    """Log which of these tensors have blocks that are converted, and not kept as they are.
 
     Args:
-        tensors: the tensors that are converted.
         dtype: of what is not replaced.
     """
-    converted = [tensor for tensor in tensors if tensor.block_type in CONVERTED]
-    rest = str(dtype).removeprefix("torch.")
-    unknown = [tensor for tensor in converted if tensor.block_type not in STORED]
-    if unknown:
-        logger.warning(
-            "%s: no kernel supports %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
-            "all other tensors to %s",
-            path,
-            _kinds(unknown),
-            rest,
-        )
-    others = [tensor for tensor in converted if tensor.block_type in STORED]
-    if others:
+    converted = [tensor for tensor in tensors if tensor.is_stored]
+    if converted:
         logger.warning(
             "%s: %d tensors in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's weight "
-            "type (int8 for 'stored'), all others to %s; experts and linear layers without gpu and sparsity keep them unchanged if their "
+            "type (int8 for 'stored'), all others to %s; experts and linear layers without sparsity keep them unchanged if their "
             "weights are 'stored' or have at least as many bits, such as int8",
             path,
-            len(others),
-            _kinds(others),
-            others[0].name,
-            rest,
+            len(converted),
+            _kinds(converted),
+            converted[0].name,
+            str(dtype).removeprefix("torch."),
         )
 
 

@@ -427,9 +427,9 @@ def test_a_file_of_llama_cpps_quantiser_loads_here(tmp_path: Path) -> None:
 
 def test_types_are_those_of_the_reader() -> None:
     """What is written can be read."""
-    from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, WEIGHT_TYPES
+    from moegraft.injection.checkpoint.gguf.blocks import FORMAT_OF
 
-    assert {BlockType[name] for name in ENCODED} <= set(WEIGHT_TYPES) | set(CONVERTED)
+    assert {BlockType[name] for name in ENCODED} <= set(FORMAT_OF)
 
 
 def test_a_model_without_a_gguf_name_is_refused_before_it_is_read(tmp_path: Path) -> None:
