@@ -23,8 +23,8 @@ from gguf.gguf_writer import WriterState
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moegraft.injection.checkpoint.gguf.model import ARCHITECTURES, Names, experts_name, layer_of
-from moegraft.injection.checkpoint.gguf.parameters import rope_rows
+from moegraft.injection.checkpoint.gguf.families import FAMILIES, family_of, stored_rows
+from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.checkpoint.keymap import KeyMap, Target
 from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
@@ -254,9 +254,8 @@ def _tensor(
     if name.endswith("ffn_gate_inp_shexp.weight"):
         shape = shape[-1:]
     wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
-    heads = {".q_proj.weight": "num_attention_heads", ".k_proj.weight": "num_key_value_heads"}
-    turned = next((getattr(config, count) for suffix, count in heads.items() if parameter.endswith(suffix)), None)
-    rows = np.argsort(rope_rows(shape[0], turned)) if turned is not None and config.model_type == "mixtral" else None
+    stored = stored_rows(config, parameter, shape[0])
+    rows = None if stored is None else np.argsort(stored)
 
     def read(_: int) -> torch.Tensor:
         values = read_parameter(target, weights.tensors, skeleton).reshape(shape)
@@ -297,33 +296,30 @@ def _role(name: str, *, tied: bool) -> str | None:
     return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
 
 
-# How llama.cpp computes the families: whether it divides the weights of a token's experts by their sum.
-_NORMALISES = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # attention to latents: one key and value for all heads
-_EXPORTED = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", *_LATENT, "glm4_moe")
 _ROPE_TYPES = ("default", "linear", "yarn")
 
 
 def why_not_exportable(config: PretrainedConfig) -> str | None:
     """Return why no GGUF file of a model can be written that llama.cpp computes as transformers does; None if one can."""
-    family = config.model_type
-    if family not in _EXPORTED:
-        return f"model type '{family}' cannot be written to GGUF files; supported are {', '.join(_EXPORTED)}"
-    if family in _NORMALISES and bool(config.norm_topk_prob) != _NORMALISES[family]:
-        return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {family} models as if it were not"
+    name = config.model_type
+    if name not in FAMILIES:
+        return f"model type '{name}' cannot be written to GGUF files; supported are {', '.join(FAMILIES)}"
+    family = FAMILIES[name]
+    if family.normalises not in (None, bool(getattr(config, "norm_topk_prob", None))):
+        return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {name} models as if it were not"
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {family} models"
+        return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
     if getattr(config, "clip_qkv", None) is not None:
-        return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {family} models"
-    if family == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
-        return "llama.cpp requires as many key-value heads as attention heads in olmoe models"
+        return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
+    if family.needs_equal_heads and config.num_key_value_heads != config.num_attention_heads:
+        return f"llama.cpp requires as many key-value heads as attention heads in {name} models"
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
-    if kinds != (alternating if family == "gpt_oss" else ["full_attention"] * len(kinds)):
-        return f"llama.cpp does not support these layer_types in {family} models: {', '.join(dict.fromkeys(kinds))}"
-    if family == "mixtral" and getattr(config, "sliding_window", None) is not None:
-        return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {family} models"
-    if family in (*_LATENT, "glm4_moe"):
+    if kinds != (alternating if family.alternates else ["full_attention"] * len(kinds)):
+        return f"llama.cpp does not support these layer_types in {name} models: {', '.join(dict.fromkeys(kinds))}"
+    if family.ignores_windows and getattr(config, "sliding_window", None) is not None:
+        return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {name} models"
+    if family.gating is not None:
         reason = _why_not_of_deepseek_kind(config)
         if reason is not None:
             return reason
@@ -334,22 +330,22 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
 
 
 def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
-    family, rope = config.model_type, _rope(config)
+    name, rope = config.model_type, _rope(config)
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
-        return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {family} models"
+        return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {name} models"
     if config.hidden_act != "silu":
-        return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {family} models"
+        return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {name} models"
     if getattr(config, "topk_method", None) == "group_limited_greedy" and _groups(config) > 1:
         return "llama.cpp chooses groups of experts by their two best, and topk_method: group_limited_greedy by their best"
-    if family not in _LATENT:
+    if not FAMILIES[name].is_latent:
         return None
     if config.attention_bias:
-        return f"attention_bias is true in the config, and llama.cpp has no such biases in {family} models"
+        return f"attention_bias is true in the config, and llama.cpp has no such biases in {name} models"
     if not getattr(config, "rope_interleave", True):
-        return f"rope_interleave is false in the config, and llama.cpp rotates neighbouring columns in {family} models"
+        return f"rope_interleave is false in the config, and llama.cpp rotates neighbouring columns in {name} models"
     if rope.get("rope_type") == "yarn" and (not rope.get("mscale_all_dim") or rope.get("mscale") != rope["mscale_all_dim"]):
-        return f"mscale and mscale_all_dim of the rotary embeddings differ, which llama.cpp does not support in {family} models"
+        return f"mscale and mscale_all_dim of the rotary embeddings differ, which llama.cpp does not support in {name} models"
     return None
 
 
@@ -380,8 +376,8 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    rope = _rope(config)
-    if config.model_type in _LATENT:
+    rope, family = _rope(config), family_of(config)
+    if family.is_latent:
         writer.add_head_count_kv(1)
         writer.add_q_lora_rank(config.q_lora_rank or 0)
         writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -400,18 +396,18 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    each = getattr(config, "moe_intermediate_size", None) or (config.intermediate_size if config.model_type == "gpt_oss" else None)
-    if each is not None:
+    each = getattr(config, family.expert_size, None)
+    if each:
         writer.add_expert_feed_forward_length(each)
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if config.model_type == "gpt_oss":
+    if family.alternates:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type in (*_LATENT, "glm4_moe"):
+    if family.gating is not None:
         writer.add_leading_dense_block_count(_dense_layers(config))
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(float(config.routed_scaling_factor))
-        softmax = config.model_type == "deepseek_v2"
+        softmax = family.gating == "softmax"
         writer.add_expert_weights_norm(not softmax and bool(config.norm_topk_prob))
         writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
         if _groups(config) > 1:
@@ -423,7 +419,7 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
-        if config.model_type in _LATENT:
+        if family.is_latent:
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if rope.get("beta_fast") is not None:
             writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
@@ -433,9 +429,10 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
 
 def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]]:
     """Return everything before the weights, and notices."""
-    writer = GGUFWriter(None, ARCHITECTURES[plan.config.model_type])
+    family = family_of(plan.config)
+    writer = GGUFWriter(None, family.architecture)
     _describe(writer, plan.config, name)
-    notices = add_vocabulary(writer, folder, plan.config.vocab_size, plan.config.model_type)
+    notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])
     header = io.BytesIO()

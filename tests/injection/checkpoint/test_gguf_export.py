@@ -22,6 +22,7 @@ from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf import export
 from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
+from moegraft.injection.checkpoint.gguf.families import FAMILIES as ROWS
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
@@ -342,7 +343,7 @@ def test_how_text_is_split_has_llama_cpps_name(model_type: str, patterns: tuple[
     body["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, {"type": "ByteLevel", "use_regex": False}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(body))
     writer = gguf.GGUFWriter(None, "deepseek2")
-    notices = add_vocabulary(writer, tmp_path, 3, model_type)
+    notices = add_vocabulary(writer, tmp_path, 3, ROWS[model_type].splits)
     assert writer.kv_data[0]["tokenizer.ggml.pre"].value == name
     assert ["has no name in llama.cpp" in notice for notice in notices] == [True] * (name == "gpt-2")
 
