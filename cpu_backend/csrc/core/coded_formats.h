@@ -48,6 +48,14 @@ constexpr int kBlockRows = 2 * kLanes;  // two lines per step: two accumulators 
 constexpr int kGroup = 32;
 constexpr int kWordsBytes = kBlockRows * 4;  // one 32-bit word of every row
 
+// How ops/grid_search.h quantises to a grid's format.
+struct GridForm {
+  int group;  // columns with one scale: 32 or 16
+  int columns;  // of a point of the grid: 4 or 8
+  bool even_signs;  // the number of negative ones among eight columns is even
+  bool has_signs;  // points are magnitudes
+};
+
 namespace {
 
 #define MOEGRAFT_INLINE inline __attribute__((always_inline))
@@ -627,14 +635,6 @@ inline unsigned even_signs(unsigned seven) {
 inline int byte_of(std::uint32_t word, int index) { return static_cast<int>(word >> 8 * index & 255); }
 
 constexpr std::uint8_t kIq2Levels[] = {8, 25, 43};
-
-// How ops/grid_search.h quantises to a grid's format.
-struct GridForm {
-  int group;  // columns with one scale: 32 or 16
-  int columns;  // of a point of the grid: 4 or 8
-  bool even_signs;  // the number of negative ones among eight columns is even
-  bool has_signs;  // points are magnitudes
-};
 
 // Of IQ2_XS and IQ2_S: a byte of scales for a group, whose halves are those of 16 columns each.
 inline GroupScales half_byte_scales(float d, int both) {
