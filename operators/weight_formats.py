@@ -163,9 +163,9 @@ def _gguf(
     name: str,
     block_weights: int,
     block_bytes: int,
-    *unit_scales: tuple[int, float],
     gpu: GpuFormat,
-    encoding: Encoding | None = None,
+    encoding: Encoding | None,
+    *unit_scales: tuple[int, float],
     form: ScaleForm = "float16",
 ) -> WeightFormat:
     return WeightFormat(name, block_weights, block_bytes, gpu, name.upper(), True, unit_scales, form, encoding=encoding)
@@ -236,43 +236,17 @@ _ROWS = (
         expected=Expected(1.5e-1, 3e-1, "32 weights share a scale of 8 steps: about 8 % each, in three products"),
     ),
     # The others are those of files.
-    _gguf(
-        "q4_k",
-        256,
-        144,
-        (0, 1 / 200),
-        (2, 7.5 / 200),
-        gpu=_codes(4, 256, minima=True),
-        encoding=Encoding(encoders.q4_k, 22.5, 1.3e-1, "Q5_0"),
-    ),
-    _gguf("q6_k", 256, 210, (208, 1 / 1400), gpu=_codes(4, 256, 2, 2), encoding=Encoding(encoders.q6_k, 34.0, 3.0e-2, "Q8_0")),
-    _gguf("mxfp4", 32, 17, (0, 1 / 2.9), form="exponent", gpu=_codes(4, 256), encoding=Encoding(encoders.mxfp4, 18.5, 2.0e-1)),
-    _gguf("iq4_nl", 32, 18, (0, 1 / 66), gpu=_codes(4, 256), encoding=Encoding(encoders.iq4_nl, 22.0, 1.3e-1)),
-    _gguf("iq4_xs", 256, 136, (0, 1 / 1200), gpu=_codes(4, 256), encoding=Encoding(encoders.iq4_xs, 22.0, 1.3e-1, "IQ4_NL")),
-    _gguf("q4_1", 32, 20, (0, 1 / 4.6), (2, -7.5 / 4.6), gpu=_codes(4, 256, minima=True), encoding=Encoding(encoders.q4_1, 22.0, 1.2e-1)),
-    _gguf("q5_0", 32, 22, (0, 1 / 9.2), gpu=_codes(4, 256, 1), encoding=Encoding(encoders.q5_0, 27.0, 7.0e-2)),
-    _gguf(
-        "q5_1", 32, 24, (0, 1 / 9.2), (2, -15.5 / 9.2), gpu=_codes(4, 256, 1, minima=True), encoding=Encoding(encoders.q5_1, 28.5, 6.0e-2)
-    ),
-    _gguf(
-        "q5_k",
-        256,
-        176,
-        (0, 1 / 530),
-        (2, 15.5 / 530),
-        gpu=_codes(4, 256, 1, minima=True),
-        encoding=Encoding(encoders.q5_k, 28.5, 6.3e-2, "Q5_1"),
-    ),
-    _gguf("q3_k", 256, 110, (108, 1 / 43), gpu=_codes(2, 256, 1, 2), encoding=Encoding(encoders.q3_k, 16.0, 2.5e-1, "Q4_0")),
-    _gguf(
-        "q2_k",
-        256,
-        84,
-        (80, 1 / 14),
-        (82, 1.5 / 14),
-        gpu=_codes(2, 256, 0, 2, minima=True),
-        encoding=Encoding(encoders.q2_k, 11.0, 4.6e-1, "Q4_0"),
-    ),
+    _gguf("q4_k", 256, 144, _codes(4, 256, minima=True), Encoding(encoders.q4_k, 22.5, 1.3e-1, "Q5_0"), (0, 1 / 200), (2, 7.5 / 200)),
+    _gguf("q6_k", 256, 210, _codes(4, 256, 2, 2), Encoding(encoders.q6_k, 34.0, 3.0e-2, "Q8_0"), (208, 1 / 1400)),
+    _gguf("mxfp4", 32, 17, _codes(4, 256), Encoding(encoders.mxfp4, 18.5, 2.0e-1), (0, 1 / 2.9), form="exponent"),
+    _gguf("iq4_nl", 32, 18, _codes(4, 256), Encoding(encoders.iq4_nl, 22.0, 1.3e-1), (0, 1 / 66)),
+    _gguf("iq4_xs", 256, 136, _codes(4, 256), Encoding(encoders.iq4_xs, 22.0, 1.3e-1, "IQ4_NL"), (0, 1 / 1200)),
+    _gguf("q4_1", 32, 20, _codes(4, 256, minima=True), Encoding(encoders.q4_1, 22.0, 1.2e-1), (0, 1 / 4.6), (2, -7.5 / 4.6)),
+    _gguf("q5_0", 32, 22, _codes(4, 256, 1), Encoding(encoders.q5_0, 27.0, 7.0e-2), (0, 1 / 9.2)),
+    _gguf("q5_1", 32, 24, _codes(4, 256, 1, minima=True), Encoding(encoders.q5_1, 28.5, 6.0e-2), (0, 1 / 9.2), (2, -15.5 / 9.2)),
+    _gguf("q5_k", 256, 176, _codes(4, 256, 1, minima=True), Encoding(encoders.q5_k, 28.5, 6.3e-2, "Q5_1"), (0, 1 / 530), (2, 15.5 / 530)),
+    _gguf("q3_k", 256, 110, _codes(2, 256, 1, 2), Encoding(encoders.q3_k, 16.0, 2.5e-1, "Q4_0"), (108, 1 / 43)),
+    _gguf("q2_k", 256, 84, _codes(2, 256, 0, 2, minima=True), Encoding(encoders.q2_k, 11.0, 4.6e-1, "Q4_0"), (80, 1 / 14), (82, 1.5 / 14)),
     # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
     _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
     _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
@@ -285,15 +259,15 @@ _ROWS = (
     # NVFP4 with a float32 scale of the tensor, which four rows hold together for 128 columns.
     WeightFormat("nvfp4", 128, 73, _codes(4, 256, scales=2), None, True, ((0, 1 / 317),), "quarters"),
     # Indexes into grids, and numbers of -1 to 1.
-    _gguf("iq3_s", 256, 110, (0, 1 / 140), gpu=_expanded(3), encoding=Encoding(encoders.iq3_s, 17.5, 2.3e-1, "IQ4_NL")),
-    _gguf("iq3_xxs", 256, 98, (0, 1 / 140), gpu=_expanded(3), encoding=Encoding(encoders.iq3_xxs, 14.8, 3.1e-1, "IQ4_NL")),
-    _gguf("iq2_s", 256, 82, (0, 1 / 56), gpu=_expanded(2, 2), encoding=Encoding(encoders.iq2_s, 12.2, 4.1e-1, "IQ4_NL")),
-    _gguf("iq2_xs", 256, 74, (0, 1 / 56), gpu=_expanded(2, 2), encoding=Encoding(encoders.iq2_xs, 10.7, 4.8e-1, "IQ4_NL")),
-    _gguf("iq2_xxs", 256, 66, (0, 1 / 53), gpu=_expanded(2), encoding=Encoding(encoders.iq2_xxs, 9.4, 5.4e-1, "IQ4_NL")),
+    _gguf("iq3_s", 256, 110, _expanded(3), Encoding(encoders.iq3_s, 17.5, 2.3e-1, "IQ4_NL"), (0, 1 / 140)),
+    _gguf("iq3_xxs", 256, 98, _expanded(3), Encoding(encoders.iq3_xxs, 14.8, 3.1e-1, "IQ4_NL"), (0, 1 / 140)),
+    _gguf("iq2_s", 256, 82, _expanded(2, 2), Encoding(encoders.iq2_s, 12.2, 4.1e-1, "IQ4_NL"), (0, 1 / 56)),
+    _gguf("iq2_xs", 256, 74, _expanded(2, 2), Encoding(encoders.iq2_xs, 10.7, 4.8e-1, "IQ4_NL"), (0, 1 / 56)),
+    _gguf("iq2_xxs", 256, 66, _expanded(2), Encoding(encoders.iq2_xxs, 9.4, 5.4e-1, "IQ4_NL"), (0, 1 / 53)),
     # Scales fitted to the weights make numbers smaller: the errors of three products no longer add up.
-    _gguf("iq1_s", 256, 50, (0, 1 / 7.2), gpu=_expanded(1), encoding=Encoding(encoders.iq1_s, 6.8, 7.0e-1, "IQ4_NL")),
-    _gguf("tq2_0", 256, 66, (64, 1 / 1.1), gpu=_codes(2, 256), encoding=Encoding(encoders.tq2_0, 7.0, 6.8e-1, "Q4_0")),
-    _gguf("tq1_0", 256, 54, (52, 1 / 0.82), gpu=_expanded(0), encoding=Encoding(encoders.tq1_0, 7.0, 6.8e-1, "Q4_0")),
+    _gguf("iq1_s", 256, 50, _expanded(1), Encoding(encoders.iq1_s, 6.8, 7.0e-1, "IQ4_NL"), (0, 1 / 7.2)),
+    _gguf("tq2_0", 256, 66, _codes(2, 256), Encoding(encoders.tq2_0, 7.0, 6.8e-1, "Q4_0"), (64, 1 / 1.1)),
+    _gguf("tq1_0", 256, 54, _expanded(0), Encoding(encoders.tq1_0, 7.0, 6.8e-1, "Q4_0"), (52, 1 / 0.82)),
 )
 FORMATS: Mapping[str, WeightFormat] = MappingProxyType({form.name: form for form in _ROWS})
 GGUF_TYPES: Mapping[str, WeightFormat] = MappingProxyType({form.gguf: form for form in _ROWS if form.gguf is not None})
