@@ -79,7 +79,7 @@ class Expected:
     reason: str
 
 
-ScaleForm = Literal["float16", "float32", "exponent", "quarters"]
+ScaleForm = Literal["float16", "float32", "exponent", "quarters", "nibbles"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class WeightFormat:
         stored: whether the kernels take blocks of this format as a file has them, and do not quantise to it; the sparse layout has no such
             formats.
         unit_scales: of stored formats, offsets of a block's scales and minima, and values that give random codes a variance of about 1.
-        scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; or a float32 of which
-            each of four rows has a byte.
+        scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; a float32 of which
+            each of four rows has a byte; or a float16 of which each of four numbers of 16 bits has the upper four.
         zero_points: the offset of a byte of zero points, if a block has one.
         floats: whether codes are floats, whose products are in float: exact, and slower for prompts than those of integers.
         gpu: how Triton kernels read the format.
@@ -153,6 +153,11 @@ class WeightFormat:
                 blocks[..., offset] = 127 + round(math.log2(scale))
             elif self.scale_form == "quarters":
                 blocks[..., offset] = np.array([scale], np.float32).view(np.uint8)[3]  # four of which are about as large
+            elif self.scale_form == "nibbles":
+                bits = int(np.array([scale], np.float16).view(np.uint16)[0])
+                for place in range(4):
+                    upper = blocks[..., offset + 2 * place + 1]
+                    upper[...] = upper & 15 | (bits >> 4 * place & 15) << 4
             else:
                 size = 2 if self.scale_form == "float16" else 4
                 blocks[..., offset : offset + size] = np.array([scale], self.scale_form).view(np.uint8)
@@ -266,6 +271,7 @@ _ROWS = (
     _gguf("iq2_xxs", 256, 66, _expanded(2), Encoding(encoders.iq2_xxs, 9.4, 5.4e-1, "IQ4_NL"), (0, 1 / 53)),
     # Scales fitted to the weights make numbers smaller: the errors of three products no longer add up.
     _gguf("iq1_s", 256, 50, _expanded(1), Encoding(encoders.iq1_s, 6.8, 7.0e-1, "IQ4_NL"), (0, 1 / 7.2)),
+    _gguf("iq1_m", 256, 56, _expanded(1, 2), None, (48, 1 / 7.2), form="nibbles"),
     _gguf("tq2_0", 256, 66, _codes(2, 256), Encoding(encoders.tq2_0, 7.0, 6.8e-1, "Q4_0"), (64, 1 / 1.1)),
     _gguf("tq1_0", 256, 54, _expanded(0), Encoding(encoders.tq1_0, 7.0, 6.8e-1, "Q4_0"), (52, 1 / 0.82)),
 )

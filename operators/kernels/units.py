@@ -354,6 +354,14 @@ def _iq1_s(units_ptr, scales_ptr, lanes, block, at, mask, M: tl.constexpr, MASKE
     return _halves(scales_ptr, block, lanes, 0, mask, MASKED).to(tl.float32) * (1 + 2 * scale).to(tl.float32) * 0.125, 0.0
 
 
+@triton.jit
+def _iq1_m(units_ptr, scales_ptr, lanes, block, at, mask, M: tl.constexpr, MASKED: tl.constexpr):
+    first, second = _words(units_ptr, block, lanes, 0, mask, MASKED), _words(units_ptr, block, lanes, 4, mask, MASKED)
+    half = (first >> 12 & 15) | (first >> 24 & 240) | (second >> 4 & 3840) | (second >> 16 & 61440)
+    scale = tl.where(at < 8, first, second) >> 16 * (at // 4 % 2) + 3 * (at % 4) & 7
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (1 + 2 * scale).to(tl.float32) * 0.125, 0.0
+
+
 # Expansion, as `expanded`, of a unit of a group; the block's header is at `block`, the group's words at `words`
 
 
@@ -408,6 +416,14 @@ def _expand_iq1_s(units_ptr, grid_ptr, words, block, group, unit, lanes, mask, M
     index = load(words, mask, MASKED) >> 8 * unit & 255 | (upper >> 3 * unit & 7) << 8
     first, second = _eight(grid_ptr, index)
     return _shifted(first, second, upper & 32768)
+
+
+@triton.jit
+def _expand_iq1_m(units_ptr, grid_ptr, words, block, group, unit, lanes, mask, M: tl.constexpr, MASKED: tl.constexpr):
+    upper = _words(units_ptr, block + group // 2 * 32, lanes, 8, mask, MASKED) >> 16 * (group % 2) + 4 * unit
+    index = load(words, mask, MASKED) >> 8 * unit & 255 | (upper & 7) << 8
+    first, second = _eight(grid_ptr, index)
+    return _shifted(first, second, upper & 8)
 
 
 @triton.jit
@@ -525,6 +541,7 @@ DECODERS = {
     "iq2_xs": _grid(_sixteen_nibbles, _expand_iq2_xs),
     "iq2_xxs": _grid(_above_signs, _expand_iq2_xxs),
     "iq1_s": _grid(_iq1_s, _expand_iq1_s),
+    "iq1_m": _grid(_iq1_m, _expand_iq1_m),
     "tq2_0": Decoder(_ternary, _half),
     "tq1_0": _grid(_half, _expand_tq1_0),
 }

@@ -771,6 +771,34 @@ struct Iq1S {
   }
 };
 
+// The same with scales for 16 columns and a sign for 8. The block's scale is in the upper bits of four numbers, above four scales of 3 bits
+// each.
+struct Iq1M {
+  static constexpr const char* kName = "iq1_m";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{48, 4}, {52, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 56, kLowBits = 1, kHighBits = 0, kParts = 2, kOffset = 9;
+  static constexpr const auto& kBytes = Iq1S::kBytes;
+  static constexpr int word_offset(int group, int) { return 4 * group; }
+  static int number(const std::uint8_t* header, int index) { return header[2 * index] | header[2 * index + 1] << 8; }
+  static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) {
+      const int bits = number(header + 8, group) >> 4 * i;
+      const std::uint64_t eight = kBytes.bytes[byte_of(words[0], i) | (bits & 7) << 8] + (bits & 8 ? 0 : 2) * kEachByte;
+      std::memcpy(codes + 8 * i, &eight, 8);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
+    int half = 0;
+    for (int i = 0; i < 4; ++i) half |= number(header, i) >> 12 << 4 * i;
+    const float d = float_from_f16(static_cast<std::uint16_t>(half));
+    const auto scale = [&](int part) {
+      return d * static_cast<float>(2 * (number(header, group / 2) >> (6 * (group % 2) + 3 * part) & 7) + 1) * 0.125f;
+    };
+    return {{scale(0), scale(1)}, {}};
+  }
+};
+
 template <class Coded, class = void>
 constexpr bool kIsGrid = false;
 template <class Coded>
@@ -801,7 +829,7 @@ struct FormatList {};
 
 // The order is that of WeightType, from kInt8 on.
 using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K, Int4Of32, Int4Of64, Int4Of128,
-                                Int4Of256, Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Tq20, Tq10>;
+                                Int4Of256, Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Iq1M, Tq20, Tq10>;
 
 // What derives from a format's description.
 template <class Coded>
