@@ -68,6 +68,7 @@ def errors(found: PreTrainedModel, exact: PreTrainedModel) -> torch.Tensor:
     [
         ({"": BlockType.Q4_K}, "weights: stored", "q4_k"),
         ({"": BlockType.Q6_K}, "weights: stored", "q6_k"),
+        ({"": BlockType.IQ1_M}, "weights: stored", "iq1_m"),
         (MEDIUM, "weights: stored", "q4_k+q6_k"),
         (MEDIUM, "weights: int8", "q4_k+q6_k"),  # of no fewer bits than either
         (MEDIUM, "weights: int4", "q4_k+int4"),  # as many bits as Q4_K, fewer than Q6_K
