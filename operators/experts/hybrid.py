@@ -96,7 +96,7 @@ class HybridExpertsOptions:
             `{gate: int4, up: int4, down: int8}`, or by how often a text chose each expert, such as
             `{hot: int8, cold: iq3_xxs, profile: routing.npz}`. `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. The other types are those of GGUF files,
-            without sparsity, and on a GPU where it has kernels for them. Blocks of GGUF files and of quantised
+            without sparsity. Blocks of GGUF files and of quantised
             checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, without
             sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
