@@ -28,6 +28,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moegraft.operators.kernels.launch import interpreted
+from moegraft.operators.kernels.units import Decoder
 
 WARP_THREADS = 32
 # The most shared memory that a program may have; sm_86 and sm_89 are GeForce's.
@@ -148,7 +149,13 @@ def launch_key(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], capa
     variables = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
     given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     named = [f"{name}={_kind(value) if name in variables else value}" for name, value in sorted(given.items())]
-    text = "\0".join([*sorted(_sources(kernel, {})), *named, str(capability)])
+    sources = _sources(kernel, {})
+    for each in given.values():
+        for decoder in (part for part in (each if isinstance(each, tuple) else ()) if isinstance(part, Decoder)):
+            for function in (decoder.number, decoder.scales, decoder.expand):
+                if function is not None:
+                    _sources(function, sources)
+    text = "\0".join([*sorted(sources.values()), *named, str(capability)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -159,7 +166,7 @@ def _kind(value: Any) -> str:
     return f"int {value == 1} {value % 16 == 0}" if isinstance(value, int) else type(value).__name__
 
 
-def _sources(kernel: Any, found: dict[int, str]) -> Collection[str]:
+def _sources(kernel: Any, found: dict[int, str]) -> dict[int, str]:
     """Return the source of a kernel, of those it calls, and of the module constants that they use."""
     found[id(kernel)] = kernel.src
     for node in ast.walk(ast.parse(textwrap.dedent(kernel.src))):
@@ -168,7 +175,7 @@ def _sources(kernel: Any, found: dict[int, str]) -> Collection[str]:
             found[id(value)] = f"{node.id} = {value.value}"  # type: ignore[attr-defined]
         elif isinstance(value, JITFunction) and id(value) not in found and value.fn.__module__.split(".")[0] != "triton":
             _sources(value, found)
-    return found.values()
+    return found
 
 
 def _inspect(key: str, name: str, capability: int, kernel: Any) -> Compiled:

@@ -28,6 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import WeightTypes
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 DISTINCT = 8  # experts that are drawn; the others are copies at other addresses
@@ -79,7 +80,8 @@ def routings(tokens: int, count: int, seed: int = 0) -> Iterator[tuple[torch.Ten
 
 
 def part_type(weight_type: str, part: str) -> str:
-    return weight_type.rpartition("+")[2] if part == "down" else weight_type.partition("+")[0]
+    types = WeightTypes.parse(weight_type)
+    return types.down if part == "down" else types.gate_up
 
 
 def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, torch.Tensor]:

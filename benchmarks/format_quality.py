@@ -40,7 +40,7 @@ from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, logits_of
-from moegraft.operators.block_encoding import encode, fitting_type, row_bytes
+from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES, fitting_type
 
 RULES = """
 rules:
@@ -49,8 +49,7 @@ rules:
 - match: {kind: linear}
   replace: {class: quantized_linear, kwargs: {weights: stored}}
 """
-TYPES = ("BF16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q2_K")
-TYPES += ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "TQ2_0", "TQ1_0")
+TYPES = ("BF16", *(name for name in ENCODED if GGUF_TYPES[name].scaled))
 MIXTURES = (
     "Q4_K,down=Q8_0",
     "Q3_K,down=Q8_0,attention=Q8_0,output=Q8_0",
@@ -196,11 +195,11 @@ def measure_encoding(rows: int, columns: int, rounds: int) -> None:
         for name, matrix in matrices.items():
 
             def ours(matrix: torch.Tensor = matrix, types: str = types) -> NDArray[np.uint8]:
-                return encode(matrix, types, importance)
+                return GGUF_TYPES[types].encode(matrix, importance)
 
             def of_llama_cpp(matrix: torch.Tensor = matrix, types: str = types, kind: int = kind) -> NDArray[np.uint8]:
                 assert theirs is not None, "called where llama.cpp is installed"
-                packed = np.empty((rows, row_bytes(types, columns)), np.uint8)
+                packed = np.empty((rows, GGUF_TYPES[types].nbytes(columns)), np.uint8)
                 theirs(kind, matrix.data_ptr(), packed.ctypes.data, 0, rows, columns, importance.data_ptr())
                 return packed
 
@@ -257,7 +256,7 @@ def measure_experts(text: str, tokens: int, window: int) -> None:
 
     def rounded(value: torch.Tensor, types: str) -> torch.Tensor:
         name = fitting_type(types, value.shape[-1])
-        blocks = encode(value.reshape(-1, value.shape[-1]), name)
+        blocks = GGUF_TYPES[name].encode(value.reshape(-1, value.shape[-1]))
         return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])).view_as(value)
 
     packed = {

@@ -32,8 +32,7 @@ from record import commit, hardware, percentiles, seconds, versions, write_rows
 from moegraft.cpu_backend import GateSpec, PackedExperts, PackedLinear, Runtime
 from moegraft.injection import optimize_and_load
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import STORED_FORMATS
+from moegraft.operators.weight_formats import FORMATS, STORED_FORMATS
 
 CONTROL = "int8"
 WEIGHT_TYPES = ("int4", "q4_k+q6_k", *sorted(STORED_FORMATS))

@@ -23,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from moegraft.injection.checkpoint.gguf.model import Names, architecture_of, experts_name, layer_of
+from moegraft.injection.checkpoint.gguf.families import family_of
+from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
 from moegraft.operators.layout import read_layout
 from moegraft.operators.weight_formats import FORMATS
 
@@ -137,7 +138,7 @@ def write_family(path: Path, config: PreTrainedConfig, weights: str, distinct: i
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names, rng, read = Names(config), np.random.default_rng(0), 0
-    writer = gguf.GGUFWriter(str(path), architecture_of(config.model_type))
+    writer = gguf.GGUFWriter(str(path), family_of(config).architecture)
     _describe_family(writer, config)
 
     def add(name: str, *shape: int, experts: int = 0) -> int:

@@ -21,6 +21,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.machine import Machine, probe_machine, threads_beside_gpu
+from moegraft.operators.weights import WeightTypes
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.captured import CapturedSteps
@@ -84,7 +85,8 @@ def graft(
         weights = model.weights
         if weights is None:
             raise UnsupportedModelError("this meta model has no weights; build it with build_meta_model(..., weights=True)")
-        weights.log_conversions({swap.module: swap.weight_type for swap in plan.swaps if swap.weight_type is not None}, dtype)
+        types = {swap.module: WeightTypes.parse(swap.weight_type) for swap in plan.swaps if swap.weight_type is not None}
+        weights.log_conversions(types, dtype)
         device_map = device_map or infer_device_map(plan, machine)
         on_cpu = device_map in (None, "cpu")
         check_memory(plan, machine, on_cpu=on_cpu)

@@ -24,7 +24,7 @@ from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import OperatorRegistry, load_registry
-from moegraft.operators.weights import resolve_weight_type
+from moegraft.operators.weights import WeightTypes, resolve_weight_types
 
 LAYER = re.compile(r"\.[0-9]+\.")
 
@@ -165,8 +165,13 @@ def _options_for(path: str, module: nn.Module, operator: type[Operator], options
     if not operator.weight_types:
         return options
     stored = weights.stored_types(path) if weights is not None else None
+    if stored is None:
+        return operator.options_for(path, module, options, None)
     supports = partial(operator.supports_weight_type, options)
-    resolve = partial(resolve_weight_type, stored=stored, known=operator.weight_types, supports=supports) if stored is not None else None
+
+    def resolve(requested: str) -> str:
+        return str(resolve_weight_types(WeightTypes.parse(requested), stored, operator.weight_types, supports))
+
     return operator.options_for(path, module, options, resolve)
 
 

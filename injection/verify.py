@@ -26,66 +26,28 @@ from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts
-from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import STORED_FORMATS, each_type
+from moegraft.operators.weight_formats import FORMATS, Expected
+from moegraft.operators.weights import WeightTypes
 
 GIB = 1 << 30
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """A relative error, `|output - stock| / |stock|` in the Frobenius norm.
-
-    Attributes:
-        typical: the error with normally distributed weights.
-        limit: a larger error has another cause than rounding.
-    """
-
-    typical: float
-    limit: float
-    reason: str
-
-
 # The errors of an expert's three products are independent and add up.
 BY_WEIGHTS: Mapping[str, Expected] = {
-    "float32": Expected(1e-6, 1e-4, "float32 sums in another order"),
-    "float16": Expected(4e-4, 2e-3, "weights of 11 bits, each off by up to 0.05 %"),
-    "bfloat16": Expected(3e-3, 1e-2, "weights and, with bfloat16 activations, products of 8 bits, each off by up to 0.4 %"),
-    "int8": Expected(1.5e-2, 4e-2, "32 weights share a scale of 127 steps, as do 32 activations: about 0.5 % each, in three products"),
-    "int4": Expected(1.5e-1, 3e-1, "32 weights share a scale of 8 steps: about 8 % each, in three products"),
-} | {
-    name: Expected(3e-3, 1e-2, "weights as in the file; prompts round activations to bfloat16 where the CPU multiplies in it")
-    if FORMATS[name].floats
-    else Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products")
-    for name in STORED_FORMATS
+    name: form.expected
+    or (
+        Expected(3e-3, 1e-2, "weights as in the file; prompts round activations to bfloat16 where the CPU multiplies in it")
+        if form.floats
+        else Expected(1.2e-2, 4e-2, "weights as in the file; 32 activations share a scale of 127 steps, in three products")
+    )
+    for name, form in FORMATS.items()
 }
 # Of matrices that are packed to blocks when a model is loaded; the errors of the weights add to those of activations.
 BY_ENCODING: Mapping[str, Expected] = {
-    name: Expected(
-        typical, min(2 * typical, 0.95), f"weights rounded to {name}: about {100 * typical / 3**0.5:.2g} % each, in three products"
-    )
-    for name, typical in {
-        "q6_k": 3.0e-2,
-        "q5_1": 6.0e-2,
-        "q5_k": 6.3e-2,
-        "q5_0": 7.0e-2,
-        "q4_1": 1.2e-1,
-        "q4_k": 1.3e-1,
-        "iq4_nl": 1.3e-1,
-        "iq4_xs": 1.3e-1,
-        "mxfp4": 2.0e-1,
-        "q3_k": 2.5e-1,
-        "q2_k": 4.6e-1,
-        "iq3_s": 2.3e-1,
-        "iq3_xxs": 3.1e-1,
-        "iq2_s": 4.1e-1,
-        "iq2_xs": 4.8e-1,
-        "iq2_xxs": 5.4e-1,
-        "iq1_s": 7.0e-1,  # scales fitted to the weights make numbers smaller: the errors of three products no longer add up
-        "tq2_0": 6.8e-1,
-        "tq1_0": 6.8e-1,
-    }.items()
+    name: Expected(error, min(2 * error, 0.95), f"weights rounded to {name}: about {100 * error / 3**0.5:.2g} % each, in three products")
+    for name, form in FORMATS.items()
+    if form.encoding is not None and (error := form.encoding.error) is not None
 }
 # The stock module computes in float32, the operator's input and output have the model's dtype.
 BY_ACTIVATIONS: Mapping[torch.dtype, Expected] = {
@@ -101,7 +63,7 @@ def expected_error(weight_type: str | None, activations: torch.dtype, stored: Co
     Args:
         stored: the formats of blocks that the file has; by default all.
     """
-    names = each_type(weight_type or "")
+    names = WeightTypes.parse(weight_type or "").names
     parts = [(BY_ENCODING if stored is not None and name in BY_ENCODING and name not in stored else BY_WEIGHTS).get(name) for name in names]
     of_activations = BY_ACTIVATIONS.get(activations)
     known = [part for part in parts if part is not None]

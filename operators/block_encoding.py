@@ -8,7 +8,7 @@ layouts are llama.cpp's (ggml-common.h).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import search_grid
-from moegraft.operators.weight_formats import FORMATS
 
 Bytes = NDArray[Any]  # uint8, which NumPy's types lose in arithmetic
 SUPER_BLOCK = 256
@@ -281,7 +280,7 @@ def _iq4_xs(codes: Bytes, scales: Bytes) -> list[Bytes]:
     return [WHOLE, upper[:, None].view(np.uint8), lower[..., 0] | lower[..., 1] << np.uint8(4), _nibbles(codes, 16)]
 
 
-def _mxfp4(x: torch.Tensor, weight: torch.Tensor) -> Bytes:
+def mxfp4(x: torch.Tensor, weight: torch.Tensor) -> Bytes:
     """Quantise blocks (n, 32) with a power of two as their scale."""
     levels = torch.tensor(E2M1)
     middles = (levels[1:] + levels[:-1]) / 2
@@ -458,106 +457,67 @@ def _with_fifth_bits(codes: Bytes) -> list[Bytes]:
     return [_bits(codes >> 4, 32), _nibbles(codes & 15, 16)]
 
 
-_ENCODERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], Bytes]] = {
-    # -128 is not used: sums of products of two such codes would be larger than what kernels expect.
-    "Q8_0": partial(_one_scale, levels=_Levels.integers(-127, 127), pack=lambda codes: [codes - np.uint8(127)]),
-    "Q5_0": partial(_one_scale, levels=_Levels.integers(-16, 15), pack=_with_fifth_bits),
-    "Q4_0": partial(_one_scale, levels=_Levels.integers(-8, 7), pack=lambda codes: [_nibbles(codes, 16)]),
-    "IQ4_NL": partial(_one_scale, levels=NONLINEAR, pack=lambda codes: [_nibbles(codes, 16)]),
-    "Q5_1": partial(_scale_and_offset, top=31, pack=_with_fifth_bits),
-    "Q4_1": partial(_scale_and_offset, top=15, pack=lambda codes: [_nibbles(codes, 16)]),
-    "MXFP4": _mxfp4,
-    "Q6_K": partial(_scaled_super_blocks, size=16, levels=_Levels.integers(-32, 31), scales=_Levels.integers(-128, 127), pack=_q6_k),
-    "IQ4_XS": partial(_scaled_super_blocks, size=32, levels=NONLINEAR, scales=_Levels.integers(-32, 31), pack=_iq4_xs),
-    "Q3_K": partial(
-        _scaled_super_blocks,
-        size=16,
-        levels=_Levels.integers(-4, 3),
-        scales=_Levels.integers(-32, 31),
-        pack=lambda codes, scales: [_bits(codes >> 2, 8), _quarters(codes), _q3_k_scales(scales), WHOLE],
-    ),
-    "Q5_K": partial(
-        _offset_super_blocks,
-        size=32,
-        top=31,
-        scale_top=63,
-        pack=lambda codes, scales: [WHOLE, _six_bits(*scales), _bits(codes >> 4, 8), _nibbles(codes & 15, 32)],
-    ),
-    "Q4_K": partial(
-        _offset_super_blocks, size=32, top=15, scale_top=63, pack=lambda codes, scales: [WHOLE, _six_bits(*scales), _nibbles(codes, 32)]
-    ),
-    "Q2_K": partial(
-        _offset_super_blocks,
-        size=16,
-        top=3,
-        scale_top=15,
-        pack=lambda codes, scales: [scales[0] | scales[1] << np.uint8(4), _quarters(codes), WHOLE],
-    ),
-    "IQ3_S": partial(_grid_super_blocks, grid=_Grid("iq3_s", 32, 15, 1, (0.65, 1.25)), pack=_iq3_s),
-    "IQ3_XXS": partial(
-        _grid_super_blocks,
-        grid=_Grid("iq3_xxs", 32, 62, 1 / 4, (0.65, 1.25)),
-        pack=lambda points, signs, places, _: [_words(points, "u1"), _words(_signs_and_places(signs, places), "<u4")],
-    ),
-    "IQ2_S": partial(_grid_super_blocks, grid=_Grid("iq2_s", 16, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_s),
-    "IQ2_XS": partial(_grid_super_blocks, grid=_Grid("iq2_xs", 16, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_xs),
-    "IQ2_XXS": partial(_grid_super_blocks, grid=_Grid("iq2_xxs", 32, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_xxs),
-    "IQ1_S": partial(_grid_super_blocks, grid=_Grid("iq1_s", 32, 8, 1 / 8, (0.3, 0.9), 8, (-7.0, -9.0)), pack=_iq1_s),
-    "TQ2_0": partial(_ternary, pack=lambda codes: [_quarters(codes)]),
-    "TQ1_0": partial(_ternary, pack=_tq1_0),
-}
-FLOATS = ("F32", "F16", "BF16")
-ENCODED = (*FLOATS, *_ENCODERS)
-_FORMAT_OF = {form.gguf: form for form in FORMATS.values()}
-# What rows that are no whole number of super-blocks are stored in, as by llama.cpp; then F16.
-INSTEAD = {
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "TQ1_0": "Q4_0",
-    "TQ2_0": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-} | dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), "IQ4_NL")
+# The encoders of formats: importance-weighted float32 blocks (n, weights) to (n, bytes)
+
+Encoder = Callable[[torch.Tensor, torch.Tensor], Bytes]
+# -128 is not used: sums of products of two such codes would be larger than what kernels expect.
+q8_0: Encoder = partial(_one_scale, levels=_Levels.integers(-127, 127), pack=lambda codes: [codes - np.uint8(127)])
+q5_0: Encoder = partial(_one_scale, levels=_Levels.integers(-16, 15), pack=_with_fifth_bits)
+q4_0: Encoder = partial(_one_scale, levels=_Levels.integers(-8, 7), pack=lambda codes: [_nibbles(codes, 16)])
+iq4_nl: Encoder = partial(_one_scale, levels=NONLINEAR, pack=lambda codes: [_nibbles(codes, 16)])
+q5_1: Encoder = partial(_scale_and_offset, top=31, pack=_with_fifth_bits)
+q4_1: Encoder = partial(_scale_and_offset, top=15, pack=lambda codes: [_nibbles(codes, 16)])
+q6_k: Encoder = partial(_scaled_super_blocks, size=16, levels=_Levels.integers(-32, 31), scales=_Levels.integers(-128, 127), pack=_q6_k)
+iq4_xs: Encoder = partial(_scaled_super_blocks, size=32, levels=NONLINEAR, scales=_Levels.integers(-32, 31), pack=_iq4_xs)
+q3_k: Encoder = partial(
+    _scaled_super_blocks,
+    size=16,
+    levels=_Levels.integers(-4, 3),
+    scales=_Levels.integers(-32, 31),
+    pack=lambda codes, scales: [_bits(codes >> 2, 8), _quarters(codes), _q3_k_scales(scales), WHOLE],
+)
+q5_k: Encoder = partial(
+    _offset_super_blocks,
+    size=32,
+    top=31,
+    scale_top=63,
+    pack=lambda codes, scales: [WHOLE, _six_bits(*scales), _bits(codes >> 4, 8), _nibbles(codes & 15, 32)],
+)
+q4_k: Encoder = partial(
+    _offset_super_blocks, size=32, top=15, scale_top=63, pack=lambda codes, scales: [WHOLE, _six_bits(*scales), _nibbles(codes, 32)]
+)
+q2_k: Encoder = partial(
+    _offset_super_blocks,
+    size=16,
+    top=3,
+    scale_top=15,
+    pack=lambda codes, scales: [scales[0] | scales[1] << np.uint8(4), _quarters(codes), WHOLE],
+)
+iq3_s: Encoder = partial(_grid_super_blocks, grid=_Grid("iq3_s", 32, 15, 1, (0.65, 1.25)), pack=_iq3_s)
+iq3_xxs: Encoder = partial(
+    _grid_super_blocks,
+    grid=_Grid("iq3_xxs", 32, 62, 1 / 4, (0.65, 1.25)),
+    pack=lambda points, signs, places, _: [_words(points, "u1"), _words(_signs_and_places(signs, places), "<u4")],
+)
+iq2_s: Encoder = partial(_grid_super_blocks, grid=_Grid("iq2_s", 16, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_s)
+iq2_xs: Encoder = partial(_grid_super_blocks, grid=_Grid("iq2_xs", 16, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_xs)
+iq2_xxs: Encoder = partial(_grid_super_blocks, grid=_Grid("iq2_xxs", 32, 43, 1 / 8, (0.5, 1.25)), pack=_iq2_xxs)
+iq1_s: Encoder = partial(_grid_super_blocks, grid=_Grid("iq1_s", 32, 8, 1 / 8, (0.3, 0.9), 8, (-7.0, -9.0)), pack=_iq1_s)
+tq2_0: Encoder = partial(_ternary, pack=lambda codes: [_quarters(codes)])
+tq1_0: Encoder = partial(_ternary, pack=_tq1_0)
 
 
-def fitting_type(name: str, columns: int) -> str:
-    """Return the type that rows of `columns` weights are stored in where `name` is wanted."""
-    for found in (name, INSTEAD.get(name, name)):
-        if columns % _FORMAT_OF[found].block_weights == 0:
-            return found
-    return "F16"
-
-
-def row_bytes(name: str, columns: int) -> int:
-    """Return the bytes of a row, which is a whole number of blocks."""
-    return _FORMAT_OF[name].nbytes(columns)
-
-
-def encode(matrix: torch.Tensor, name: str, importance: torch.Tensor | None = None) -> Bytes:
-    """Quantise a matrix.
-
-    Args:
-        matrix: (rows, columns), finite, of any floating-point dtype.
-        name: one of `ENCODED`; the columns are a whole number of its blocks.
-        importance: (columns,) float32, how much an error in each column matters; by default all matter equally.
-
-    Returns:
-        (rows, bytes of a row).
-    """
+def encode_blocks(matrix: torch.Tensor, encoder: Encoder, block_weights: int, block_bytes: int, importance: torch.Tensor | None) -> Bytes:
+    """Return a matrix (rows, columns) of any floating-point dtype as (rows, bytes of a row), by importance (columns,) or without."""
     rows, columns = matrix.shape
-    if name in FLOATS:
-        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
-        floats: Bytes = matrix.to(dtype).contiguous().view(torch.uint8).reshape(rows, -1).numpy()
-        return floats
-    block, size = _FORMAT_OF[name].block_weights, _FORMAT_OF[name].block_bytes
-    packed = np.empty((rows, row_bytes(name, columns)), np.uint8)
+    row_bytes = columns // block_weights * block_bytes
+    packed = np.empty((rows, row_bytes), np.uint8)
     of_row = torch.ones(columns) if importance is None else _positive(importance)
     step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
-        x = matrix[first : first + step].float().reshape(-1, block)
-        weight = of_row.expand(len(x) * block // columns, columns).reshape(-1, block)
-        packed[first : first + step] = _ENCODERS[name](x, weight).reshape(-1, columns // block * size)
+        x = matrix[first : first + step].float().reshape(-1, block_weights)
+        weight = of_row.expand(len(x) * block_weights // columns, columns).reshape(-1, block_weights)
+        packed[first : first + step] = encoder(x, weight).reshape(-1, row_bytes)
     return packed
 
 

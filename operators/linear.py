@@ -17,7 +17,6 @@ from moegraft.operators.cpu import as_array, describe, element_name, is_plain, r
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weight_formats import has_gpu_kernels
 from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, sampled
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class QuantizedLinear(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: QuantizedLinearOptions, weight_type: str) -> bool:
-        return options.gpu == "none" or has_gpu_kernels(weight_type)
+        return True
 
     @classmethod
     def identity(cls, options: QuantizedLinearOptions) -> str:

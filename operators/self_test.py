@@ -12,8 +12,7 @@ import torch
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.cpu import as_array, open_runtime
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import STORED_FORMATS
+from moegraft.operators.weight_formats import FORMATS, STORED_FORMATS
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
 STORED_SHAPE = ExpertsShape(num_experts=3, hidden=512, intermediate=256)

@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FORMATS, STORED_FORMATS
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias", "weight", "bias"]
-STORED_FORMATS = frozenset(name for name, found in FORMATS.items() if found.stored)
 
 
 class WeightSource(ABC):
@@ -145,29 +144,43 @@ def narrowest(weight_types: Set[str]) -> str:
     return "int8" if weight_types <= {"int4", "int8"} | STORED_FORMATS else "float32"
 
 
-def joined(gate_up: str, down: str) -> str:
-    """Return the name of a weight type for gate and up and one for down: `q4_k+q6_k`, or one name for both."""
-    return gate_up if gate_up == down else f"{gate_up}+{down}"
+@dataclass(frozen=True, slots=True)
+class WeightTypes:
+    """The weight types of a layer's experts, or of a linear layer, which has one.
+
+    Options, kernels and reports have them as text: `int8`, or `q4_k+q6_k` for gate and up, and for down.
+    """
+
+    gate_up: str
+    down: str
+
+    @classmethod
+    def parse(cls, text: str) -> WeightTypes:
+        gate_up, _, down = text.partition("+")
+        return cls(gate_up, down or gate_up)
+
+    def __str__(self) -> str:
+        return self.gate_up if self.gate_up == self.down else f"{self.gate_up}+{self.down}"
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.gate_up, self.down))
+
+    def map(self, change: Callable[[str], str]) -> WeightTypes:
+        """Return the types after a change to each."""
+        return WeightTypes(change(self.gate_up), change(self.down))
 
 
-def apart(weight_type: str) -> tuple[str, str]:
-    """Return the weight types of gate and up, and of down."""
-    return weight_type.partition("+")[0], weight_type.rpartition("+")[2]
-
-
-def each_type(weight_type: str) -> list[str]:
-    """Return every type in a name; `int8/q4_k+q6_k` has one for hot and two for cold experts."""
-    return weight_type.replace("/", "+").split("+")
-
-
-def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]) -> str:
-    """Return the weight type that a rule's `weights` means for weights that are stored in blocks.
+def resolve_weight_types(
+    requested: WeightTypes, stored: StoredTypes, known: Collection[str], supports: Callable[[str], bool]
+) -> WeightTypes:
+    """Return the weight types that a rule's `weights` means for weights that are stored in blocks.
 
     `stored` means the file's type. Stored formats are kept for `stored`, and those of integers for int8 and int4 where these take no fewer
     bytes.
 
     Args:
-        requested: the value of `weights` in the rule, or two of them as by `joined`.
+        requested: the value of `weights` in the rule.
         known: the types that the operator packs weights to.
         supports: whether the operator can compute with a stored format, such as `q4_k`, or `q4_k+q6_k` for gate and up, and down.
     """
@@ -176,11 +189,10 @@ def resolve_weight_type(requested: str, stored: StoredTypes, known: Collection[s
         integers = own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(wanted, 0)
         return own if wanted == "stored" or integers else wanted
 
-    wanted = apart(requested)
-    found = [kept(*pair) for pair in zip(wanted, (stored.gate_up, stored.down), strict=True)]
-    if any(own in STORED_FORMATS for own in found) and supports(joined(*found)):
-        return joined(*found)
-    return joined(*(stored.whole if each == "stored" and stored.whole in known else each for each in wanted))
+    found = WeightTypes(kept(requested.gate_up, stored.gate_up), kept(requested.down, stored.down))
+    if found.names & STORED_FORMATS and supports(str(found)):
+        return found
+    return requested.map(lambda each: stored.whole if each == "stored" and stored.whole in known else each)
 
 
 STRIPES, STRIPE_BYTES = 64, 256

@@ -21,7 +21,8 @@ from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
 from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weights import STORED_FORMATS, Codes, Part, StoredBlocks, StoredTypes, WeightSource, apart, narrowest, widest
+from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weights import Codes, Part, StoredBlocks, StoredTypes, WeightSource, WeightTypes, narrowest, widest
 
 logger = logging.getLogger(__name__)
 
@@ -422,7 +423,7 @@ class StoredWeights(Protocol):
         """Return the weight types of the experts or linear layer at `path` if it is stored in blocks; None if it has a dtype."""
         ...
 
-    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
         """Log which stored types are converted.
 
         Args:
@@ -460,14 +461,14 @@ class CheckpointWeights:
         kind = "linear" if isinstance(self._skeleton.get_submodule(path), nn.Linear) else "experts"
         return self.source(path, kind).stored_types()
 
-    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
         """Log the formats of quantised weights that are converted; floating-point types are converted only where the user sets a dtype."""
         converted = dict(self._quantised)
-        for path, name in weight_types.items():
+        for path, of_module in weight_types.items():
             for parameter, target in self.keymap.under(path).items():
-                types = {apart(each)[parameter.startswith("down")] for each in name.split("/")}
+                weight_type = of_module.down if parameter.startswith("down") else of_module.gate_up
                 for key in target.all_keys:
-                    if key in converted and types <= set(converted[key].held_by):
+                    if key in converted and weight_type in converted[key].held_by:
                         del converted[key]
         if converted:
             formats = ", ".join(sorted({quantised.format for quantised in converted.values()}))

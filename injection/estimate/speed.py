@@ -17,7 +17,8 @@ from moegraft.operators.estimates import GpuRates, Rate, RoutedExperts
 from moegraft.operators.experts_layer import experts_per_token
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import SHARED_NAMES, kinds
-from moegraft.operators.weights import BLOCK_BYTES, STORED_FORMATS, each_type
+from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weights import BLOCK_BYTES, WeightTypes
 
 # Weight types without a measured rate, and the type whose kernels have about the same rate.
 MEASURED_AS = {"float16": "bfloat16"} | {
@@ -125,7 +126,7 @@ def _share_per_token(module: nn.Module, planned: PlannedModel) -> float:
 def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
     """Return the rate of the CPU, the slowest one of several types; None if one was not measured."""
     rates = measured.experts if kind == "experts" else measured.linear
-    found = [rates.get(MEASURED_AS.get(name, name)) for name in each_type(weights)]
+    found = [rates.get(MEASURED_AS.get(name, name)) for name in WeightTypes.parse(weights).names]
     known = [rate for rate in found if rate is not None]
     if len(known) < len(found):
         return None

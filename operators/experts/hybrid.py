@@ -23,7 +23,6 @@ from torch import nn
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.base import Footprint, Operator, PlannedUse
-from moegraft.operators.block_encoding import ENCODED, encode
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register
@@ -33,7 +32,6 @@ from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
-from moegraft.operators.experts.profiled import WEIGHT_TYPES, why_unfit
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
@@ -43,8 +41,8 @@ from moegraft.operators.offload.shared_overlap import SharedOverlap, shared_expe
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
-from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, codes_for, joined, sampled
+from moegraft.operators.weight_formats import FORMATS, WEIGHT_TYPES, why_unfit
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, WeightTypes, codes_for, sampled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,7 +82,7 @@ class ExpertWeights:
             raise ValueError(f"gate and up share blocks in memory and must have one type; they have {self.gate} and {self.up}")
 
     def __str__(self) -> str:
-        return joined(self.up, self.down)
+        return str(WeightTypes(self.up, self.down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class HybridExpertsOptions:
         weights: the type the experts are packed to. On the CPU without sparsity also a mapping by projection, such as
             `{gate: int4, up: int4, down: int8}`. `stored` keeps that of the checkpoint. int8 and int4 have groups of 32
             inputs with one 16-bit scale (GGUF's Q8_0 and Q4_0): about 8.5 and 4.5 bits per weight. The other types are those of GGUF files,
-            without sparsity, and on a GPU where it has kernels for them. Blocks of GGUF files and of quantised
+            without sparsity. Blocks of GGUF files and of quantised
             checkpoints are kept with `stored`, and those of integers with int8 and int4 where these do not have fewer bits, without
             sparsity.
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
@@ -141,6 +139,10 @@ class HybridExpertsOptions:
     def on_gpu(self) -> GpuOptions | None:
         """None for experts that the CPU computes alone."""
         return None if self.gpu == "none" else GpuOptions(self.gpu, self.cache, self.schedule, self.prefetch, self.decode)
+
+
+def _packed_as(weights: str, dtype: torch.dtype) -> str:
+    return str(WeightTypes.parse(weights).map(lambda each: STORED_TYPES[dtype] if each == "stored" else each))
 
 
 class HybridExperts(Operator):
@@ -192,12 +194,10 @@ class HybridExperts(Operator):
         reason = why_unsupported(module)
         if reason is not None:
             return reason
-        layout = read_layout(module)
-        for name, columns in zip(apart(str(options.weights)), (layout.hidden, layout.intermediate), strict=True):
+        layout, types = read_layout(module), WeightTypes.parse(str(options.weights))
+        for name, columns in ((types.gate_up, layout.hidden), (types.down, layout.intermediate)):
             if name in FORMATS and FORMATS[name].stored and not cls.supports_weight_type(options, name):
-                if options.sparsity is not None:
-                    return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
-                return f"weights: {name} needs gpu: none, as no GPU kernel computes with it"
+                return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
             unfit = why_unfit(name, columns)
             if unfit is not None:
                 return unfit
@@ -205,8 +205,7 @@ class HybridExperts(Operator):
 
     @classmethod
     def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The sparse layout has none. Whether this machine has a GPU does not matter: a plan may be for another.
-        return options.sparsity is None and (options.gpu == "none" or has_gpu_kernels(weight_type))
+        return options.sparsity is None  # the sparse layout has none
 
     @classmethod
     def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -257,7 +256,7 @@ class HybridExperts(Operator):
 
     @classmethod
     def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
-        return joined(*(STORED_TYPES[dtype] if each == "stored" else each for each in apart(str(options.weights))))
+        return _packed_as(str(options.weights), dtype)
 
     @classmethod
     def savings(cls, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
@@ -416,11 +415,9 @@ class HybridExperts(Operator):
 
     def _encoded(self, piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:
         """Return a matrix in the blocks of a stored format, which the kernels do not quantise to."""
-        name = FORMATS[weight_type].gguf
-        assert name in ENCODED, f"{weight_type} is kept where a file has it and not packed otherwise"
         if not bool(piece.isfinite().all()):
             raise CheckpointError(f"{origin}: a weight is NaN or infinite, which {weight_type} cannot hold; download the checkpoint again")
-        return encode(piece, name)
+        return FORMATS[weight_type].encode(piece)
 
     def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
         piece = source.read_shaped(part, self.layout.part_shape(part), expert)

@@ -17,13 +17,16 @@ The descriptions here are compile-time constants of the kernels. Offsets and str
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.weight_formats import FORMATS, GpuFormat
+from moegraft.operators.weights import WeightTypes
 
 BLOCK_ROWS = 32
 GROUP_COLUMNS = 32
@@ -45,13 +48,11 @@ def gpu_format(weight_type: str) -> GpuFormat:
     """Return how kernels read a weight type.
 
     Raises:
-        ValueError: an unknown weight type, or one without GPU kernels.
+        ValueError: an unknown weight type.
     """
-    found = FORMATS.get(weight_type)
-    if found is None or found.gpu is None:
-        known = ", ".join(name for name, each in FORMATS.items() if each.gpu is not None)
-        raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {known}")
-    return found.gpu
+    if weight_type not in FORMATS:
+        raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {', '.join(FORMATS)}")
+    return FORMATS[weight_type].gpu
 
 
 class Gate(NamedTuple):
@@ -70,10 +71,21 @@ def gate_of(spec: GateSpec, *, gated: bool = True) -> Gate:
     return Gate(gated, spec.activation, spec.alpha, spec.gate_limit, spec.act_limit, spec.up_limit, spec.up_offset)
 
 
+@cache
+def decoder_of(weight_type: str) -> Any:
+    """Return the `Decoder` of a weight type; None where Triton is not installed, and layouts are only measured."""
+    if find_spec("triton") is None:
+        return None
+    from moegraft.operators.kernels.units import DECODERS
+
+    return DECODERS[weight_type]
+
+
 class PackedMatrix(NamedTuple):
     """One matrix of an expert in blocks."""
 
     weights: str
+    decoder: Any  # as by `decoder_of`
     rows: int  # padded to 32; a gated gate_up matrix alternates 16 gate rows and 16 up rows
     outputs: int  # true outputs: neurons or hidden size
     columns: int  # true inputs
@@ -96,6 +108,11 @@ class PackedMatrix(NamedTuple):
     expert_words: int  # 4-byte words between two experts
     bias_word: int  # word of the first bias within an expert, -1 without
     up_bias_word: int
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton keeps a binary by: the decoder's functions are arguments, whose source its own key does not cover."""
+        return f"{self} {self.decoder.cache_key}"
 
 
 def packed_matrix(
@@ -122,6 +139,7 @@ def packed_matrix(
     units_a_span = units_a_group // read.scales if found.stored else 1
     return PackedMatrix(
         weights=weight_type,
+        decoder=decoder_of(weight_type),
         rows=rows,
         outputs=outputs,
         columns=columns,
@@ -173,8 +191,8 @@ def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
     Raises:
         ValueError: an unknown weight type.
     """
-    gate_up, _, down = weight_type.partition("+")
-    down = down or gate_up
+    types = WeightTypes.parse(weight_type)
+    gate_up, down = types.gate_up, types.down
     neurons = round_up(shape.intermediate, BLOCK_ROWS)
     up_rows = neurons * (2 if shape.gated else 1)
     down_rows = round_up(shape.hidden, BLOCK_ROWS)
@@ -228,6 +246,7 @@ class PackedRows(NamedTuple):
     """The neurons of each expert as rows, read by units."""
 
     weights: str
+    decoder: Any  # as by `decoder_of`
     columns_a_unit: int
     hidden: int
     neurons: int
@@ -248,6 +267,11 @@ class PackedRows(NamedTuple):
     def width(self) -> int:
         """Values of a vector in unit order."""
         return self.units * self.columns_a_unit
+
+    @property
+    def cache_key(self) -> str:
+        """As of a `PackedMatrix`."""
+        return f"{self} {self.decoder.cache_key}"
 
 
 class ElementRows(NamedTuple):
@@ -313,6 +337,7 @@ def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) ->
     first_bias = biases.gate if shape.gated else biases.up
     rows = PackedRows(
         weights=weight_type,
+        decoder=decoder_of(weight_type),
         columns_a_unit=held,
         hidden=shape.hidden,
         neurons=shape.intermediate,

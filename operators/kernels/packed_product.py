@@ -17,6 +17,7 @@ from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, gpu_for
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
 from moegraft.operators.kernels.tuned import constant
 from moegraft.operators.kernels.units import column_as, dot, expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
+from moegraft.operators.weight_formats import FORMATS
 
 # Compute capabilities of GPUs with 164 KiB of shared memory and more in a multiprocessor; others, such as GeForce, have 100 or less.
 LARGE_SHARED = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3))
@@ -46,8 +47,9 @@ def _registers(matrix: PackedMatrix, rows: int, warps: int) -> dict[str, int]:
     Two programs of 8 warps fit a multiprocessor with 128 registers a thread. The assembler keeps to that only where a limit is given, and
     otherwise parks a value in memory; with masks it does better without a limit. Formats of files need more registers.
     """
+    form = FORMATS[matrix.weights]
     masked = matrix.columns % matrix.step_columns != 0 or matrix.rows % rows != 0
-    return {"maxnreg": 128} if warps == 8 and matrix.weights in ("int8", "int4") and not masked else {}
+    return {"maxnreg": 128} if warps == 8 and form.scaled and not form.stored and not masked else {}
 
 
 def grouped_columns(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:

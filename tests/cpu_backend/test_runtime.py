@@ -35,7 +35,7 @@ def test_instruction_sets_are_listed() -> None:
 
 WIDE = {"int8", "int8_g128", "iq4_nl", "iq4_xs"}  # codes of 8 bits, whose products are slow without VNNI
 FLOAT8 = {"fp8", "fp8_rows"}
-GRIDS = {"iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "tq1_0"}  # expanded to 8 bits in front of all products
+GRIDS = {name for name, form in FORMATS.items() if form.gpu.group_words is not None}  # expanded to 8 bits in front of all products
 ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
 EMERALD_RAPIDS = {*ZEN_4, "amx", "tile_permission"}
 

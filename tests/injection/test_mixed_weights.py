@@ -16,7 +16,7 @@ from moegraft.injection.verify import verify
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import ExpertWeights, HybridExperts, HybridExpertsOptions
 from moegraft.operators.registry import load_registry
-from moegraft.operators.weights import StoredTypes, apart, joined, resolve_weight_type
+from moegraft.operators.weights import StoredTypes, WeightTypes, resolve_weight_types
 
 MIXED = "{gate: int4, up: int4, down: int8}"
 
@@ -117,12 +117,6 @@ def test_types_that_do_not_fit_are_refused_with_the_reason(folder: Path, weights
         load(folder, rules(weights, more))
 
 
-def test_types_without_gpu_kernels_are_refused_with_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.experts.hybrid.has_gpu_kernels", lambda weight_type: weight_type != "q4_1")
-    with pytest.raises(RuleErrors, match="weights: q4_1 needs gpu: none, as no GPU kernel computes with it"):
-        load(folder, rules("q4_1", ", gpu: auto"))
-
-
 def test_one_type_for_all_is_that_type(folder: Path) -> None:
     model = load(folder, rules("{gate: int8, up: int8, down: int8}"))
     assert [operator.weight_type for operator in experts(model)] == ["int8"] * 3
@@ -169,6 +163,12 @@ def test_files_with_blocks_keep_what_a_mixture_allows(requested: str, found: str
     options = HybridExpertsOptions()
     stored = StoredTypes("int8", "q4_k", "q6_k")
     known = HybridExperts.weight_types
-    assert resolve_weight_type(requested, stored, known, lambda name: HybridExperts.supports_weight_type(options, name)) == found
-    without = resolve_weight_type(requested, stored, known, lambda name: False)
-    assert without == joined(*("int8" if each == "stored" else each for each in apart(requested)))
+    types = WeightTypes.parse(requested)
+    assert str(resolve_weight_types(types, stored, known, lambda name: HybridExperts.supports_weight_type(options, name))) == found
+    without = resolve_weight_types(types, stored, known, lambda name: False)
+    assert without == types.map(lambda each: "int8" if each == "stored" else each)
+
+
+@pytest.mark.parametrize("text", ["int8", "q4_k+q6_k"])
+def test_types_are_printed_as_they_are_read(text: str) -> None:
+    assert str(WeightTypes.parse(text)) == text

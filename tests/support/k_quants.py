@@ -12,10 +12,8 @@ from support.quantised_files import decoded
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by the package gguf")
 
 BlockType = gguf.GGMLQuantizationType
-NAMES = ("Q4_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q3_K", "Q2_K")
-GRIDS = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "TQ2_0", "TQ1_0")
-KINDS = {name.lower(): BlockType[name] for name in (*NAMES, *GRIDS)}
-SAFETENSORS = ("int4_g32", "int4_g64", "int4_g128", "int4_g256", "int8_g128", "fp8", "fp8_rows", "nvfp4")  # without a name in GGUF
+KINDS = {name: BlockType[form.gguf] for name, form in FORMATS.items() if form.stored and form.gguf is not None}
+SAFETENSORS = tuple(name for name, form in FORMATS.items() if form.gguf is None)
 SUPER_BLOCK = 256
 Blocks = NDArray[np.uint8]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.weights import STORED_FORMATS
+from moegraft.operators.weight_formats import STORED_FORMATS
 
 WEIGHT_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 PARTS = ("gate", "up", "down")

@@ -26,6 +26,8 @@
 //   kOffset, kParts        as above
 //   word_offset            of a word in the file's block
 //   codes, scales          of a group, from the packed order of the header's bytes and the words
+//   kPoints, kLevels       the grid and the magnitudes of its digits, and kBytes, the columns of each index; absent where there is no grid
+//   kSearch                how numbers are quantised to the grid; absent where they are not
 // Their groups are expanded, to codes of 8 bits, in front of every product.
 //
 // The files of several instruction sets include this, so that everything that generates code is `static` or in an anonymous namespace.
@@ -46,6 +48,14 @@ constexpr int kLanes = 16;  // output rows in a 64-byte line
 constexpr int kBlockRows = 2 * kLanes;  // two lines per step: two accumulators per token
 constexpr int kGroup = 32;
 constexpr int kWordsBytes = kBlockRows * 4;  // one 32-bit word of every row
+
+// How ops/grid_search.h quantises to a grid's format.
+struct GridForm {
+  int group;  // columns with one scale: 32 or 16
+  int columns;  // of a point of the grid: 4 or 8
+  bool even_signs;  // the number of negative ones among eight columns is even
+  bool has_signs;  // points are magnitudes
+};
 
 namespace {
 
@@ -631,6 +641,7 @@ inline unsigned even_signs(unsigned seven) {
 inline int byte_of(std::uint32_t word, int index) { return static_cast<int>(word >> 8 * index & 255); }
 
 constexpr std::uint8_t kIq2Levels[] = {8, 25, 43};
+
 // Of IQ2_XS and IQ2_S: a byte of scales for a group, whose halves are those of 16 columns each.
 inline GroupScales half_byte_scales(float d, int both) {
   return {{d * (0.5f + static_cast<float>(both & 15)) * 0.25f, d * (0.5f + static_cast<float>(both >> 4)) * 0.25f}, {}};
@@ -641,7 +652,10 @@ struct Iq2Xxs {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{0, 2}};
   static constexpr int kColumns = 256, kFileBytes = 66, kLowBits = 2, kHighBits = 0, kParts = 1, kOffset = 43;
-  static constexpr GridBytes<256> kBytes = grid_bytes<8>(kIq2XxsGrid, kIq2Levels);
+  static constexpr const auto& kPoints = kIq2XxsGrid;
+  static constexpr const auto& kLevels = kIq2Levels;
+  static constexpr GridBytes<256> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 8, true, true};
   static constexpr int word_offset(int group, int word) { return 2 + 8 * group + 4 * word; }
   static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) store_signed<kOffset>(kBytes.bytes[byte_of(words[0], i)], even_signs(words[1] >> 7 * i), codes + 8 * i);
@@ -656,7 +670,10 @@ struct Iq2Xs {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}};
   static constexpr int kColumns = 256, kFileBytes = 74, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 43;
-  static constexpr GridBytes<512> kBytes = grid_bytes<8>(kIq2XsGrid, kIq2Levels);
+  static constexpr const auto& kPoints = kIq2XsGrid;
+  static constexpr const auto& kLevels = kIq2Levels;
+  static constexpr GridBytes<512> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {16, 8, true, true};
   static constexpr int word_offset(int group, int word) { return 2 + 8 * group + 4 * word; }
   static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -674,7 +691,10 @@ struct Iq2S {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}, {74, 4}, {78, 4}};
   static constexpr int kColumns = 256, kFileBytes = 82, kLowBits = 2, kHighBits = 0, kParts = 2, kOffset = 43;
-  static constexpr GridBytes<1024> kBytes = grid_bytes<8>(kIq2SGrid, kIq2Levels);
+  static constexpr const auto& kPoints = kIq2SGrid;
+  static constexpr const auto& kLevels = kIq2Levels;
+  static constexpr GridBytes<1024> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {16, 8, false, true};
   static constexpr int word_offset(int group, int word) { return 2 + 4 * group + 32 * word; }
   static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -693,7 +713,9 @@ struct Iq3Xxs {
   static constexpr Field kHeader[] = {{0, 2}};
   static constexpr int kColumns = 256, kFileBytes = 98, kLowBits = 3, kHighBits = 0, kParts = 1, kOffset = 62;
   static constexpr std::uint8_t kLevels[] = {4, 12, 20, 28, 36, 44, 52, 62};
-  static constexpr GridBytes<256> kBytes = grid_bytes<4>(kIq3XxsGrid, kLevels);
+  static constexpr const auto& kPoints = kIq3XxsGrid;
+  static constexpr GridBytes<256> kBytes = grid_bytes<4>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 4, true, true};
   static constexpr int word_offset(int group, int word) { return word < 2 ? 2 + 8 * group + 4 * word : 66 + 4 * group; }
   static void codes(const std::uint8_t*, const std::uint32_t* words, int, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -713,7 +735,9 @@ struct Iq3S {
   static constexpr Field kHeader[] = {{0, 2}, {66, 4}, {70, 4}, {106, 4}};
   static constexpr int kColumns = 256, kFileBytes = 110, kLowBits = 3, kHighBits = 0, kParts = 1, kOffset = 15;
   static constexpr std::uint8_t kLevels[] = {1, 3, 5, 7, 9, 11, 13, 15};
-  static constexpr GridBytes<512> kBytes = grid_bytes<4>(kIq3SGrid, kLevels);
+  static constexpr const auto& kPoints = kIq3SGrid;
+  static constexpr GridBytes<512> kBytes = grid_bytes<4>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 4, false, true};
   static constexpr int word_offset(int group, int word) { return word < 2 ? 2 + 8 * group + 4 * word : 74 + 4 * group; }
   static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
     for (int i = 0; i < 4; ++i) {
@@ -736,7 +760,9 @@ struct Iq1S {
   static constexpr Field kHeader[] = {{0, 2}, {34, 4}, {38, 4}, {42, 4}, {46, 4}};
   static constexpr int kColumns = 256, kFileBytes = 50, kLowBits = 1, kHighBits = 0, kParts = 1, kOffset = 9;
   static constexpr std::uint8_t kLevels[] = {0, 8, 16};
-  static constexpr GridBytes<2048> kBytes = grid_bytes<8>(kIq1SGrid, kLevels);
+  static constexpr const auto& kPoints = kIq1SGrid;
+  static constexpr GridBytes<2048> kBytes = grid_bytes<8>(kPoints, kLevels);
+  static constexpr GridForm kSearch = {32, 8, false, false};
   static constexpr int word_offset(int group, int) { return 2 + 4 * group; }
   static int upper(const std::uint8_t* header, int group) { return header[2 + 2 * group] | header[3 + 2 * group] << 8; }
   static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
@@ -748,6 +774,34 @@ struct Iq1S {
   }
   static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
     return {{half_at(header) * static_cast<float>(2 * (upper(header, group) >> 12 & 7) + 1) * 0.125f}, {}};
+  }
+};
+
+// The same with scales for 16 columns and a sign for 8. The block's scale is in the upper bits of four numbers, above four scales of 3 bits
+// each.
+struct Iq1M {
+  static constexpr const char* kName = "iq1_m";
+  static constexpr bool kGrid = true, kMinimum = false;
+  static constexpr Field kHeader[] = {{48, 4}, {52, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}};
+  static constexpr int kColumns = 256, kFileBytes = 56, kLowBits = 1, kHighBits = 0, kParts = 2, kOffset = 9;
+  static constexpr const auto& kBytes = Iq1S::kBytes;
+  static constexpr int word_offset(int group, int) { return 4 * group; }
+  static int number(const std::uint8_t* header, int index) { return header[2 * index] | header[2 * index + 1] << 8; }
+  static void codes(const std::uint8_t* header, const std::uint32_t* words, int group, GroupCodes& codes) {
+    for (int i = 0; i < 4; ++i) {
+      const int bits = number(header + 8, group) >> 4 * i;
+      const std::uint64_t eight = kBytes.bytes[byte_of(words[0], i) | (bits & 7) << 8] + (bits & 8 ? 0 : 2) * kEachByte;
+      std::memcpy(codes + 8 * i, &eight, 8);
+    }
+  }
+  static GroupScales scales(const std::uint8_t* header, const std::uint32_t*, int group) {
+    int half = 0;
+    for (int i = 0; i < 4; ++i) half |= number(header, i) >> 12 << 4 * i;
+    const float d = float_from_f16(static_cast<std::uint16_t>(half));
+    const auto scale = [&](int part) {
+      return d * static_cast<float>(2 * (number(header, group / 2) >> (6 * (group % 2) + 3 * part) & 7) + 1) * 0.125f;
+    };
+    return {{scale(0), scale(1)}, {}};
   }
 };
 
@@ -786,7 +840,7 @@ struct FormatList {};
 
 // The order is that of WeightType, from kInt8 on.
 using CodedFormats = FormatList<Int8, Int4, Q4K, Q6K, Mxfp4, Iq4Nl, Iq4Xs, Q41, Q50, Q51, Q5K, Q3K, Q2K, Int4Of32, Int4Of64, Int4Of128,
-                                Int4Of256, Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Tq20, Tq10>;
+                                Int4Of256, Int8Of128, Fp8, Fp8Rows, Nvfp4, Iq3S, Iq3Xxs, Iq2S, Iq2Xs, Iq2Xxs, Iq1S, Iq1M, Tq20, Tq10>;
 
 // What derives from a format's description.
 template <class Coded>

@@ -7,9 +7,8 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
-
-#include "core/coded_formats.h"
 
 namespace moegraft {
 namespace {
@@ -51,15 +50,38 @@ Grid make_grid(const GridForm& form, const std::uint16_t (&points)[Count], const
   return grid;
 }
 
-Grid grid_of(WeightType type, float shift) {
+template <class Coded, class = void>
+constexpr bool kIsSearched = false;
+template <class Coded>
+constexpr bool kIsSearched<Coded, std::void_t<decltype(Coded::kSearch)>> = true;
+
+// Calls `use` with the format of a type, whose grid is searched.
+template <class Use, class... Formats>
+void with_format(WeightType type, const Use& use, FormatList<Formats...>) {
   const std::string name = name_of(type);
-  const GridForm form = grid_form(type);
-  if (name == Iq3Xxs::kName) return make_grid(form, kIq3XxsGrid, Iq3Xxs::kLevels, shift);
-  if (name == Iq3S::kName) return make_grid(form, kIq3SGrid, Iq3S::kLevels, shift);
-  if (name == Iq2Xxs::kName) return make_grid(form, kIq2XxsGrid, kIq2Levels, shift);
-  if (name == Iq2Xs::kName) return make_grid(form, kIq2XsGrid, kIq2Levels, shift);
-  if (name == Iq2S::kName) return make_grid(form, kIq2SGrid, kIq2Levels, shift);
-  return make_grid(form, kIq1SGrid, Iq1S::kLevels, shift);
+  bool found = false;
+  const auto offer = [&](auto format) {
+    using Coded = decltype(format);
+    if constexpr (kIsSearched<Coded>) {
+      if (name != Coded::kName) return;
+      use(format);
+      found = true;
+    }
+  };
+  (offer(Formats()), ...);
+  if (!found) throw std::invalid_argument("weight type '" + name + "' has no grid");
+}
+
+Grid grid_of(WeightType type, float shift) {
+  Grid grid{};
+  with_format(
+      type,
+      [&](auto format) {
+        using Coded = decltype(format);
+        grid = make_grid(Coded::kSearch, Coded::kPoints, Coded::kLevels, shift);
+      },
+      CodedFormats());
+  return grid;
 }
 
 // 16 points of x, a column after the other.
@@ -216,14 +238,9 @@ Search fastest_search() {
 }  // namespace
 
 GridForm grid_form(WeightType type) {
-  const std::string name = name_of(type);
-  if (name == Iq3Xxs::kName) return {32, 4, true, true};
-  if (name == Iq3S::kName) return {32, 4, false, true};
-  if (name == Iq2Xxs::kName) return {32, 8, true, true};
-  if (name == Iq2Xs::kName) return {16, 8, true, true};
-  if (name == Iq2S::kName) return {16, 8, false, true};
-  if (name == Iq1S::kName) return {32, 8, false, false};
-  throw std::invalid_argument("weight type '" + name + "' has no grid");
+  GridForm form{};
+  with_format(type, [&](auto format) { form = decltype(format)::kSearch; }, CodedFormats());
+  return form;
 }
 
 void search_grid(WeightType type, float shift, const GridGroups& groups, const GridChoice& choice, int threads) {

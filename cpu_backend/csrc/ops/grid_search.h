@@ -3,18 +3,11 @@
 
 #include <cstdint>
 
-#include "core/types.h"
+#include "core/coded_formats.h"
 
 namespace moegraft {
 
-// How a type divides columns.
-struct GridForm {
-  int group;  // columns with one scale: 32 or 16
-  int columns;  // of a point of the grid: 4 or 8
-  bool even_signs;  // the number of negative ones among eight columns is even
-  bool has_signs;  // points are magnitudes
-};
-GridForm grid_form(WeightType type);  // throws std::invalid_argument where a type has no grid
+GridForm grid_form(WeightType type);  // throws std::invalid_argument where numbers are not quantised to a grid of this type
 
 struct GridGroups {
   const float* x;  // (groups, columns of a group)

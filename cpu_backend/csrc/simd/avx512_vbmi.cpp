@@ -3,8 +3,8 @@
 // An index stands for 4 or 8 columns with a level of 2 or 3 bits each. Tables hold the lower 2 bits of four columns in a byte, and the third
 // bits in the lower half of one; bytes of 64 indexes are looked up at once. A shift by a different count for every byte then moves the bits of
 // each of four columns to bits 2 and 3 of its own byte, another one a sign and what is four bits behind it to bits 0 and 4: the sign of the
-// next four columns, or a third bit that was stored in front of the signs. One more table has the code. Codes of IQ1_S have no signs: they are
-// the levels times 8, plus 0 or 2.
+// next four columns, or a third bit that was stored in front of the signs. One more table has the code. Codes of IQ1_S and IQ1_M have no
+// signs: they are the levels times 8, plus 0 or 2.
 #include <math.h>
 
 #include <type_traits>
@@ -159,13 +159,17 @@ template <>
 struct Bits<Iq1S> {
   static constexpr BitTables<2048> kTables = two_bit_tables(kIq1SGrid);
 };
+template <>
+struct Bits<Iq1M> : Bits<Iq1S> {};
 
 template <class Coded, class... Others>
 constexpr bool is_one_of() {
   return (std::is_same_v<Coded, Others> || ...);
 }
 template <class Coded>
-constexpr bool kHasThreeLevels = is_one_of<Coded, Iq2Xxs, Iq2Xs, Iq2S, Iq1S>();
+constexpr bool kIsShifted = is_one_of<Coded, Iq1S, Iq1M>();  // eight columns by 1 up or down, and no signs
+template <class Coded>
+constexpr bool kHasThreeLevels = kIsShifted<Coded> || is_one_of<Coded, Iq2Xxs, Iq2Xs, Iq2S>();
 template <class Coded>
 constexpr bool kHasEightLevels = is_one_of<Coded, Iq3Xxs, Iq3S>();
 
@@ -199,50 +203,98 @@ struct PackedGroup {
   }
 };
 
+// Four indexes of each row: their lower 8 bits, those above them from bit 1 of a byte on, and the signs of a byte's eight columns. Of
+// shifted formats the signs are 2, or 0 where columns are shifted down.
+struct Indexes {
+  I index, above, signs;
+};
+
+template <class Out>
+MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq2Xxs>& packed, int half, Out& out) {
+  const int row = half * kLanes;
+  const I last = packed.word(1, row);
+  out.scale(0, half, half_scale(packed.d(row), last, 28, 0.25f));
+  return {packed.word(0, row), Avx512Base::zero_int(), even_signs_of(to_bottom<7>(last, 0))};
+}
+
+template <class Coded, class Out>
+MOEGRAFT_INLINE void read_nibble_scales(const PackedGroup<Coded>& packed, int before, int half, Out& out) {
+  const int row = half * kLanes;
+  const I scales = packed.template header<4>(before, row);
+  out.scale(0, half, half_scale(packed.d(row), scales, 0, 0.25f));
+  out.scale(1, half, half_scale(packed.d(row), scales, 4, 0.25f));
+}
+
+template <class Out>
+MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq2Xs>& packed, int half, Out& out) {
+  const int row = half * kLanes;
+  const I four = words_of(0, 2, 64, 66), low = packed.word(0, row), high = packed.word(1, row);
+  const I second = _mm512_permutex2var_epi8(low, _mm512_add_epi8(four, _mm512_set1_epi8(1)), high);
+  read_nibble_scales(packed, 2, half, out);
+  return {_mm512_permutex2var_epi8(low, four, high), _mm512_add_epi8(second, second), even_signs_of(_mm512_srli_epi16(second, 1))};
+}
+
+template <class Out>
+MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq2S>& packed, int half, Out& out) {
+  const int row = half * kLanes;
+  read_nibble_scales(packed, 10, half, out);
+  return {packed.word(0, row), to_bottom<2>(packed.template header<4>(2, row), -1), packed.word(1, row)};
+}
+
+// (1 + 2 * scale) * d / 8, of scales of 3 bits from `bit` on.
+MOEGRAFT_INLINE F odd_scale(F d, I words, int bit) {
+  using T = Avx512Base;
+  const F scale = T::to_float(T::and_words(T::shift_right(words, bit), 7));
+  return T::mul(T::mul(d, T::add(T::add(scale, scale), T::set(1.0f))), T::set(0.125f));
+}
+
+template <class Out>
+MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq1S>& packed, int half, Out& out) {
+  const int row = half * kLanes;
+  const I bits = packed.template header<2>(2, row);
+  out.scale(0, half, odd_scale(packed.d(row), bits, 12));
+  const I up = _mm512_andnot_si512(_mm512_multishift_epi64_epi8(shift_counts<0>(14), bits), _mm512_set1_epi8(2));
+  return {packed.word(0, row), to_bottom<3>(bits, -1), up};
+}
+
+template <class Out>
+MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq1M>& packed, int half, Out& out) {
+  using T = Avx512Base;
+  const int row = half * kLanes, group = packed.group;
+  const I first = T::load_int(field_at<4>(packed.block, 0, row)), second = T::load_int(field_at<4>(packed.block, 4, row));
+  const auto part = [](I words, int bit, int mask) { return T::and_words(T::shift_right(words, bit), mask); };
+  const I low = T::or_int(part(first, 12, 0xf), part(first, 24, 0xf0)), high = T::or_int(part(second, 4, 0xf00), part(second, 16, 0xf000));
+  const F d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(T::or_int(low, high)));
+  const I scales = group < 4 ? first : second;
+  const int bit = 16 * (group / 2 % 2) + 6 * (group % 2);
+  out.scale(0, half, odd_scale(d, scales, bit));
+  out.scale(1, half, odd_scale(d, scales, bit + 3));
+  const I bits = packed.template header<2>(8, row);
+  return {packed.word(0, row), to_bottom<4>(bits, -1), _mm512_andnot_si512(to_bottom<4>(bits, 2), _mm512_set1_epi8(2))};
+}
+
+// The signs of an index's columns at the bottom of a word's bytes; of shifted formats, its shift in all of them.
+template <class Coded>
+MOEGRAFT_INLINE I signs_at(I signs, int index) {
+  if constexpr (!kIsShifted<Coded>) return to_bottom<1>(signs, 8 * index);
+  else if constexpr (Coded::kParts == 1) return signs;  // all columns of a group have one shift
+  else return _mm512_shuffle_epi8(signs, words_of(index, index, index, index));
+}
+
 constexpr int kTogether = 2;  // groups: four vectors of indexes hide how long a look-up takes, and share the loads of its tables
 
 // Gives the codes of some groups to their `out` in 16 vectors each, and their scales.
 template <class Coded, class Out>
 MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const std::byte* block, int first, Out (&outs)[kTogether]) {
-  using T = Avx512Base;
   constexpr auto& kTables = Bits<Coded>::kTables;
   constexpr int kCount = sizeof kTables.lower[0];
   I indexes[4], upper[4], signs[4];  // [group and half]
 #pragma GCC unroll 4
   for (int at = 0; at < 4; ++at) {
-    const PackedGroup<Coded> packed{block, first + at / 2};
-    Out& out = outs[at / 2];
-    I& index = indexes[at];
-    const int half = at % 2, row = half * kLanes;
-    const F d = packed.d(row);
-    index = packed.word(0, row);
-    I above = T::zero_int();
-    if constexpr (std::is_same_v<Coded, Iq2Xxs>) {
-      const I last = packed.word(1, row);
-      signs[at] = even_signs_of(to_bottom<7>(last, 0));
-      out.scale(0, half, half_scale(d, last, 28, 0.25f));
-    } else if constexpr (std::is_same_v<Coded, Iq2Xs>) {
-      const I four = words_of(0, 2, 64, 66), low = index, high = packed.word(1, row);
-      const I second = _mm512_permutex2var_epi8(low, _mm512_add_epi8(four, _mm512_set1_epi8(1)), high);
-      index = _mm512_permutex2var_epi8(low, four, high);
-      signs[at] = even_signs_of(_mm512_srli_epi16(second, 1));
-      above = _mm512_add_epi8(second, second);
-    } else if constexpr (std::is_same_v<Coded, Iq2S>) {
-      signs[at] = packed.word(1, row);
-      above = to_bottom<2>(packed.template header<4>(2, row), -1);
-    } else {
-      const I bits = packed.template header<2>(2, row);
-      signs[at] = _mm512_andnot_si512(_mm512_multishift_epi64_epi8(shift_counts<0>(14), bits), _mm512_set1_epi8(2));  // plus 1, or 0
-      above = to_bottom<3>(bits, -1);
-      const F scale = T::to_float(T::and_words(T::shift_right(bits, 12), 7));
-      out.scale(0, half, T::mul(T::mul(d, T::add(T::add(scale, scale), T::set(1.0f))), T::set(0.125f)));
-    }
-    if constexpr (Coded::kParts == 2) {
-      const I scales = packed.template header<4>(std::is_same_v<Coded, Iq2S> ? 10 : 2, row);
-      out.scale(0, half, half_scale(d, scales, 0, 0.25f));
-      out.scale(1, half, half_scale(d, scales, 4, 0.25f));
-    }
-    upper[at] = upper_bits<kCount>(index, above);
+    const Indexes found = read(PackedGroup<Coded>{block, first + at / 2}, at % 2, outs[at / 2]);
+    indexes[at] = found.index;
+    signs[at] = found.signs;
+    upper[at] = upper_bits<kCount>(found.index, found.above);
   }
   I lower[2][4];  // of the first four columns of an index, and of the last four
   look_up(kTables.lower[0], kTables.lower[1], indexes, upper, lower[0], lower[1]);
@@ -251,17 +303,16 @@ MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const std::byte*
     const int group = byte / 4, bit = byte % 4 * 8;
     I two_signs[2];  // of both words
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half)
-      if constexpr (!std::is_same_v<Coded, Iq1S>) two_signs[half] = to_bottom<1>(signs[2 * group + half], bit);
+    for (int half = 0; half < 2; ++half) two_signs[half] = signs_at<Coded>(signs[2 * group + half], byte % 4);
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
       const int word = byte % 4 * 2 + i;
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const I four = lower[i][2 * group + half];
-        if constexpr (std::is_same_v<Coded, Iq1S>) {
+        if constexpr (kIsShifted<Coded>) {
           const I eights = to_bottom<2>(four, bit - 3);
-          outs[group].codes(word, half, _mm512_ternarylogic_epi32(eights, _mm512_set1_epi8(24), signs[2 * group + half], 0xea));
+          outs[group].codes(word, half, _mm512_ternarylogic_epi32(eights, _mm512_set1_epi8(24), two_signs[half], 0xea));
         } else {
           const I code = selected(to_bottom<2>(four, bit - 2), two_signs[half], kLevelBits);
           outs[group].codes(word, half, _mm512_permutexvar_epi8(code, _mm512_load_si512(Bits<Coded>::kCodes[i].codes)));

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moegraft.injection.checkpoint.files import Extent
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FORMATS, GGUF_TYPES
 from moegraft.operators.weights import Codes, StoredBlocks
 
 Index = int | slice | tuple[int | slice, ...]
@@ -30,14 +30,8 @@ FLOATS = {
     BlockType.F16: torch.float16,
     BlockType.BF16: torch.bfloat16,
 }
-# The types that the kernels use without conversion, with the kernels' names.
-WEIGHT_TYPES = {BlockType.F64: "float32"} | {
-    BlockType[found.gguf]: name for name, found in FORMATS.items() if found.gguf is not None and not found.stored
-}
-# The types that only the CPU kernel uses without conversion, with its names.
-STORED = {BlockType[found.gguf]: name for name, found in FORMATS.items() if found.gguf is not None and found.stored}
-# The types that are converted through float32 where no kernel has them. The error of int8 is small beside their own.
-CONVERTED = frozenset(STORED) | {BlockType.IQ1_M}
+# The kernels' formats by block type. F64 is rounded once.
+FORMAT_OF = {BlockType[name]: form for name, form in GGUF_TYPES.items()} | {BlockType.F64: FORMATS["float32"]}
 GROUP = 32
 
 
@@ -73,13 +67,18 @@ class BlockTensor:
 
     @property
     def weight_type(self) -> str:
-        """The kernels' weight type that holds these weights exactly; int8 for blocks that they do not support."""
-        return WEIGHT_TYPES.get(self.block_type, "int8")
+        """The type that the kernels quantise to and that holds these weights; int8 for other blocks, to whose error it hardly adds."""
+        return "int8" if self.is_stored else self.kept_type
 
     @property
     def kept_type(self) -> str:
-        """The same for the CPU kernel, which supports stored formats as well."""
-        return STORED.get(self.block_type, self.weight_type)
+        """The weight type that holds these weights as they are."""
+        return FORMAT_OF[self.block_type].name
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the kernels take the blocks as they are, and do not quantise to their type."""
+        return FORMAT_OF[self.block_type].stored
 
     @property
     def elements(self) -> int:
@@ -104,14 +103,14 @@ class BlockTensor:
         Raises:
             CheckpointError: the type cannot be read.
         """
-        if self.block_type not in WEIGHT_TYPES and self.block_type not in CONVERTED:
-            known = ", ".join(sorted({kind.name for kind in (*WEIGHT_TYPES, *CONVERTED)}))
+        if self.block_type not in FORMAT_OF:
+            known = ", ".join(sorted(kind.name for kind in FORMAT_OF))
             raise CheckpointError(f"{self.origin}: type {self.block_type.name} cannot be read; supported are {known}")
 
     def codes(self, index: Index = WHOLE) -> Codes | StoredBlocks | None:
-        """Return the codes of the matrix at `index`; None if the kernels do not support them."""
-        if self.block_type in STORED:
-            return StoredBlocks(np.ascontiguousarray(self.data[index]), STORED[self.block_type])
+        """Return the codes of the matrix at `index`; None if it is in floating point."""
+        if self.is_stored:
+            return StoredBlocks(np.ascontiguousarray(self.data[index]), self.kept_type)
         if self.block_type is BlockType.Q8_0:
             blocks = _blocks(self.data[index], 2 + GROUP)
             return Codes(_matrix(blocks[..., 2:].view(np.int8)), _scales(blocks), bits=8)

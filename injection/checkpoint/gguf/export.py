@@ -23,17 +23,16 @@ from gguf.gguf_writer import WriterState
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moegraft.injection.checkpoint.gguf.model import ARCHITECTURES, Names, experts_name, layer_of
-from moegraft.injection.checkpoint.gguf.parameters import rope_rows
+from moegraft.injection.checkpoint.gguf.families import FAMILIES, family_of, stored_rows
+from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.checkpoint.keymap import KeyMap, Target
 from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
 from moegraft.injection.rules.rule import Layers, parse_layers
 from moegraft.operators.atomic_file import new_file
-from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type, row_bytes
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import ENCODED, FORMATS, GGUF_TYPES, fitting_type
 from moegraft.operators.weights import Part
 
 ALIGNMENT = 32
@@ -42,8 +41,6 @@ Advance = Callable[[int], None]
 # What may have a type of its own. `attention` and `dense` are linear layers, `dense` also those of shared experts.
 ROLES = ("gate", "up", "down", "attention", "dense", "embedding", "output")
 OTHER_TYPE = "Q8_0"  # of the roles that only experts' types are given for
-# As rule files spell them.
-_OWN_NAMES = {name: found.gguf for name, found in FORMATS.items() if found.gguf is not None}
 # Types of these names are those of whole files, in which llama.cpp mixes types of matrices.
 _MIXTURE = re.compile(r"(?P<type>I?Q[2-8]_K|IQ[1-4])_(?:XS|S|M|L|XL)", re.IGNORECASE)
 _CHOICE = re.compile(r"(?:(?P<role>[a-z]+)(?:@(?P<layers>[0-9,\-]+))?=)?(?P<type>\w+)")
@@ -122,7 +119,8 @@ def _choice(text: str) -> TypeChoice:
     found = _CHOICE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r}: give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE, as in Q4_K, down=Q6_K or down@0-3=Q8_0")
-    role, name = found["role"], _OWN_NAMES.get(found["type"].lower(), found["type"].upper())
+    own = FORMATS.get(found["type"].lower())  # as rule files spell it
+    role, name = found["role"], own.gguf if own is not None and own.gguf is not None else found["type"].upper()
     if role is not None and role not in ROLES:
         raise ValueError(f"unknown role '{role}' in '{text}'; the roles are {', '.join(ROLES)}")
     if name not in ENCODED:
@@ -154,7 +152,7 @@ class ExportTensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape[:-1], dtype=np.int64)) * row_bytes(self.type, self.shape[-1])
+        return int(np.prod(self.shape[:-1], dtype=np.int64)) * GGUF_TYPES[self.type].nbytes(self.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +254,8 @@ def _tensor(
     if name.endswith("ffn_gate_inp_shexp.weight"):
         shape = shape[-1:]
     wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
-    heads = {".q_proj.weight": "num_attention_heads", ".k_proj.weight": "num_key_value_heads"}
-    turned = next((getattr(config, count) for suffix, count in heads.items() if parameter.endswith(suffix)), None)
-    rows = np.argsort(rope_rows(shape[0], turned)) if turned is not None and config.model_type == "mixtral" else None
+    stored = stored_rows(config, parameter, shape[0])
+    rows = None if stored is None else np.argsort(stored)
 
     def read(_: int) -> torch.Tensor:
         values = read_parameter(target, weights.tensors, skeleton).reshape(shape)
@@ -299,33 +296,30 @@ def _role(name: str, *, tied: bool) -> str | None:
     return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
 
 
-# How llama.cpp computes the families: whether it divides the weights of a token's experts by their sum.
-_NORMALISES = {"qwen3_moe": True, "qwen2_moe": False, "olmoe": False}
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # attention to latents: one key and value for all heads
-_EXPORTED = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", *_LATENT, "glm4_moe")
 _ROPE_TYPES = ("default", "linear", "yarn")
 
 
 def why_not_exportable(config: PretrainedConfig) -> str | None:
     """Return why no GGUF file of a model can be written that llama.cpp computes as transformers does; None if one can."""
-    family = config.model_type
-    if family not in _EXPORTED:
-        return f"model type '{family}' cannot be written to GGUF files; supported are {', '.join(_EXPORTED)}"
-    if family in _NORMALISES and bool(config.norm_topk_prob) != _NORMALISES[family]:
-        return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {family} models as if it were not"
+    name = config.model_type
+    if name not in FAMILIES:
+        return f"model type '{name}' cannot be written to GGUF files; supported are {', '.join(FAMILIES)}"
+    family = FAMILIES[name]
+    if family.normalises not in (None, bool(getattr(config, "norm_topk_prob", None))):
+        return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {name} models as if it were not"
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {family} models"
+        return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
     if getattr(config, "clip_qkv", None) is not None:
-        return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {family} models"
-    if family == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
-        return "llama.cpp requires as many key-value heads as attention heads in olmoe models"
+        return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
+    if family.needs_equal_heads and config.num_key_value_heads != config.num_attention_heads:
+        return f"llama.cpp requires as many key-value heads as attention heads in {name} models"
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
-    if kinds != (alternating if family == "gpt_oss" else ["full_attention"] * len(kinds)):
-        return f"llama.cpp does not support these layer_types in {family} models: {', '.join(dict.fromkeys(kinds))}"
-    if family == "mixtral" and getattr(config, "sliding_window", None) is not None:
-        return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {family} models"
-    if family in (*_LATENT, "glm4_moe"):
+    if kinds != (alternating if family.alternates else ["full_attention"] * len(kinds)):
+        return f"llama.cpp does not support these layer_types in {name} models: {', '.join(dict.fromkeys(kinds))}"
+    if family.ignores_windows and getattr(config, "sliding_window", None) is not None:
+        return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {name} models"
+    if family.gating is not None:
         reason = _why_not_of_deepseek_kind(config)
         if reason is not None:
             return reason
@@ -336,22 +330,22 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
 
 
 def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
-    family, rope = config.model_type, _rope(config)
+    name, rope = config.model_type, _rope(config)
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
-        return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {family} models"
+        return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {name} models"
     if config.hidden_act != "silu":
-        return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {family} models"
+        return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {name} models"
     if getattr(config, "topk_method", None) == "group_limited_greedy" and _groups(config) > 1:
         return "llama.cpp chooses groups of experts by their two best, and topk_method: group_limited_greedy by their best"
-    if family not in _LATENT:
+    if not FAMILIES[name].is_latent:
         return None
     if config.attention_bias:
-        return f"attention_bias is true in the config, and llama.cpp has no such biases in {family} models"
+        return f"attention_bias is true in the config, and llama.cpp has no such biases in {name} models"
     if not getattr(config, "rope_interleave", True):
-        return f"rope_interleave is false in the config, and llama.cpp rotates neighbouring columns in {family} models"
+        return f"rope_interleave is false in the config, and llama.cpp rotates neighbouring columns in {name} models"
     if rope.get("rope_type") == "yarn" and (not rope.get("mscale_all_dim") or rope.get("mscale") != rope["mscale_all_dim"]):
-        return f"mscale and mscale_all_dim of the rotary embeddings differ, which llama.cpp does not support in {family} models"
+        return f"mscale and mscale_all_dim of the rotary embeddings differ, which llama.cpp does not support in {name} models"
     return None
 
 
@@ -382,8 +376,8 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    rope = _rope(config)
-    if config.model_type in _LATENT:
+    rope, family = _rope(config), family_of(config)
+    if family.is_latent:
         writer.add_head_count_kv(1)
         writer.add_q_lora_rank(config.q_lora_rank or 0)
         writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -402,18 +396,18 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    each = getattr(config, "moe_intermediate_size", None) or (config.intermediate_size if config.model_type == "gpt_oss" else None)
-    if each is not None:
+    each = getattr(config, family.expert_size, None)
+    if each:
         writer.add_expert_feed_forward_length(each)
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if config.model_type == "gpt_oss":
+    if family.alternates:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type in (*_LATENT, "glm4_moe"):
+    if family.gating is not None:
         writer.add_leading_dense_block_count(_dense_layers(config))
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(float(config.routed_scaling_factor))
-        softmax = config.model_type == "deepseek_v2"
+        softmax = family.gating == "softmax"
         writer.add_expert_weights_norm(not softmax and bool(config.norm_topk_prob))
         writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
         if _groups(config) > 1:
@@ -425,7 +419,7 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
-        if config.model_type in _LATENT:
+        if family.is_latent:
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if rope.get("beta_fast") is not None:
             writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
@@ -435,9 +429,10 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
 
 def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]]:
     """Return everything before the weights, and notices."""
-    writer = GGUFWriter(None, ARCHITECTURES[plan.config.model_type])
+    family = family_of(plan.config)
+    writer = GGUFWriter(None, family.architecture)
     _describe(writer, plan.config, name)
-    notices = add_vocabulary(writer, folder, plan.config.vocab_size, plan.config.model_type)
+    notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])
     header = io.BytesIO()
@@ -489,7 +484,7 @@ def _write_tensor(file: BinaryIO, tensor: ExportTensor, importance: torch.Tensor
             where = f"{tensor.name}[{number}]" if tensor.matrices > 1 else tensor.name
             raise CheckpointError(f"{where}: a weight is NaN or infinite; download the checkpoint again")
         own = importance if importance is None or importance.ndim == 1 else importance[number]
-        packed = encode(rows, tensor.type, None if tensor.type in FLOATS else own)
+        packed = GGUF_TYPES[tensor.type].encode(rows, own)
         file.write(packed.tobytes())
         advance(packed.nbytes)
     file.write(bytes(-tensor.nbytes % ALIGNMENT))

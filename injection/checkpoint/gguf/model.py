@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from gguf import MODEL_ARCH_NAMES, Keys, get_tensor_name_map
@@ -16,7 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
-from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, STORED, BlockTensor
+from moegraft.injection.checkpoint.gguf.blocks import BlockTensor
+from moegraft.injection.checkpoint.gguf.families import family_of, stored_rows
 from moegraft.injection.checkpoint.gguf.files import GgufFile, find_parts, merge, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
     ExpertPart,
@@ -28,44 +28,16 @@ from moegraft.injection.checkpoint.gguf.parameters import (
     Stored,
     check_shape,
     lazy,
-    rope_rows,
 )
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.weights import Part, StoredTypes, WeightSource, apart, narrowest
+from moegraft.operators.weights import Part, StoredTypes, WeightSource, WeightTypes, narrowest
 
-# transformers' model types and llama.cpp's architectures. Families whose parameters llama.cpp's converter changes in a way that
-# `GgufWeights` does not undo must not be listed.
-ARCHITECTURES = {
-    "mixtral": "llama",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "olmoe": "olmoe",
-    "gpt_oss": "gpt-oss",
-    "glm4_moe": "glm4moe",
-    "glm4_moe_lite": "deepseek2",
-}
 BLOCK = re.compile(r"blk\.(\d+)\.")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Rotary frequencies, which transformers computes from the config.
 COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
-
-
-def architecture_of(model_type: str) -> str:
-    """Return llama.cpp's name of a family.
-
-    Raises:
-        UnsupportedModelError: GGUF files of this family cannot be loaded.
-    """
-    if model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"model type '{model_type}' cannot be loaded from GGUF files; supported are {', '.join(sorted(ARCHITECTURES))}; "
-            "load its safetensors checkpoint instead"
-        )
-    return ARCHITECTURES[model_type]
 
 
 class Names:
@@ -77,7 +49,7 @@ class Names:
             UnsupportedModelError: GGUF files of this family cannot be loaded.
         """
         self.layers = int(config.num_hidden_layers)
-        architecture = architecture_of(config.model_type)
+        architecture = family_of(config).architecture
         number = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
         self._table = get_tensor_name_map(number, self.layers)
 
@@ -116,34 +88,22 @@ logger = logging.getLogger(__name__)
 
 
 def log_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype) -> None:
-    """Log the stored types that no kernel supports, then those that only these rules or this machine do not support.
+    """Log which of these tensors have blocks that are converted, and not kept as they are.
 
     Args:
-        tensors: the tensors that are converted.
         dtype: of what is not replaced.
     """
-    converted = [tensor for tensor in tensors if tensor.block_type in CONVERTED]
-    rest = str(dtype).removeprefix("torch.")
-    unknown = [tensor for tensor in converted if tensor.block_type not in STORED]
-    if unknown:
-        logger.warning(
-            "%s: no kernel supports %s: experts are converted through float32 to the rule's weight type (int8 for 'stored'), "
-            "all other tensors to %s",
-            path,
-            _kinds(unknown),
-            rest,
-        )
-    others = [tensor for tensor in converted if tensor.block_type in STORED]
-    if others:
+    converted = [tensor for tensor in tensors if tensor.is_stored]
+    if converted:
         logger.warning(
             "%s: %d tensors in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's weight "
-            "type (int8 for 'stored'), all others to %s; experts and linear layers without gpu and sparsity keep them unchanged if their "
+            "type (int8 for 'stored'), all others to %s; experts and linear layers without sparsity keep them unchanged if their "
             "weights are 'stored' or have at least as many bits, such as int8",
             path,
-            len(others),
-            _kinds(others),
-            others[0].name,
-            rest,
+            len(converted),
+            _kinds(converted),
+            converted[0].name,
+            str(dtype).removeprefix("torch."),
         )
 
 
@@ -180,7 +140,7 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
         CheckpointError: a file is damaged or missing, there are several models, or the model does not fit the config.
         UnsupportedModelError: GGUF files of this family cannot be loaded.
     """
-    architecture = architecture_of(config.model_type)
+    architecture = family_of(config).architecture
     files = [open_file(part) for part in find_parts(path)]
     found = files[0].fields.get(Keys.General.ARCHITECTURE)
     if found != architecture:
@@ -247,12 +207,11 @@ class GgufWeights:
         whole = narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
         return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
-    def log_conversions(self, weight_types: Mapping[str, str], dtype: torch.dtype) -> None:
+    def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
         kept = set()
-        for path, name in weight_types.items():
-            by_part = zip(*(apart(each) for each in name.split("/")), strict=True)  # hot and cold experts have a tensor in common
-            for tensors, types in zip(self._matrices(path), by_part, strict=True):
-                kept |= {tensor.name for tensor in tensors if set(types) == {tensor.kept_type}}
+        for path, of_module in weight_types.items():
+            for tensors, weight_type in zip(self._matrices(path), (of_module.gate_up, of_module.down), strict=True):
+                kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
         tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
         log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
 
@@ -329,14 +288,7 @@ class GgufWeights:
                 return split
         if name not in self._gguf.tensors:
             return None
-        return Plain(self._take(name, shape, parameter), shape, self._rows(parameter, shape))
-
-    def _rows(self, parameter: str, shape: Sequence[int]) -> Any:
-        if self._config.model_type != "mixtral":
-            return None
-        if parameter.endswith(".q_proj.weight"):
-            return rope_rows(shape[0], self._config.num_attention_heads)
-        return rope_rows(shape[0], self._config.num_key_value_heads) if parameter.endswith(".k_proj.weight") else None
+        return Plain(self._take(name, shape, parameter), shape, stored_rows(self._config, parameter, shape[0]))
 
     def _split_key_value(self, name: str, parameter: str, shape: tuple[int, ...]) -> Stored | None:
         """Return `kv_b` from its two halves; None if the file has the whole, which is read even if the halves are there as well."""

@@ -79,14 +79,6 @@ class Plain(Stored):
         return Codes(codes.codes[self.rows], codes.scales[self.rows], codes.bits)
 
 
-def rope_rows(rows: int, heads: int) -> NDArray[np.int64]:
-    """Return the stored row of each row of a query or key projection in files of llama.cpp's `llama` architecture.
-
-    llama.cpp's rotary embedding rotates the neighbouring rows (0, 1), (2, 3), ... of a head, and transformers' rows r and r + d/2.
-    """
-    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
 @dataclass(frozen=True)
 class SplitKeyValue(Stored):
     """`kv_b_proj` of DeepSeek's attention, stored as `attn_k_b (heads, rank, nope)` and `attn_v_b (heads, v_dim, rank)`."""

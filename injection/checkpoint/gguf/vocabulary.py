@@ -26,11 +26,14 @@ _SPLITS = {
 }
 
 
-def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, model_type: str) -> list[str]:
+def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[str, str]) -> list[str]:
     """Add the tokens, merges, special tokens and chat template of a folder's tokenizer, and return notices.
 
     Without a tokenizer.json the file has no vocabulary: it loads here, where the tokenizer comes from the model's folder, and in
     llama.cpp for programs that give it token ids.
+
+    Args:
+        splits: other names of ways to split text than those of most families.
 
     Raises:
         CheckpointError: tokenizer.json is damaged.
@@ -56,10 +59,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, model_type: str)
         special.add_to_gguf(writer, quiet=True)
         return []
     split = _split_of(body.get("pre_tokenizer"))
-    if split == "llama-bpe" and model_type.startswith("glm"):
-        split = "glm4"  # the same, without a token at the beginning of a text
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split or "gpt-2")
+    writer.add_tokenizer_pre("gpt-2" if split is None else splits.get(split, split))
     texts, kinds = [], []
     for number in range(size):
         token = added.get(number)

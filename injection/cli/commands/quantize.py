@@ -81,7 +81,7 @@ def quantize(
     from moegraft.injection.cli.models import model_of, quiet_libraries, short_name
     from moegraft.injection.meta_model import build_meta_model
     from moegraft.operators.atomic_file import NotNeededError, new_file
-    from moegraft.operators.block_encoding import FLOATS
+    from moegraft.operators.weight_formats import GGUF_TYPES
 
     try:
         choices = read_types(weights)
@@ -95,7 +95,7 @@ def quantize(
     plan = plan_export(meta.weights, meta.skeleton, choices)
     rounded = _rounded(meta)
     importance: Mapping[str, torch.Tensor] = {}
-    if imatrix != NO_IMATRIX and not set(plan.by_type()) <= set(FLOATS):
+    if imatrix != NO_IMATRIX and any(GGUF_TYPES[name].scaled for name in plan.by_type()):
         # A folder that cannot be written and a full disk show before the text is run.
         with new_file(out, replace=force) as file:
             os.posix_fallocate(file.fileno(), 0, plan.nbytes)

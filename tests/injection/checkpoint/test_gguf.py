@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -193,45 +192,6 @@ def test_a_quantised_linear_keeps_codes_in_its_own_order_of_rows(tmp_path: Path)
         assert isinstance(operator, QuantizedLinear) and operator._packed is not None
         expected = rounded(mixtral(), BlockType.Q8_0).get_parameter(f"{name}.weight")
         assert np.array_equal(operator._packed.unpack(), expected.detach().numpy()), name
-
-
-def random_blocks(kind: BlockType, shape: tuple[int, ...], seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Blocks of IQ1_M, which nothing here can quantise to: random bits, and scales of a sensible size."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
-    scale = int(np.array([2e-4], np.float16).view(np.uint16)[0])
-    for place in range(4):  # of a float16, four bits each
-        blocks[..., 49 + 2 * place] = blocks[..., 49 + 2 * place] & 15 | (scale >> 4 * place & 15) << 4
-    return blocks.reshape(*shape[:-1], -1)
-
-
-@pytest.mark.parametrize("name", ["IQ1_M"])
-def test_other_blocks_are_converted_with_one_notice(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kind = BlockType[name]
-    model = qwen3()
-    model.config.save_pretrained(tmp_path)
-    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "qwen3moe")
-    blocks = {}
-    for seed, (tensor, values) in enumerate(tensors_of(model).items()):
-        if "_exps" in tensor:
-            blocks[tensor] = random_blocks(kind, values.shape, seed)
-            writer.add_tensor(tensor, blocks[tensor], raw_dtype=kind)
-        else:
-            writer.add_tensor(tensor, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with caplog.at_level(logging.WARNING):
-        exact = load(tmp_path, experts_rules(tmp_path, "weights: float32"))
-    notices = [record.message for record in caplog.records if name in record.message]
-    assert len(notices) == 1 and "converted through float32" in notices[0]
-    expected = gguf.dequantize(blocks["blk.1.ffn_up_exps.weight"], kind)[2]
-    assert 0 < np.abs(expected).max() < 100
-    assert np.array_equal(unpacked(exact, 2, "up").numpy(), expected)
-    stored = load(tmp_path)
-    assert experts_of(stored).weight_type == "int8"
-    assert np.abs(unpacked(stored, 2, "up").numpy() - expected).max() <= np.abs(expected).max() / 127
 
 
 @pytest.mark.parametrize("name", ["part", "folder"])

@@ -22,36 +22,15 @@ from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf import export
 from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
+from moegraft.injection.checkpoint.gguf.families import FAMILIES as ROWS
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
-from moegraft.operators.block_encoding import ENCODED, FLOATS, encode, fitting_type
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES, fitting_type
 
-SQNR = {  # dB on normal weights; 6 dB a bit, and 1 to 2 less for scales that are shared by 32 or rounded
-    "Q8_0": 45.0,
-    "Q6_K": 34.0,
-    "Q5_1": 28.5,
-    "Q5_0": 27.0,
-    "Q5_K": 28.5,
-    "Q4_1": 22.0,
-    "Q4_0": 21.0,
-    "Q4_K": 22.5,
-    "IQ4_NL": 22.0,
-    "IQ4_XS": 22.0,
-    "MXFP4": 18.5,
-    "Q3_K": 16.0,
-    "Q2_K": 11.0,
-    "IQ3_S": 17.5,
-    "IQ3_XXS": 14.8,
-    "IQ2_S": 12.2,
-    "IQ2_XS": 10.7,
-    "IQ2_XXS": 9.4,
-    "IQ1_S": 6.8,
-    "TQ2_0": 7.0,
-    "TQ1_0": 7.0,
-}
+SQNR = {name: form.encoding.least_db for name, form in GGUF_TYPES.items() if form.encoding is not None}
+FLOATS = [name for name, form in GGUF_TYPES.items() if not form.scaled]
 FLOAT_RULES = "rules:\n- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {weights: stored}}\n"
 
 
@@ -78,9 +57,9 @@ def decibels(values: torch.Tensor, stored: torch.Tensor, weight: torch.Tensor | 
 @pytest.mark.parametrize("name", SQNR)
 def test_blocks_are_close_by_the_reference_decoder(name: str) -> None:
     values = matrix()
-    blocks = encode(values, name)
+    blocks = GGUF_TYPES[name].encode(values)
     found = decoded(blocks, name)
-    form = next(each for each in FORMATS.values() if each.gguf == name)
+    form = GGUF_TYPES[name]
     if form.stored:
         packed = PackedLinear(*values.shape, form.name)
         packed.pack_blocks(blocks)
@@ -99,7 +78,7 @@ def test_blocks_are_close_by_the_reference_decoder(name: str) -> None:
 def test_importance_moves_the_error_to_where_it_matters_less(name: str) -> None:
     values = matrix()[8:]
     weight = torch.logspace(-3, 0, values.shape[1])[torch.randperm(values.shape[1], generator=torch.Generator().manual_seed(1))]
-    plain, weighted = (decoded(encode(values, name, given), name) for given in (None, weight))
+    plain, weighted = (decoded(GGUF_TYPES[name].encode(values, given), name) for given in (None, weight))
     assert decibels(values, weighted, weight) > decibels(values, plain, weight)
 
 
@@ -107,12 +86,12 @@ def test_importance_moves_the_error_to_where_it_matters_less(name: str) -> None:
 def test_floats_are_rounded_once(name: str) -> None:
     values = matrix()
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
-    assert torch.equal(decoded(encode(values, name), name), values.to(dtype).float())
+    assert torch.equal(decoded(GGUF_TYPES[name].encode(values), name), values.to(dtype).float())
 
 
 def test_mxfp4_weights_stay_as_they_are() -> None:
-    values = decoded(encode(matrix(), "MXFP4"), "MXFP4")
-    assert torch.equal(decoded(encode(values, "MXFP4"), "MXFP4"), values)
+    values = decoded(GGUF_TYPES["MXFP4"].encode(matrix()), "MXFP4")
+    assert torch.equal(decoded(GGUF_TYPES["MXFP4"].encode(values), "MXFP4"), values)
 
 
 def test_rows_that_blocks_do_not_divide_have_another_type() -> None:
@@ -364,7 +343,7 @@ def test_how_text_is_split_has_llama_cpps_name(model_type: str, patterns: tuple[
     body["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, {"type": "ByteLevel", "use_regex": False}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(body))
     writer = gguf.GGUFWriter(None, "deepseek2")
-    notices = add_vocabulary(writer, tmp_path, 3, model_type)
+    notices = add_vocabulary(writer, tmp_path, 3, ROWS[model_type].splits)
     assert writer.kv_data[0]["tokenizer.ggml.pre"].value == name
     assert ["has no name in llama.cpp" in notice for notice in notices] == [True] * (name == "gpt-2")
 
@@ -449,9 +428,9 @@ def test_a_file_of_llama_cpps_quantiser_loads_here(tmp_path: Path) -> None:
 
 def test_types_are_those_of_the_reader() -> None:
     """What is written can be read."""
-    from moegraft.injection.checkpoint.gguf.blocks import CONVERTED, WEIGHT_TYPES
+    from moegraft.injection.checkpoint.gguf.blocks import FORMAT_OF
 
-    assert {BlockType[name] for name in ENCODED} <= set(WEIGHT_TYPES) | set(CONVERTED)
+    assert {BlockType[name] for name in ENCODED} <= set(FORMAT_OF)
 
 
 def test_a_model_without_a_gguf_name_is_refused_before_it_is_read(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 from moegraft.injection import optimize_and_load
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
+from moegraft.operators.weights import WeightTypes
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 101, "hidden_size": 256}
 MEDIUM = {"gate_inp": BlockType.F32, "_down_exps": BlockType.Q6_K, "": BlockType.Q4_K}  # as half of the layers are in Q4_K_M
@@ -67,6 +68,7 @@ def errors(found: PreTrainedModel, exact: PreTrainedModel) -> torch.Tensor:
     [
         ({"": BlockType.Q4_K}, "weights: stored", "q4_k"),
         ({"": BlockType.Q6_K}, "weights: stored", "q6_k"),
+        ({"": BlockType.IQ1_M}, "weights: stored", "iq1_m"),
         (MEDIUM, "weights: stored", "q4_k+q6_k"),
         (MEDIUM, "weights: int8", "q4_k+q6_k"),  # of no fewer bits than either
         (MEDIUM, "weights: int4", "q4_k+int4"),  # as many bits as Q4_K, fewer than Q6_K
@@ -80,7 +82,8 @@ def test_values_stay_to_the_last_bit(kinds: Mapping[str, BlockType], options: st
     folder = saved(tmp_path, kinds)
     kept, exact = load(folder, options), load(folder, "weights: float32")
     assert experts_of(kept).weight_type == expected
-    of_parts = dict(zip(PARTS, (expected.partition("+")[0],) * 2 + (expected.rpartition("+")[2],), strict=True))
+    types = WeightTypes.parse(expected)
+    of_parts = {"gate": types.gate_up, "up": types.gate_up, "down": types.down}
     for part in PARTS:
         if of_parts[part] != "int4":
             for expert in range(3):

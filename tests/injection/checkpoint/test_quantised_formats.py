@@ -357,7 +357,7 @@ def test_linear_layers_keep_the_codes_that_are_no_larger(tmp_path: Path) -> None
         assert (found(x) - expected(x)).norm() < 0.01 * expected(x).norm()
 
 
-def test_slots_on_a_gpu_hold_the_bytes_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_on_a_gpu_hold_the_bytes_of_the_file(tmp_path: Path) -> None:
     fp8 = float8("_scale_inv", (128, 128), {**FP8_BLOCKS, "weight_block_size": [128, 128]})
     nvfp4 = FORMATS["modelopt nvfp4"]
     for form, expected in ((compressed(4, 128), "int4_g128"), (fp8, "fp8"), (FORMATS["compressed mxfp4"], "mxfp4"), (nvfp4, "nvfp4")):
@@ -371,9 +371,6 @@ def test_slots_on_a_gpu_hold_the_bytes_of_the_file(tmp_path: Path, monkeypatch: 
     with torch.no_grad():
         expected_logits = on_cpu(ids).logits
         assert (found(ids).logits - expected_logits).norm() < 1e-4 * expected_logits.norm()
-    monkeypatch.setattr("moegraft.operators.experts.hybrid.has_gpu_kernels", lambda weight_type: "nvfp4" not in weight_type)
-    planned = optimize_and_load(tmp_path, rules(tmp_path, slots), dry_run=True)
-    assert {swap.weight_type for swap in planned.swaps} == {"bfloat16"}, "what no kernel of a GPU has"  # type: ignore[attr-defined]
 
 
 def test_codes_of_all_experts_in_one_tensor(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from support.kernel_cases import WEIGHT_TYPES
 from moegraft.cpu_backend import ExpertsShape, PackedExperts, PackedLinear
 from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.kernels.packed_layout import block_bytes, expert_matrices
-from moegraft.operators.weight_formats import has_gpu_kernels
-from moegraft.operators.weights import STORED_FORMATS
+from moegraft.operators.weight_formats import STORED_FORMATS
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
@@ -22,7 +21,7 @@ def test_sizes(sizes: tuple[int, int], gated: bool, bias: bool, weight_type: str
     assert block_bytes(weight_type, sizes[0]) == PackedLinear.nbytes_for(32, sizes[0], weight_type)
 
 
-@pytest.mark.parametrize("weight_type", [*filter(has_gpu_kernels, sorted(STORED_FORMATS)), "q4_k+q6_k", "mxfp4+float16"])
+@pytest.mark.parametrize("weight_type", [*sorted(STORED_FORMATS), "q4_k+q6_k", "mxfp4+float16"])
 def test_sizes_of_formats_of_files(weight_type: str) -> None:
     for shape in (ExpertsShape(2, 256, 512, bias=True), ExpertsShape(2, 768, 256)):
         assert expert_matrices(shape, weight_type).expert_bytes == PackedExperts.expert_bytes_for(shape, weight_type)

@@ -17,8 +17,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import gpu_format
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
-from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
-from moegraft.operators.weights import STORED_FORMATS
+from moegraft.operators.weight_formats import FORMATS, STORED_FORMATS
 
 
 def made(weight_type: str, rows: int, columns: int, *, bias: bool) -> tuple[PackedLinearOnGpu, torch.Tensor, torch.Tensor]:
@@ -47,7 +46,7 @@ def test_every_weight_type(rows: int, columns: int, tokens: int, bias: bool, wei
     assert relative_error(linear.forward(x.to(DEVICE), path).cpu(), x.double() @ weight.T + values) <= limit
 
 
-@pytest.mark.parametrize("weight_type", [*filter(has_gpu_kernels, sorted(STORED_FORMATS))])
+@pytest.mark.parametrize("weight_type", sorted(STORED_FORMATS))
 def test_formats_of_files(weight_type: str) -> None:
     """Their weights bit for bit, as products with columns of the identity, and products with any activations."""
     block = FORMATS[weight_type].block_weights

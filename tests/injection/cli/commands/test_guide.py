@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,3 +98,9 @@ def test_the_guide_has_the_errors_of_the_table() -> None:
                 f"{expected.typical:.1e}".replace("e-0", "e-"),
             )
         ), name
+
+
+def test_the_guide_names_every_format() -> None:
+    text = (ROOT / "rules" / "guide" / "formats.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text))
+    assert {form.gguf or name for name, form in FORMATS.items()} <= words

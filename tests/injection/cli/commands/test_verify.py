@@ -15,9 +15,8 @@ from typer.testing import Result
 from moegraft.injection import optimize_and_load
 from moegraft.injection.model_source import find_model
 from moegraft.injection.verify import BY_ENCODING, compare_logits, expected_error, verify
-from moegraft.operators.block_encoding import ENCODED
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FORMATS, PACKED_TYPES
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
@@ -172,8 +171,7 @@ def test_logit_figures_do_not_depend_on_chunks() -> None:
 
 
 def test_types_that_weights_are_packed_to_have_an_expected_error() -> None:
-    encoded = {name for name, form in FORMATS.items() if form.stored and form.gguf in ENCODED}
-    assert set(BY_ENCODING) == encoded
+    assert set(BY_ENCODING) == {name for name in PACKED_TYPES if FORMATS[name].stored}
     assert all(expected.typical < expected.limit < 1 for expected in BY_ENCODING.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from types import ModuleType
 
 import pytest
@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 import torch
 import triton
 
-from moegraft.operators.kernels import epilogue, routing, slots
+from moegraft.operators.kernels import epilogue, routing, slots, units
+from moegraft.operators.kernels.packed_layout import packed_matrix
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -134,6 +135,23 @@ def test_a_key_changes_with_what_the_kernel_calls(monkeypatch: pytest.MonkeyPatc
     before = key()
     monkeypatch.setattr(epilogue, "_activation", epilogue._tanh)  # which `activated` calls, which the kernel calls
     assert key() != before
+
+
+def test_a_key_changes_with_how_a_format_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = packed_matrix("q6_k", 32, 256, outputs=32)
+
+    def key() -> str:
+        return launch_key(slots._gate_up_kernel, (), {"M": matrix}, 90)
+
+    before = key()
+    monkeypatch.setattr(units, "_words", units._bytes)  # which the scales of this format are read by
+    assert key() != before
+
+
+def test_tritons_cache_keeps_a_binary_by_how_its_format_is_decoded() -> None:
+    matrix = packed_matrix("q6_k", 32, 256, outputs=32)
+    keys = {matrix._replace(decoder=replace(matrix.decoder, scales=scales)).cache_key for scales in (units._q6_k, units._q3_k)}
+    assert len(keys) == 2 and all(units._code.cache_key in key for key in keys)
 
 
 def test_problems_are_named() -> None:
