@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,8 +83,8 @@ class Model:
         self.layers = EngineLayers(GPU, Runtime(1), self.packed, self.routers, [None] * LAYERS, cache.arena)
         scheduler = Scheduler(schedule)
         self.engine = Engine(self.device, cache, scheduler, CostModel(TABLES), policy, PrefetchOptions(), timings)
-        switch = DraftSwitch()
-        self.gpu_layers = [GpuLayer(self.engine, self.layers, index, switch) for index in range(LAYERS)]
+        cpu: Any = SimpleNamespace(draft=DraftSwitch())
+        self.gpu_layers = [GpuLayer(self.engine, self.layers, index, cpu) for index in range(LAYERS)]
         self._generator = torch.Generator().manual_seed(1)
 
     def hidden_states(self, tokens: int) -> torch.Tensor:

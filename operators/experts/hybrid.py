@@ -1,68 +1,55 @@
-"""`hybrid_experts`: all routed experts of a layer, packed in host memory, computed by the C++ kernel or on the CPU and GPUs together."""
+"""`hybrid_experts`: all routed experts of a layer, packed in host memory, computed by the C++ kernel or on the CPU and GPUs together.
+
+The operator plans; one backend computes: `CpuExperts`, `RankExperts` or `GpuLayer`. Shared experts overlap with any that waits.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import call
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Protocol, Self, get_args
+from weakref import ref
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.base import Footprint, Operator, PlannedUse
-from moegraft.operators.block_encoding import ENCODED, encode
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.custom_ops import experts, needs_gradient, register
-from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
+from moegraft.operators.errors import UnsupportedModelError, error_sentence
 from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
+from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts
 from moegraft.operators.experts.forecast import SharedSlots
-from moegraft.operators.experts.packed_cache import PackedCache, check_folder, key_for
-from moegraft.operators.experts.profiled import WEIGHT_TYPES, LayerWeights, ProfiledWeights, places_of, why_unfit
+from moegraft.operators.experts.packed_cache import check_folder
+from moegraft.operators.experts.profiled import WEIGHT_TYPES, LayerWeights, ProfiledWeights, why_unfit
 from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
-from moegraft.operators.offload.shared_overlap import SharedOverlap, shared_experts_of
+from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
-from moegraft.operators.sparsity import LayerSparsity, whole
+from moegraft.operators.sparsity import whole
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
-from moegraft.operators.weights import Part, StoredBlocks, WeightSource, apart, codes_for, joined, sampled
+from moegraft.operators.weights import WeightSource, apart, joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moegraft.operators.offload.engine import Engine
+    from moegraft.operators.offload.executors import EngineLayers
     from moegraft.operators.offload.gpu_layer import GpuLayer
     from moegraft.operators.offload.model_experts import ModelEngines
 
 
 logger = logging.getLogger(__name__)
-PACKERS = 2  # threads; each holds an expert as it was read, and `moegraft plan` counts two
-StoredType = Literal["float32", "float16", "bfloat16"]
-STORED_TYPES: dict[torch.dtype, StoredType] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
-}
 SMALLER_TYPES: tuple[WEIGHT_TYPES, ...] = ("bfloat16", "int8", "int4")  # those to save memory with, the most exact first
 
 
@@ -157,6 +144,26 @@ def _by_type(options: HybridExpertsOptions, held: range, dtype: torch.dtype) -> 
     return found if len(found) > 1 else {next(iter(found)): held}
 
 
+class Backend(Protocol):
+    """What computes the routed experts of one layer."""
+
+    def describe(self) -> str:
+        """Return what is where, for users."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """(T, H), (T, K), (T, K) -> (T, H) in the dtype and on the device of `hidden_states`.
+
+        Args:
+            meanwhile: other work, called where the backend would wait for a GPU or for other processes; not called where it does not wait.
+        """
+
+
 class HybridExperts(Operator):
     """The experts of one layer: `forward(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`.
 
@@ -175,33 +182,22 @@ class HybridExperts(Operator):
         self,
         layout: ExpertsLayout,
         options: HybridExpertsOptions,
-        runtime: Runtime,
-        draft: DraftSwitch,
-        warn: Callable[[str], None],
-        sparsity: LayerSparsity | None = None,
+        cpu: CpuExperts,
         engines: ModelEngines | None = None,
         group: ExpertGroup | None = None,
     ) -> None:
         super().__init__()
         self.layout = layout
-        self._held = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
-        self._group = group
-        self._shared_overlap: SharedOverlap | None = None  # with what other processes compute
         self.options = options
-        self.sparsity = sparsity
+        self.on_cpu = cpu
+        self.sparsity = cpu.sparsity
         self.num_experts = layout.num_experts
-        self._runtime = runtime
-        self._draft = draft
-        self._warn = warn
-        self._packed: PackedExperts | None = None
-        self._others: PackedExperts | None = None  # the cold experts, where those in `_packed` are hot
-        self._places: torch.Tensor | None = None  # of both, as by `places_of`
+        self.backend: Backend = cpu if group is None else RankExperts(group, cpu, layout.num_experts)
+        self.overlap: SharedOverlap | None = None
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
-        self.gpu_layer: GpuLayer | None = None
+        self._divided = group is not None
         self._number = register(self)
-        if group is not None:
-            self._layer = group.join(layout.num_experts, self._compute)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: HybridExpertsOptions) -> str | None:
@@ -280,14 +276,14 @@ class HybridExperts(Operator):
 
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: InjectionContext) -> Self:
-        runtime = context.runtime
-        draft = context.draft_switch
+        layout, draft, group = read_layout(module), context.draft_switch, context.expert_group
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
-        engines = None if options.on_gpu is None else context.gpu_engines
         context.replays_steps = context.replays_steps and cls.replays_steps(options)
+        experts = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
         warn = partial(context.warn_once, logger)
-        return cls(read_layout(module), options, runtime, draft, warn, sparsity, engines, context.expert_group)
+        cpu = CpuExperts(layout, experts, str(options.weights), context.runtime, draft, sparsity, warn)
+        return cls(layout, options, cpu, None if options.on_gpu is None else context.gpu_engines, group)
 
     @classmethod
     def why_undivided(cls, options: HybridExpertsOptions) -> str | None:
@@ -343,234 +339,59 @@ class HybridExperts(Operator):
 
     @property
     def weight_type(self) -> str | None:
-        """The type of the packed weights, None before they are loaded."""
-        held = self._held_sets()
-        return "/".join(packed.weight_type for packed in held) if held else None
-
-    def _held_sets(self) -> list[PackedExperts]:
-        return [packed for packed in (self._packed, self._others) if packed is not None]
+        return self.on_cpu.weight_type
 
     def weight_samples(self) -> Iterator[bytes]:
-        assert self._packed is not None, "called after load"
-        for packed in self._held_sets():
-            for expert in packed.buffer.reshape(packed.shape.num_experts, 1, -1):  # a digest of each: other processes hold others
-                yield hashlib.sha256(sampled(expert)).digest()
+        return self.on_cpu.weight_samples()
 
     def placement(self) -> str:
-        runtime = self._runtime
-        skipping = f", {self.sparsity.describe()}" if self.sparsity is not None else ""
-        where = "" if self.gpu_layer is None else f" and {self.gpu_layer.describe()}"
-        share = "" if self._group is None else f", experts {self._held.start} to {self._held[-1]} of {self.num_experts}"
-        if self._packed is not None and self._others is not None:
-            share = f", {self._packed.shape.num_experts} of {self.num_experts} experts hot"
-        return f"experts: {self.name}, {self.weight_type or self.options.weights} on the CPU ({describe(runtime)}){where}{skipping}{share}"
+        skipping = "" if self.sparsity is None else f", {self.sparsity.describe()}"
+        return f"experts: {self.name}, {self.backend.describe()}{skipping}"
 
     def statistics(self) -> Mapping[str, object]:
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        sets = _by_type(self.options, self._held, source.dtype)
-        packed = [self._load_set(experts, weight_type, source, advance) for weight_type, experts in sets.items()]
-        self._packed, self._others = (*packed, None)[:2]
-        self._places = places_of(list(sets.values()), self.num_experts) if len(sets) > 1 else None
-
-    def _load_set(self, experts: Sequence[int], weight_type: str, source: WeightSource, advance: Callable[[int], None]) -> PackedExperts:
-        """Return some experts, packed to one weight type."""
-        sparse = self.sparsity is not None
-        held = replace(self.layout, num_experts=len(experts))
-        cache_dir = self.options.cache_dir
-        fingerprint = None if cache_dir is None else source.fingerprint
-        if cache_dir is None or fingerprint is None:
-            if cache_dir is not None:
-                warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
-            packed = PackedExperts(held.shape, held.gate, weight_type, sparse=sparse)
-            self._pack(packed, experts, source, advance)
-            return packed
-        read = 0
-
-        def count(size: int) -> None:
-            nonlocal read
-            read += size
-            advance(size)
-
-        key = key_for(fingerprint, held, weight_type, sparse=sparse, experts=experts)
-        cache = PackedCache(cache_dir, self._warn)
-        found = cache.open(key, held)
-        packed = found or cache.build(key, held, lambda packed: self._pack(packed, experts, source, count))
-        values = sum(math.prod(self.layout.part_shape(part)) for part in self.layout.parts())
-        advance(len(experts) * values * source.dtype.itemsize - read)
-        return packed
+        self.on_cpu.load(_by_type(self.options, self.on_cpu.experts, source.dtype), source, advance, self.options.cache_dir)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self._engines is None and self._group is None:
-            return
-        assert self._packed is not None, "weights are loaded before the model is"
         block = model.get_submodule(path.rpartition(".")[0])
-        shared = shared_experts_of(block)
-        weak_self = weakref.ref(self)  # neither the engines nor the block's other modules keep the operator alive
-
-        def compute(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
-            operator = weak_self()
-            return None if operator is None else operator._called(hidden_states, top_k_index, top_k_weights)
-
-        if self._group is not None:
-            router = sibling_router(block)
-            if shared is not None and router is not None and "forward" not in vars(router):
-                self._shared_overlap = SharedOverlap(shared, router, compute, unwatched=True)
+        if self._divided:
+            self.overlap = overlap_in(block, sibling_router(block), self.backend.forward, unwatched=True)
+        if self._engines is None:
             return
-        assert self._engines is not None, "an operator of this process alone"
+        router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive
 
-        def attach(layer: GpuLayer) -> None:
+        def attach(engine: Engine, layers: EngineLayers, index: int) -> GpuLayer | None:
+            from moegraft.operators.offload.gpu_layer import GpuLayer  # a model on the CPU starts without the engine
+
             operator = weak_self()
             if operator is None:
-                return
-            operator.gpu_layer = layer
-            if shared is not None:
-                layer.overlap(shared, compute)
+                return None
+            layer = GpuLayer(engine, layers, index, operator.on_cpu)
+            operator.backend = layer
+            operator.overlap = overlap_in(block, router.module, layer.forward, layer.record_routing)
+            return layer
 
-        from moegraft.operators.offload.model_experts import LoadedLayer  # a model on the CPU starts without the engine
+        from moegraft.operators.offload.model_experts import LoadedLayer  # as above
 
-        loaded = LoadedLayer(self._packed, self.sparsity, router_of(model, path), self._draft, attach)
-        self._engines.ready(self._engine_number, loaded, model.config, model.dtype)
-
-    def _pack(self, packed: PackedExperts, experts: Sequence[int], source: WeightSource, advance: Callable[[int], None]) -> None:
-        """Read the experts one after the other, and pack two at the same time."""
-        threads = min(self._runtime.threads, PACKERS)
-        with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-pack") as pool:
-            packing: deque[Future[int]] = deque()
-            for place, expert in enumerate(experts):
-                if len(packing) == threads:
-                    advance(packing.popleft().result())
-                pieces = [self._packing(packed, place, expert, part, source) for part in self.layout.parts()]
-                packing.append(pool.submit(sum, map(call, pieces)))
-            for done in packing:
-                advance(done.result())
-
-    def _packing(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> Callable[[], int]:
-        """Read a piece, and return what packs it and then returns its bytes in the checkpoint."""
-        weight_type = packed.weight_type_of(part.removesuffix("_bias"))
-        codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
-        piece = self._checked(source, part, expert) if codes is None else None
-        origin = source.origin(part, expert)
-
-        def pack() -> int:
-            if codes is not None:
-                if isinstance(codes, StoredBlocks):
-                    packed.pack_blocks(place, part, codes.blocks)
-                else:
-                    packed.pack_quantized(place, part, codes.codes, codes.scales)
-                return codes.elements * source.dtype.itemsize
-            assert piece is not None, "a piece has codes or values"
-            if part.endswith("_bias"):
-                packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
-            elif FORMATS[weight_type].stored:
-                packed.pack_blocks(place, part, self._encoded(piece, weight_type, origin))
-            else:
-                packed.pack(place, part, as_array(rounded(piece).contiguous()))
-            return piece.nbytes
-
-        return pack
-
-    def _encoded(self, piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:
-        """Return a matrix in the blocks of a stored format, which the kernels do not quantise to."""
-        name = FORMATS[weight_type].gguf
-        assert name in ENCODED, f"{weight_type} is kept where a file has it and not packed otherwise"
-        if not bool(piece.isfinite().all()):
-            raise CheckpointError(f"{origin}: a weight is NaN or infinite, which {weight_type} cannot hold; download the checkpoint again")
-        return encode(piece, name)
-
-    def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
-        piece = source.read_shaped(part, self.layout.part_shape(part), expert)
-        if piece.dtype not in STORED_TYPES:
-            raise CheckpointError(
-                f"{source.origin(part, expert)}: dtype {piece.dtype} cannot be an expert's weight; "
-                "float32, float16 and bfloat16 checkpoints are supported"
-            )
-        return piece
+        (packed,) = self.on_cpu.packed
+        self._engines.ready(self._engine_number, LoadedLayer(packed, self.sparsity, router, attach), model.config, model.dtype)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # A recorded step sends messages again only if they are part of an operation.
-        messages = self._group is not None and torch._C._len_torch_dispatch_stack() > 0
+        messages = self._divided and torch._C._len_torch_dispatch_stack() > 0
         if messages or torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
             routed: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, self._number)
             return routed
-        return self._called(hidden_states, top_k_index, top_k_weights)
+        overlap = self.overlap
+        return (self.backend if overlap is None else overlap).forward(hidden_states, top_k_index, top_k_weights)
 
-    def _called(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """What `forward` does where nothing traces or records it."""
-        overlap = self._shared_overlap
-        if overlap is None or not len(hidden_states):
-            return self.compute(hidden_states, top_k_index, top_k_weights)
-        routed = overlap.take_routed(hidden_states, top_k_index, top_k_weights)
-        return self.compute(hidden_states, top_k_index, top_k_weights, overlap.begin(hidden_states)) if routed is None else routed
-
-    def compute(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
-        """Compute the experts; call `meanwhile` while other processes compute theirs."""
-        gpu = self.gpu_layer
-        if gpu is not None and gpu.shared_overlap is not None:
-            routed = gpu.shared_overlap.take_routed(hidden_states, top_k_index, top_k_weights)
-            if routed is not None:
-                return routed
-        sparsity = self.sparsity
-        observer = None if sparsity is None else sparsity.observer  # only the CPU's kernel has the activations
-        if gpu is not None and len(hidden_states) and observer is None:
-            return gpu.forward(hidden_states, top_k_index, top_k_weights)
-        top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
-        tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
-        index = top_k_index.to("cpu", torch.int64).contiguous()
-        weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
-        group = self._group
-        if group is None:
-            out = torch.empty_like(tokens)
-            self._compute(tokens, index, weights, out)
-        else:
-            out = group.forward(self._layer, tokens, index, weights, meanwhile)
-        return out.to(hidden_states.device, hidden_states.dtype)
-
-    def _compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute contiguous tensors on the CPU with the experts that this process holds, whose numbers begin at 0."""
-        assert self._packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
-        if self._others is not None:
-            self._compute_sets([self._packed, self._others], tokens, index, weights, out)
-            return
-        arrays = as_array(tokens), index.numpy(), as_array(weights), as_array(out)
-        sparsity = self.sparsity
-        if sparsity is None:
-            self._runtime.forward(self._packed, *arrays)
-            return
-        observer = sparsity.observer
-        sparsity.begin(len(tokens))
-        acted = None if observer is None else np.empty((*index.shape, self._packed.shape.intermediate), np.float32)
-        now = sparsity.in_force()
-        self._runtime.forward(self._packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
-        if observer is not None and acted is not None:
-            observer(index, torch.from_numpy(acted))
-
-    def _compute_sets(
-        self, sets: Sequence[PackedExperts], tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Add up what the experts of each set compute, rounded to the dtype of `out`, in calls that a recorded step replays."""
-        assert self._places is not None, "two sets have places"
-        try:
-            ids = [torch.gather(row.expand(len(index), -1), 1, index + 1) for row in self._places]
-        except RuntimeError:
-            raise ValueError(
-                f"top_k_index has ids from {index.min()} to {index.max()}: expert ids are 0 to {self.num_experts - 1}, "
-                f"and -1 or {self.num_experts} for a padded slot"
-            ) from None
-        for packed, of_set in zip(sets, ids, strict=True):
-            part = out if packed is sets[0] else torch.empty_like(out)
-            self._runtime.forward(packed, as_array(tokens), of_set.numpy(), as_array(weights), as_array(part))
-            if part is not out:
-                out += part
+    def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Compute the result of `forward` outside any PyTorch graph."""
+        return self.backend.forward(hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         layout = self.layout
         sizes = f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}"
-        return f"{sizes}, weights={self.weight_type or self.options.weights}, threads={self._runtime.threads}"
+        return f"{sizes}, weights={self.weight_type or self.options.weights}, threads={self.on_cpu.runtime.threads}"

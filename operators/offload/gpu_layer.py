@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -12,14 +13,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moegraft.operators.cpu import rounded
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.offload.captured import CallShape, CapturedLayer
 from moegraft.operators.offload.drafts import ResidentDraft
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.offload.shared_overlap import Compute, SharedOverlap
 from moegraft.operators.offload.step import DraftStep, Ids, LayerStep, Prediction
 from moegraft.operators.routing import Router, Scoring
+
+if TYPE_CHECKING:
+    from moegraft.operators.experts.cpu import CpuExperts
 
 LEARN_TOKENS = 512  # of a prompt: the cache's averages have forgotten what came before
 PREDICT_TOKENS = 256  # of a prompt: as many show what all will need
@@ -30,25 +33,24 @@ class GpuLayer:
 
     Args:
         index: of the layer within its engine.
-        draft: whether, and how, the calling thread drafts.
+        cpu: the layer's experts on the CPU alone.
 
     Attributes:
         captured: while a decode step is captured, the capturing thread and what computes the layer there.
         last_call: the shape of the last call.
-        shared_overlap: the shared experts of the layer's block, where it has some that can overlap.
     """
 
-    def __init__(self, engine: Engine, layers: EngineLayers, index: int, draft: DraftSwitch) -> None:
+    def __init__(self, engine: Engine, layers: EngineLayers, index: int, cpu: CpuExperts) -> None:
         self.engine = engine
         self.layers = layers
         self.captured: tuple[int, CapturedLayer] | None = None
         self.last_call: CallShape | None = None
-        self.shared_overlap: SharedOverlap | None = None
         self._index = index
         self._sparsity = layers.sparsity[index]
         self._router_calls = _RouterCalls(layers.routers[index])
         self._look_ahead = layers.look_ahead
-        self._draft = draft
+        self._cpu = cpu
+        self._draft = cpu.draft
         self._resident_draft = ResidentDraft(layers.routers[index])
 
     @property
@@ -57,24 +59,35 @@ class GpuLayer:
         return self._sparsity is not None
 
     def describe(self) -> str:
-        """Return a description for users: `24 of 128 in slots of cuda:0, two_threshold`."""
+        """Return a description for users: `int4 on the CPU (avx2, 2 threads) and 24 of 128 in slots of cuda:0, two_threshold`."""
         slots = self.engine.cache.slots
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
-        return f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
+        here = f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
+        return f"{self._cpu.describe()} and {here}"
 
-    def overlap(self, shared: nn.Module, compute: Compute) -> None:
-        """Run the shared experts of the block while the routed ones are computed; `compute` is what the block calls for those."""
-        router = self.layers.routers[self._index].module
-        if "forward" not in vars(router):  # else other code has replaced it
-            self.shared_overlap = SharedOverlap(shared, router, compute, self._router_calls.record)
+    def record_routing(self, hidden_states: torch.Tensor, output: Any) -> None:
+        """Take a call of the layer's router that no hook has seen."""
+        self._router_calls.record(hidden_states, output)
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`."""
-        overlap = None if self.shared_overlap is None else self.shared_overlap.begin(hidden_states)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`.
+
+        Args:
+            meanwhile: see `Engine.run`; it takes effect once, however often it is called.
+        """
+        # Only the CPU's kernel has the activations that an observer wants.
+        if not len(hidden_states) or (self._sparsity is not None and self._sparsity.observer is not None):
+            return self._cpu.forward(hidden_states, top_k_index, top_k_weights)
         captured = self.captured
         if captured is not None and captured[0] == threading.get_ident():
             call = self._router_calls.take()
-            return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if call is None else call[1], overlap)
+            return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if call is None else call[1], meanwhile)
         if self._sparsity is not None:
             self._sparsity.begin(len(hidden_states))
         settings, routed_index = self._draft.settings, top_k_index
@@ -101,9 +114,9 @@ class GpuLayer:
             on_device,
             self.layers.layer_kernel(self._index),
         )
-        self.engine.run(self._step(host, settings), executor, overlap)
-        if overlap is not None:
-            overlap()  # where the device failed before it was called
+        self.engine.run(self._step(host, settings), executor, meanwhile)
+        if meanwhile is not None:
+            meanwhile()  # where the device failed before it was called
         return executor.result.to(hidden_states.dtype)
 
     def _step(self, host: dict[str, torch.Tensor], settings: DraftSettings | None) -> LayerStep:
@@ -151,7 +164,7 @@ class _RouterCalls:
         router.module.register_forward_hook(routed, with_kwargs=True)
 
     def record(self, hidden_states: torch.Tensor, output: Any) -> None:
-        """Take a call; also one that no hook has seen."""
+        """Take a call."""
         self._last = hidden_states, output
 
     def scoring(self) -> Scoring | None:

@@ -16,7 +16,6 @@ import torch
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cache_form import CacheForm, kv_cache_bytes
 from moegraft.operators.cpu import as_array
-from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
@@ -26,7 +25,6 @@ from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.options import GpuOptions, free_for_slots
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
@@ -41,20 +39,21 @@ from moegraft.operators.timeline import Timeline
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from moegraft.operators.offload.gpu_layer import GpuLayer
+
 logger = logging.getLogger(__name__)
 EMULATED_PROFILE = "a6000_10core"
 QUANTILE_EXPERTS, QUANTILE_TOKENS = 8, 16  # whose activations give the threshold that leaves out a share of synthetic tokens' neurons
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadedLayer:
-    """A layer whose weights are in host memory; `attach` is given what computes it on the CPU and a GPU."""
+    """A layer whose weights are in host memory; `attach` makes what computes layer `index` of an engine, unless the layer is gone."""
 
     packed: PackedExperts
     sparsity: LayerSparsity | None
     router: Router
-    draft: DraftSwitch
-    attach: Callable[[GpuLayer], None]
+    attach: Callable[[Engine, EngineLayers, int], GpuLayer | None]
 
     @property
     def device(self) -> torch.device:
@@ -143,9 +142,9 @@ class ModelEngines:
             self._engines.append(engine)
             taken[name] += engine.cache.slots.plan.slots * members[0].packed.expert_bytes
             for index, member in enumerate(members):
-                gpu_layer = GpuLayer(engine, engine_layers, index, member.draft)
-                self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
-                member.attach(gpu_layer)
+                gpu_layer = member.attach(engine, engine_layers, index)
+                if gpu_layer is not None:
+                    self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
 
     def statistics(self) -> Mapping[str, object]:
         """Return what each engine did, by its device."""

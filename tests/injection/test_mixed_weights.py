@@ -64,7 +64,7 @@ def test_each_projection_has_its_type(folder: Path) -> None:
 
 def test_a_plan_counts_the_bytes_that_are_held(folder: Path) -> None:
     model = load(folder, rules())
-    held = sum(operator._packed.nbytes for operator in experts(model) if operator._packed is not None)
+    held = sum(packed.nbytes for operator in experts(model) for packed in operator.on_cpu.packed)
     planned = sum(sum(swap.footprint.by_device.values()) for swap in model.moegraft.plan.swaps)
     assert planned == held
     assert all(swap.weight_type == "int4+int8" for swap in model.moegraft.plan.swaps)

@@ -62,11 +62,11 @@ def experts(model: PreTrainedModel) -> list[HybridExperts]:
 
 def held(operator: HybridExperts) -> dict[int, tuple[str, Any, int]]:
     """Return the type, the packed set and the place in it of each expert."""
-    sets = operator._held_sets()
-    assert operator._places is not None
+    sets = operator.on_cpu.packed
+    assert operator.on_cpu._places is not None
     return {
         expert: (packed.weight_type, packed, int(row[expert + 1]))
-        for packed, row in zip(sets, operator._places, strict=True)
+        for packed, row in zip(sets, operator.on_cpu._places, strict=True)
         for expert in range(EXPERTS)
         if row[expert + 1] >= 0
     }
@@ -149,7 +149,7 @@ def test_a_replayed_decode_step_is_the_eager_one(folder: Path, dtype: str) -> No
 def test_a_plan_counts_the_bytes_that_are_held_and_verify_prices_it(folder: Path) -> None:
     model = load(folder, rules())
     for swap, operator in zip(model.moegraft.plan.swaps, experts(model), strict=True):
-        assert swap.footprint.total_bytes == sum(packed.nbytes for packed in operator._held_sets())
+        assert swap.footprint.total_bytes == sum(packed.nbytes for packed in operator.on_cpu.packed)
         assert swap.weight_type == "int8/iq4_nl"
     assert "weights.hot=int8 weights.cold=iq4_nl" in model.moegraft.plan.describe()
     found = verify(model, find_model(folder), IDS)

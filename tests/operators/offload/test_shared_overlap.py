@@ -62,21 +62,21 @@ class Block(nn.Module):
         self.routed = nn.Linear(HIDDEN, HIDDEN)
         module = self.shared_experts
         assert shared_experts_of(self) is module
-        alive = weakref.ref(self)
-        self.overlap: SharedOverlap | None = SharedOverlap(module, self.gate, lambda *given: alive().experts(*given), self.record)  # type: ignore[union-attr]
+        self.overlap: SharedOverlap | None = SharedOverlap(module, self.gate, self.experts, self.record)
 
     def record(self, hidden_states: torch.Tensor, output: Any) -> None:
         self.log.append("recorded")
 
-    def experts(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """As the operator does it."""
-        done = self.overlap.take_routed(hidden_states, top_k_index, top_k_weights) if self.overlap else None
-        if done is not None:
-            return done
-        launch = self.overlap.begin(hidden_states) if self.overlap else None
+    def experts(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         self.log.append("handed over")
-        if launch is not None:
-            launch()
+        if meanwhile is not None:
+            meanwhile()
         self.log.append("waited")
         return self.routed(hidden_states) * top_k_weights.sum(-1, keepdim=True)
 
@@ -87,7 +87,7 @@ class Block(nn.Module):
         if self.order == "rounded":
             weights = weights.double().float()
             shared = self.shared_experts(tokens)
-        routed = self.experts(tokens, index, weights).view(hidden_states.shape)
+        routed = (self.overlap.forward if self.overlap else self.experts)(tokens, index, weights).view(hidden_states.shape)
         if self.order == "changed":
             tokens.mul_(2)
         if shared is None:
@@ -172,7 +172,7 @@ def test_a_watched_pass_runs_as_it_is() -> None:
 
     log: list[str] = []
     shared, router = Shared(log), Router(log)
-    overlap = SharedOverlap(shared, router, lambda *_: log.append("ahead"), unwatched=True)
+    overlap = SharedOverlap(shared, router, lambda x, *_: (log.append("ahead"), x)[1], unwatched=True)
     overlap.order = "before"
     x = torch.randn(3, HIDDEN)
     with Watching():
