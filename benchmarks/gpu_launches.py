@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
-from types import SimpleNamespace
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -56,6 +55,10 @@ TABLES = CostTables(
 FIGURES = ("kernels", "copies", "host_nodes", "syncs", "python_us")
 
 
+def on_cpu(*call: object) -> NoReturn:
+    raise AssertionError("calls of no token, or with an observer, are not measured")
+
+
 class Model:
     """The experts and routers of a model on a counted GPU."""
 
@@ -83,8 +86,8 @@ class Model:
         self.layers = EngineLayers(GPU, Runtime(1), self.packed, self.routers, [None] * LAYERS, cache.arena)
         scheduler = Scheduler(schedule)
         self.engine = Engine(self.device, cache, scheduler, CostModel(TABLES), policy, PrefetchOptions(), timings)
-        cpu: Any = SimpleNamespace(draft=DraftSwitch())
-        self.gpu_layers = [GpuLayer(self.engine, self.layers, index, cpu) for index in range(LAYERS)]
+        draft = DraftSwitch()
+        self.gpu_layers = [GpuLayer(self.engine, self.layers, index, draft, on_cpu) for index in range(LAYERS)]
         self._generator = torch.Generator().manual_seed(1)
 
     def hidden_states(self, tokens: int) -> torch.Tensor:

@@ -50,6 +50,7 @@ class CpuExperts:
     Attributes:
         experts: the experts that this object holds, by their numbers in the layer.
         packed: their weights once loaded: one set, or one of hot and one of cold experts.
+        places: of two sets, where each has an expert, as by `places_of`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CpuExperts:
         self._weights = weights
         self.runtime = runtime
         self._warn = warn
-        self._places: torch.Tensor | None = None  # of the experts of two sets, as by `places_of`
+        self.places: torch.Tensor | None = None
 
     @property
     def weight_type(self) -> str | None:
@@ -131,9 +132,9 @@ class CpuExperts:
 
     def _compute_sets(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """Add up what the experts of each set compute, rounded to the dtype of `out`, in calls that a recorded step replays."""
-        assert self._places is not None, "two sets have places"
+        assert self.places is not None, "two sets have places"
         try:
-            ids = [torch.gather(row.expand(len(index), -1), 1, index + 1) for row in self._places]
+            ids = [torch.gather(row.expand(len(index), -1), 1, index + 1) for row in self.places]
         except RuntimeError:
             num_experts = self._layout.num_experts
             raise ValueError(
@@ -155,7 +156,7 @@ class CpuExperts:
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
         self.packed = tuple(self._load_set(experts, weight_type, source, advance, cache_dir) for weight_type, experts in sets.items())
-        self._places = places_of(list(sets.values()), self._layout.num_experts) if len(sets) > 1 else None
+        self.places = places_of(list(sets.values()), self._layout.num_experts) if len(sets) > 1 else None
 
     def _load_set(
         self, experts: Sequence[int], weight_type: str, source: WeightSource, advance: Callable[[int], None], cache_dir: str | None
@@ -254,8 +255,8 @@ class RankExperts:
         self._layer = group.join(num_experts, cpu.compute)
 
     def describe(self) -> str:
-        experts = self._cpu.experts
-        return f"{self._cpu.describe()}, experts {experts.start} to {experts[-1]} of {self._num_experts}"
+        """Return what follows the CPU's description for users: `, experts 0 to 63 of 128`."""
+        return f", experts {self._cpu.experts.start} to {self._cpu.experts[-1]} of {self._num_experts}"
 
     def forward(
         self,

@@ -148,7 +148,7 @@ class Backend(Protocol):
     """What computes the routed experts of one layer."""
 
     def describe(self) -> str:
-        """Return what is where, for users."""
+        """Return a description for users; of another backend than the CPU, what follows that of the CPU."""
 
     def forward(
         self,
@@ -346,7 +346,8 @@ class HybridExperts(Operator):
 
     def placement(self) -> str:
         skipping = "" if self.sparsity is None else f", {self.sparsity.describe()}"
-        return f"experts: {self.name}, {self.backend.describe()}{skipping}"
+        elsewhere = "" if self.backend is self.on_cpu else self.backend.describe()
+        return f"experts: {self.name}, {self.on_cpu.describe()}{elsewhere}{skipping}"
 
     def statistics(self) -> Mapping[str, object]:
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
@@ -368,7 +369,7 @@ class HybridExperts(Operator):
             operator = weak_self()
             if operator is None:
                 return None
-            layer = GpuLayer(engine, layers, index, operator.on_cpu)
+            layer = GpuLayer(engine, layers, index, operator.on_cpu.draft, operator.on_cpu.forward)
             operator.backend = layer
             operator.overlap = overlap_in(block, router.module, layer.forward, layer.record_routing)
             return layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -13,16 +13,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moegraft.operators.cpu import rounded
-from moegraft.operators.draft import DraftSettings
+from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.offload.captured import CallShape, CapturedLayer
 from moegraft.operators.offload.drafts import ResidentDraft
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
+from moegraft.operators.offload.shared_overlap import Experts
 from moegraft.operators.offload.step import DraftStep, Ids, LayerStep, Prediction
 from moegraft.operators.routing import Router, Scoring
-
-if TYPE_CHECKING:
-    from moegraft.operators.experts.cpu import CpuExperts
 
 LEARN_TOKENS = 512  # of a prompt: the cache's averages have forgotten what came before
 PREDICT_TOKENS = 256  # of a prompt: as many show what all will need
@@ -33,14 +31,15 @@ class GpuLayer:
 
     Args:
         index: of the layer within its engine.
-        cpu: the layer's experts on the CPU alone.
+        draft: whether, and how, the calling thread drafts.
+        on_cpu: the layer's forward pass on the CPU alone.
 
     Attributes:
         captured: while a decode step is captured, the capturing thread and what computes the layer there.
         last_call: the shape of the last call.
     """
 
-    def __init__(self, engine: Engine, layers: EngineLayers, index: int, cpu: CpuExperts) -> None:
+    def __init__(self, engine: Engine, layers: EngineLayers, index: int, draft: DraftSwitch, on_cpu: Experts) -> None:
         self.engine = engine
         self.layers = layers
         self.captured: tuple[int, CapturedLayer] | None = None
@@ -49,8 +48,8 @@ class GpuLayer:
         self._sparsity = layers.sparsity[index]
         self._router_calls = _RouterCalls(layers.routers[index])
         self._look_ahead = layers.look_ahead
-        self._cpu = cpu
-        self._draft = cpu.draft
+        self._draft = draft
+        self._on_cpu = on_cpu
         self._resident_draft = ResidentDraft(layers.routers[index])
 
     @property
@@ -59,11 +58,10 @@ class GpuLayer:
         return self._sparsity is not None
 
     def describe(self) -> str:
-        """Return a description for users: `int4 on the CPU (avx2, 2 threads) and 24 of 128 in slots of cuda:0, two_threshold`."""
+        """Return what follows the CPU's description for users: ` and 24 of 128 in slots of cuda:0, two_threshold`."""
         slots = self.engine.cache.slots
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
-        here = f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
-        return f"{self._cpu.describe()} and {here}"
+        return f" and {capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
 
     def record_routing(self, hidden_states: torch.Tensor, output: Any) -> None:
         """Take a call of the layer's router that no hook has seen."""
@@ -83,7 +81,7 @@ class GpuLayer:
         """
         # Only the CPU's kernel has the activations that an observer wants.
         if not len(hidden_states) or (self._sparsity is not None and self._sparsity.observer is not None):
-            return self._cpu.forward(hidden_states, top_k_index, top_k_weights)
+            return self._on_cpu(hidden_states, top_k_index, top_k_weights, None)
         captured = self.captured
         if captured is not None and captured[0] == threading.get_ident():
             call = self._router_calls.take()

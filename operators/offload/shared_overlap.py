@@ -75,8 +75,8 @@ class SharedOverlap:
         unwatched: bool = False,
     ) -> None:
         self.order: Order = "unknown"
-        self._shared = AheadModule(shared, self._shared_called)
-        self._router = AheadModule(router)
+        self._shared = PrecomputedModule(shared, self._shared_called)
+        self._router = PrecomputedModule(router)
         self._router.observed = True
         self._experts = experts
         self._record = record
@@ -159,11 +159,11 @@ class SharedOverlap:
         return all(torch.equal(again[position], routing[position]) for position in self._positions)
 
 
-class _AheadState(threading.local):
+class _PrecomputedState(threading.local):
     kept: tuple[torch.Tensor, int, Any] | None = None  # input, its version, and result
 
 
-class AheadModule:
+class PrecomputedModule:
     """A module that can be run before it is called; the call on the same tensor then gets the result.
 
     Args:
@@ -180,7 +180,7 @@ class AheadModule:
         self.last: tuple[torch.Tensor, Any] | None = None
         self._on_call = None if on_call is None else WeakMethod(on_call)
         self._module = ref(module)
-        self._state = _AheadState()
+        self._state = _PrecomputedState()
         signature, weak_module, weak_self = inspect.signature(module.forward), self._module, ref(self)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

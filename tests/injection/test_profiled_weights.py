@@ -63,10 +63,10 @@ def experts(model: PreTrainedModel) -> list[HybridExperts]:
 def held(operator: HybridExperts) -> dict[int, tuple[str, Any, int]]:
     """Return the type, the packed set and the place in it of each expert."""
     sets = operator.on_cpu.packed
-    assert operator.on_cpu._places is not None
+    assert operator.on_cpu.places is not None
     return {
         expert: (packed.weight_type, packed, int(row[expert + 1]))
-        for packed, row in zip(sets, operator.on_cpu._places, strict=True)
+        for packed, row in zip(sets, operator.on_cpu.places, strict=True)
         for expert in range(EXPERTS)
         if row[expert + 1] >= 0
     }

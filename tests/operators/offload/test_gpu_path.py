@@ -134,8 +134,7 @@ def test_what_a_captured_step_launches_was_launched_before(rig: EngineRig, score
     layers = rig.engine_layers()
     layers.routers = [Router(f"layers.{number}.experts", Scores(), torch.nn.Module(), EXPERTS) for number in range(LAYERS)]
     layers.look_ahead = LookAhead(layers.routers)
-    cpu: Any = SimpleNamespace(draft=DraftSwitch())
-    gpu_layers = [GpuLayer(rig.engine, layers, number, cpu) for number in range(LAYERS)]
+    gpu_layers = [GpuLayer(rig.engine, layers, number, DraftSwitch(), pytest.fail) for number in range(LAYERS)]
     x, index, weights = make_batch(1, TOP_K, rig.layers[0], torch.bfloat16)
     routed = index.int(), weights.bfloat16()  # as some families have them
 

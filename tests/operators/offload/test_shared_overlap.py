@@ -20,7 +20,7 @@ from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.devices.profiles import MachineProfile
 from moegraft.operators.offload.devices.virtual import VirtualDevice
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.shared_overlap import AheadModule, SharedOverlap, shared_experts_of
+from moegraft.operators.offload.shared_overlap import PrecomputedModule, SharedOverlap, shared_experts_of
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep
 
@@ -129,6 +129,18 @@ def test_every_order_answers_as_it_does_alone(order: str, found: str, log: list[
         assert block.log == log
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["after", "before", "rounded"])
+def test_a_pass_of_no_token_decides_nothing(order: str) -> None:
+    """Empty tensors are all at one address and all equal."""
+    block = Block(order)
+    assert block(torch.randn(1, 0, HIDDEN)).shape == (1, 0, HIDDEN)
+    assert block.overlap is not None and block.overlap.order == "unknown"
+    for _ in range(2):
+        block(torch.randn(1, 2, HIDDEN))
+    assert block.overlap.order == ("other" if order == "rounded" else order)
+
+
 def test_where_gradients_are_wanted_a_block_runs_as_it_is() -> None:
     block = Block("before")
     with torch.no_grad():
@@ -186,7 +198,7 @@ def test_a_watched_pass_runs_as_it_is() -> None:
 def test_a_result_is_for_the_same_tensor_unchanged() -> None:
     log: list[str] = []
     module = Shared(log)
-    ahead = AheadModule(module)
+    ahead = PrecomputedModule(module)
     x = torch.randn(3, HIDDEN)
     ahead.keep(x, ahead.run(x))
     assert torch.equal(module(x), module.linear(x)) and log == ["shared"]
@@ -204,11 +216,11 @@ def test_a_block_goes_with_its_last_reference() -> None:
     gc.disable()
     try:
         module = Shared([])
-        watched, ahead = weakref.ref(module), AheadModule(module)
+        watched, ahead = weakref.ref(module), PrecomputedModule(module)
         del module
         assert watched() is None
         other = Shared([])
-        ahead = AheadModule(other)
+        ahead = PrecomputedModule(other)
         del ahead
         assert other(torch.ones(1, HIDDEN)).shape == (1, HIDDEN)
     finally:
