@@ -14,7 +14,8 @@ from moegraft.injection.rules.diagnostics import Findings
 from moegraft.injection.rules.document import MappingNode, Node
 from moegraft.injection.rules.matching import Assignment, ModelModules, count_text, explain_miss
 from moegraft.injection.rules.rule import grouped, runs
-from moegraft.operators.base import Operator, PlannedUse
+from moegraft.operators.base import Operator
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.registry import OperatorRegistry
 
 # A number in a pattern, alone or in a group of alternatives, that is followed by any character or by the end.
@@ -205,13 +206,18 @@ def why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
 def check_plan(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, registry: OperatorRegistry, findings: Findings) -> None:
     """Report the requirements of operators that the model, or the other operators, do not meet."""
     used = [
-        (rule, PlannedUse(registry[rule.operator], rule.options, taken))
+        (rule, registry[rule.operator], taken)
         for rule, taken in zip(rules, assignment.taken, strict=True)
         if taken and rule.operator is not None
     ]
-    uses = [use for _, use in used]
-    for rule, use in used:
-        for option, reason in use.operator.plan_errors(use, uses, model):
+    drafts = (operator.traits(rule.options).draft_sparsity for rule, operator, _ in used)
+    draft = next((share for share in drafts if share is not None), None)
+    for rule, operator, taken in used:
+        sparsity, packing = operator.traits(rule.options).sparsity, operator.packing
+        found = [] if sparsity is None else list(sparsity_errors(sparsity, draft, taken, model))
+        unfit = (list(packing.errors(path, model.get_submodule(path), rule.options)) for path in taken) if packing is not None else ()
+        found += next((errors for errors in unfit if errors), [])
+        for option, reason in found:
             findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
 
 
@@ -222,8 +228,9 @@ def check_divided(rules: Sequence[Rule], assignment: Assignment, registry: Opera
         if not taken or rule.operator is None or registry[rule.operator].kind != "experts":
             continue
         divided = True
-        reason = registry[rule.operator].why_undivided(rule.options)
+        reason = registry[rule.operator].traits(rule.options).undivided
         if reason is not None:
+            reason = reason or f"{rule.operator} needs all experts in one process: replace it by hybrid_experts, or start one process"
             findings.error(rule.place("operator"), f"rule '{rule.id}': {reason}")
     if not divided:
         findings.error(rules[0].position, "no rule replaces experts, which is what several processes share; start one process")

@@ -95,11 +95,17 @@ def graft(
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
     if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
         threads = threads_beside_gpu()
-    context = InjectionContext(dtype=dtype, threads=threads, expert_group=expert_group)
+    context = InjectionContext(
+        dtype=dtype,
+        threads=threads,
+        expert_group=expert_group,
+        cache_form=plan.cache_form(skeleton.config),
+        replays_steps=all(swap.traits.replays_steps for swap in plan.swaps),
+    )
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
-    for operator in operators.values():
-        operator.check()
     injection = Injection(plan, operators, context)
+    if injection.model_operator is not None:
+        injection.model_operator.check()
 
     checkpoint = None
     if isinstance(model, MetaModel):
@@ -128,7 +134,7 @@ def infer_device_map(plan: Plan, machine: Machine) -> Any:
 
 
 def _devices_wanted(plan: Plan) -> set[str]:
-    return {device for swap in plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
+    return {device for swap in plan.swaps for device in swap.traits.devices}
 
 
 def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.cache_form import CacheForm
 from moegraft.operators.cpu import open_runtime
 from moegraft.operators.draft import DraftSwitch
 
@@ -21,6 +20,7 @@ from moegraft.operators.draft import DraftSwitch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.decode_steps import DecodeSteps
     from moegraft.operators.offload.model_experts import ModelEngines
@@ -40,17 +40,17 @@ class InjectionContext:
         dtype: the dtype of activations and of modules that are not replaced.
         threads: CPU threads of the operators; 0 for one per physical core.
         expert_group: the processes that hold the experts; None where this one holds all.
+        cache_form: the form that the plan gives the key-value cache; None for the dtype of the model.
+        replays_steps: whether the plan lets decode steps on the CPU be replayed as native programs.
         draft_switch: how many experts run while a draft is computed.
-        cache_form: the form that the rules give the key-value cache.
-        replays_steps: whether decode steps on the CPU may be replayed as native programs.
     """
 
     dtype: torch.dtype
     threads: int = 0
     expert_group: ExpertGroup | None = None
+    cache_form: QuantisedForm | None = None
+    replays_steps: bool = True
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
-    cache_form: CacheForm = field(default_factory=CacheForm, init=False)
-    replays_steps: bool = field(default=True, init=False)
     _captured_steps: DecodeSteps | None = field(default=None, init=False, repr=False)
     _step_programs: StepPrograms | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)

@@ -158,7 +158,8 @@ def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
     saved: dict[str, int] = {}  # bytes by advice
     for swap in planned.plan.swaps:
         module = planned.meta_model.skeleton.get_submodule(swap.module)
-        for saving in swap.operator_type.savings(module, swap.options, planned.meta_model.stored):
+        packing = swap.operator_type.packing
+        for saving in () if packing is None else packing.savings(module, swap.options, planned.meta_model.stored):
             less = swap.footprint.by_device.get("cpu", 0) - saving.footprint.by_device.get("cpu", 0)
             saved[saving.advice] = saved.get(saving.advice, 0) + less
     for advice, less in saved.items():
@@ -191,8 +192,8 @@ def _savings_of_the_rest(planned: PlannedModel) -> dict[str, int]:
     for path, module in meta_model.skeleton.named_modules():
         found = kinds(path, module, meta_model.skeleton) if path and path not in taken else ()
         for operator in (planned.registry[name] for name in planned.registry) if found else ():
-            if operator.kind in found:
+            if operator.kind in found and operator.packing is not None:
                 held = sum(parameter.numel() for parameter in module.parameters()) * meta_model.dtype.itemsize
-                for saving in operator.savings(module, None, meta_model.stored):
+                for saving in operator.packing.savings(module, None, meta_model.stored):
                     saved[saving.advice] = saved.get(saving.advice, 0) + max(0, held - saving.footprint.total_bytes)
     return saved

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, get_args
@@ -17,17 +16,16 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts
-from moegraft.operators.base import Footprint, Operator, PlannedUse
+from moegraft.operators.base import Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
-from moegraft.operators.errors import UnsupportedModelError, error_sentence
+from moegraft.operators.errors import error_sentence
 from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.packed_cache import check_folder
 from moegraft.operators.experts.profiled import WEIGHT_TYPES, LayerWeights, ProfiledWeights, why_unfit
-from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
 from moegraft.operators.offload.prefetch import PrefetchOptions
@@ -35,7 +33,6 @@ from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
-from moegraft.operators.sparsity import whole
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FORMATS, has_gpu_kernels
 from moegraft.operators.weights import WeightSource, apart, joined
@@ -144,6 +141,55 @@ def _by_type(options: HybridExpertsOptions, held: range, dtype: torch.dtype) -> 
     return found if len(found) > 1 else {next(iter(found)): held}
 
 
+class ExpertsPacking(Packing):
+    """The weight types of `hybrid_experts`."""
+
+    types = get_args(WEIGHT_TYPES)
+
+    def supports(self, options: HybridExpertsOptions, weight_type: str) -> bool:
+        # The sparse layout has none. Whether this machine has a GPU does not matter: a plan may be for another.
+        return options.sparsity is None and (options.gpu == "none" or has_gpu_kernels(weight_type))
+
+    def type_for(self, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
+        return "/".join(dict.fromkeys(_packed_as(name, dtype) for name in str(options.weights).split("/")))
+
+    def options_for(
+        self, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
+    ) -> HybridExpertsOptions:
+        weights = options.weights
+        if not isinstance(weights, ProfiledWeights):
+            return super().options_for(path, module, options, resolve)  # type: ignore[no-any-return]
+        hot: Any = weights.hot if resolve is None else resolve(weights.hot)
+        cold: Any = weights.cold if resolve is None else resolve(weights.cold)
+        experts = weights.hot_experts(path, read_layout(module).num_experts)
+        return replace(options, weights=LayerWeights(hot, cold, weights.profile, weights.share, experts))
+
+    def errors(self, path: str, module: nn.Module, options: HybridExpertsOptions) -> Iterator[tuple[str, str]]:
+        weights = options.weights
+        if isinstance(weights, ProfiledWeights) and why_unsupported(module) is None:
+            try:
+                weights.hot_experts(path, read_layout(module).num_experts)
+            except (TraceError, OSError) as error:
+                yield "weights.profile", error_sentence(error)
+
+    def savings(self, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
+        if options is None:
+            return ()
+        held = HybridExperts.footprint(module, options, dtype)
+        smaller = [
+            Saving(f"'weights: {weights}' for the experts", HybridExperts.footprint(module, replace(options, weights=weights), dtype))
+            for weights in SMALLER_TYPES
+        ]
+        found = [saving for saving in smaller if saving.footprint.total_bytes < held.total_bytes]
+        if options.cache_dir is None:
+            mapped = Footprint({"disk" if device == "cpu" else device: size for device, size in held.by_device.items()})
+            found.append(Saving("'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)", mapped))
+        return found
+
+    def measured(self) -> Mapping[str, HybridExpertsOptions]:
+        return {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
+
+
 class Backend(Protocol):
     """What computes the routed experts of one layer."""
 
@@ -175,7 +221,7 @@ class HybridExperts(Operator):
     name = "hybrid_experts"
     kind = "experts"
     options_type = HybridExpertsOptions
-    weight_types = get_args(WEIGHT_TYPES)
+    packing = ExpertsPacking()
     summary = "routed experts on the CPU by the C++ kernel, or on the CPU and GPUs together, in the stored or a quantised weight type"
 
     def __init__(
@@ -208,7 +254,7 @@ class HybridExperts(Operator):
         if isinstance(weights, ProfiledWeights):
             return weights.why_unfit(layout)
         for name, columns in zip(apart(str(weights)), (layout.hidden, layout.intermediate), strict=True):
-            if name in FORMATS and FORMATS[name].stored and not cls.supports_weight_type(options, name):
+            if name in FORMATS and FORMATS[name].stored and not cls.packing.supports(options, name):
                 if options.sparsity is not None:
                     return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
                 return f"weights: {name} needs gpu: none, as no GPU kernel computes with it"
@@ -218,47 +264,26 @@ class HybridExperts(Operator):
         return None
 
     @classmethod
-    def supports_weight_type(cls, options: HybridExpertsOptions, weight_type: str) -> bool:
-        # The sparse layout has none. Whether this machine has a GPU does not matter: a plan may be for another.
-        return options.sparsity is None and (options.gpu == "none" or has_gpu_kernels(weight_type))
-
-    @classmethod
-    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
-        yield from sparsity_errors(use, uses, model)
-        weights = use.options.weights
-        if isinstance(weights, ProfiledWeights):
-            try:
-                for path in use.paths:
-                    if why_unsupported(model.get_submodule(path)) is None:
-                        weights.hot_experts(path, read_layout(model.get_submodule(path)).num_experts)
-            except (TraceError, OSError) as error:
-                yield "weights.profile", error_sentence(error)
-
-    @classmethod
-    def options_for(
-        cls, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
-    ) -> HybridExpertsOptions:
-        weights = options.weights
-        if not isinstance(weights, ProfiledWeights):
-            return super().options_for(path, module, options, resolve)  # type: ignore[no-any-return]
-        hot: Any = weights.hot if resolve is None else resolve(weights.hot)
-        cold: Any = weights.cold if resolve is None else resolve(weights.cold)
-        experts = weights.hot_experts(path, read_layout(module).num_experts)
-        return replace(options, weights=LayerWeights(hot, cold, weights.profile, weights.share, experts))
-
-    @classmethod
-    def identity(cls, options: HybridExpertsOptions) -> str:
+    def traits(cls, options: HybridExpertsOptions) -> Traits:
+        gpu, undivided = options.on_gpu, None
         hot = f" {options.weights.experts}" if isinstance(options.weights, LayerWeights) else ""
-        return f"{options.weights}{hot} {options.sparsity}"
-
-    @classmethod
-    def devices_wanted(cls, options: HybridExpertsOptions) -> frozenset[str]:
-        gpu = options.on_gpu
-        return frozenset() if gpu is None or gpu.emulated else frozenset(options.gpu.split(","))
-
-    @classmethod
-    def sparsity_options(cls, options: HybridExpertsOptions) -> SparsityOptions | None:
-        return options.sparsity
+        if gpu is not None:
+            undivided = (
+                f"gpu: {options.gpu} keeps experts on this machine's GPUs; with several processes, experts run on the CPU (gpu: none)"
+            )
+        elif options.sparsity is not None:
+            undivided = "sparsity is not supported where several processes hold the experts: remove it, or start one process"
+        elif isinstance(options.weights, ProfiledWeights):
+            undivided = "weights by a routing profile are not supported where several processes hold the experts: give one type for all"
+        on_gpu = gpu is not None and not gpu.emulated
+        return Traits(
+            f"{options.weights}{hot} {options.sparsity}",
+            devices=frozenset(options.gpu.split(",")) if on_gpu else frozenset(),
+            slots=SharedSlots(gpu) if on_gpu and gpu is not None else None,
+            sparsity=options.sparsity,
+            replays_steps=options.decode != "eager",
+            undivided=undivided,
+        )
 
     @classmethod
     def footprint(cls, module: nn.Module, options: HybridExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -279,63 +304,10 @@ class HybridExperts(Operator):
         layout, draft, group = read_layout(module), context.draft_switch, context.expert_group
         draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
-        context.replays_steps = context.replays_steps and cls.replays_steps(options)
         experts = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
         warn = partial(context.warn_once, logger)
         cpu = CpuExperts(layout, experts, str(options.weights), context.runtime, draft, sparsity, warn)
         return cls(layout, options, cpu, None if options.on_gpu is None else context.gpu_engines, group)
-
-    @classmethod
-    def why_undivided(cls, options: HybridExpertsOptions) -> str | None:
-        if options.gpu != "none":
-            return f"gpu: {options.gpu} keeps experts on this machine's GPUs; with several processes, experts run on the CPU (gpu: none)"
-        if options.sparsity is not None:
-            return "sparsity is not supported where several processes hold the experts: remove it, or start one process"
-        if isinstance(options.weights, ProfiledWeights):
-            return "weights by a routing profile are not supported where several processes hold the experts: give one type for all"
-        return None
-
-    @classmethod
-    def weight_type_for(cls, options: HybridExpertsOptions, dtype: torch.dtype) -> str:
-        return "/".join(dict.fromkeys(_packed_as(name, dtype) for name in str(options.weights).split("/")))
-
-    @classmethod
-    def savings(cls, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
-        if options is None:
-            return ()
-        held = cls.footprint(module, options, dtype)
-        smaller = [
-            Saving(f"'weights: {weights}' for the experts", cls.footprint(module, replace(options, weights=weights), dtype))
-            for weights in SMALLER_TYPES
-        ]
-        found = [saving for saving in smaller if saving.footprint.total_bytes < held.total_bytes]
-        if options.cache_dir is None:
-            mapped = Footprint({"disk" if device == "cpu" else device: size for device, size in held.by_device.items()})
-            found.append(Saving("'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)", mapped))
-        return found
-
-    @classmethod
-    def expert_slots(cls, options: HybridExpertsOptions) -> SharedSlots | None:
-        gpu = options.on_gpu
-        return None if gpu is None or gpu.emulated else SharedSlots(gpu)
-
-    @classmethod
-    def replays_steps(cls, options: HybridExpertsOptions) -> bool:
-        return options.decode != "eager"
-
-    @classmethod
-    def measured_options(cls) -> Mapping[str, HybridExpertsOptions]:
-        return {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
-
-    @classmethod
-    def with_sparsity(cls, options: HybridExpertsOptions, sparsity: SparsityOptions) -> HybridExpertsOptions:
-        try:
-            return replace(options, sparsity=sparsity)
-        except ValueError as error:
-            raise UnsupportedModelError(str(error)) from error
-
-    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext() if self.sparsity is None else whole([self.sparsity])
 
     @property
     def weight_type(self) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.cache_form import CacheForm, kv_cache_bytes
+from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes
 from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.cache import make_policy
@@ -77,7 +77,7 @@ class ModelEngines:
         options: the different options that rules give to layers.
     """
 
-    def __init__(self, runtime: Runtime, cache_form: CacheForm) -> None:
+    def __init__(self, runtime: Runtime, cache_form: QuantisedForm | None) -> None:
         self._runtime = runtime
         self._cache_form = cache_form
         self.options: list[GpuOptions] = []
@@ -114,7 +114,7 @@ class ModelEngines:
             return
         for options in self.options:
             layers = [self._loaded.pop(number) for number, joined in enumerate(self._joined) if joined == options]
-            kv_bytes = kv_cache_bytes(config, options.cache.context, dtype, self._cache_form.quantised)
+            kv_bytes = kv_cache_bytes(config, options.cache.context, dtype, self._cache_form)
             self._open_engines(options, layers, kv_bytes)
 
     def _open_engines(self, options: GpuOptions, layers: Sequence[LoadedLayer], kv_bytes: int) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator, call_arguments
+from moegraft.operators.base import ModelOperator, Traits, call_arguments
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.generation import effective_config, own_loop_obstacle, with_stop_strings
 from moegraft.operators.speculative.decoding import (
@@ -139,8 +139,8 @@ class SpeculativeDraft(ModelOperator):
         return unsupported_model_reason(module.config)
 
     @classmethod
-    def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:
-        return options.draft_sparsity
+    def traits(cls, options: SpeculativeOptions) -> Traits:
+        return Traits("", draft_sparsity=options.draft_sparsity)
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:

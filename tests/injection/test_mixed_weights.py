@@ -168,7 +168,7 @@ def test_calibration_refuses_it_with_the_reason(tmp_path: Path) -> None:
 def test_files_with_blocks_keep_what_a_mixture_allows(requested: str, found: str) -> None:
     options = HybridExpertsOptions()
     stored = StoredTypes("int8", "q4_k", "q6_k")
-    known = HybridExperts.weight_types
-    assert resolve_weight_type(requested, stored, known, lambda name: HybridExperts.supports_weight_type(options, name)) == found
-    without = resolve_weight_type(requested, stored, known, lambda name: False)
+    packing = HybridExperts.packing
+    assert resolve_weight_type(requested, stored, packing.types, lambda name: packing.supports(options, name)) == found
+    without = resolve_weight_type(requested, stored, packing.types, lambda name: False)
     assert without == joined(*("int8" if each == "stored" else each for each in apart(requested)))

@@ -24,7 +24,7 @@ from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
 from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
 from moegraft.injection.injected import captured_steps_of, injection_of
 from moegraft.injection.prefill import APPENDABLE, read_ahead, why_not_appendable
-from moegraft.operators.base import BatchDrafts, DraftedRow
+from moegraft.operators.draft import BatchDrafts, DraftedRow
 
 
 def usable(logits: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ from moegraft.injection.cli.serve.decoders import BatchedDecoder
 from moegraft.injection.cli.serve.job import Ask, Job, StopText
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.injected import injection_of
-from moegraft.operators.base import DraftedRow
+from moegraft.operators.draft import DraftedRow
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 
