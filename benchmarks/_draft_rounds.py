@@ -152,7 +152,7 @@ class _Watch:
 
 
 def _kept(operator: HybridExperts, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
-    scoring = operator.backend._router_calls.scoring() if isinstance(operator.backend, GpuLayer) else None
+    scoring = operator.backend.router_calls.scoring() if isinstance(operator.backend, GpuLayer) else None
     if scoring is None:
         return float(weights[index >= 0].sum() / weights.sum())
     drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)

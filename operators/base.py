@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.context import InjectionContext
     from moegraft.operators.draft import BatchDrafts
-    from moegraft.operators.estimates import ExpertSlots, Saving
+    from moegraft.operators.estimates import ExpertSlots
     from moegraft.operators.sparsity import LayerSparsity
     from moegraft.operators.thresholds import SparsityOptions
     from moegraft.operators.timeline import Timeline
@@ -81,9 +81,11 @@ class Packing(ABC):
 
     Attributes:
         types: the values of that option.
+        measured: the options to measure the operator's speed with, by weight type.
     """
 
     types: tuple[str, ...]
+    measured: Mapping[str, Any]
 
     @abstractmethod
     def supports(self, options: Any, weight_type: str) -> bool:
@@ -99,16 +101,12 @@ class Packing(ABC):
         """Return the type that weights stored as `dtype` are packed to."""
 
     @abstractmethod
-    def savings(self, module: nn.Module, options: Any | None, dtype: torch.dtype) -> Sequence[Saving]:
-        """Return the ways to hold `module` in fewer bytes than with `options`, in ascending order of lost precision.
+    def smaller(self, options: Any | None) -> Mapping[str, Any]:
+        """Return options that may take fewer bytes, by the advice to write them into a rule, in ascending order of lost precision.
 
         Args:
-            options: None where no rule replaces the module.
+            options: those of the rule; None for a module that no rule replaces.
         """
-
-    @abstractmethod
-    def measured(self) -> Mapping[str, Any]:
-        """Return the options to measure the operator's speed with, by weight type."""
 
     def options_for(self, path: str, module: nn.Module, options: Any, resolve: Callable[[str], str] | None) -> Any:
         """Return the options of a rule for one module, which may be on meta.

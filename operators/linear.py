@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from moegraft.operators.base import Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
-from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weight_formats import has_gpu_kernels
 from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, sampled
@@ -64,6 +63,7 @@ class LinearPacking(Packing):
     """The weight types of `quantized_linear`."""
 
     types = get_args(WEIGHT_TYPES)
+    measured: Mapping[str, Any] = {"int8": QuantizedLinearOptions(), "int4": QuantizedLinearOptions(weights="int4")}
 
     def supports(self, options: QuantizedLinearOptions, weight_type: str) -> bool:
         return options.gpu == "none" or has_gpu_kernels(weight_type)
@@ -71,15 +71,9 @@ class LinearPacking(Packing):
     def type_for(self, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
         return _weight_type(options, dtype)
 
-    def savings(self, module: nn.Module, options: QuantizedLinearOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
-        packed = QuantizedLinearOptions(weights="int8")
-        if options is not None or QuantizedLinear.unsupported_reason(module, packed) is not None:
-            return ()
-        advice = f"'{QuantizedLinear.name}' with 'weights: int8' and 'gpu: auto' for the linear layers"
-        return (Saving(advice, QuantizedLinear.footprint(module, packed, dtype)),)
-
-    def measured(self) -> Mapping[str, QuantizedLinearOptions]:
-        return {"int8": QuantizedLinearOptions(weights="int8"), "int4": QuantizedLinearOptions(weights="int4")}
+    def smaller(self, options: QuantizedLinearOptions | None) -> Mapping[str, QuantizedLinearOptions]:
+        advice = "'quantized_linear' with 'weights: int8' and 'gpu: auto' for the linear layers"
+        return {} if options is not None else {advice: QuantizedLinearOptions()}
 
 
 class QuantizedLinear(Operator):

@@ -112,7 +112,7 @@ def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[O
     found: dict[str, tuple[str, type[Operator], Any]] = {}
     for operator in operators:
         if operator.kind == kind and operator.packing is not None:
-            for weights, options in operator.packing.measured().items():
+            for weights, options in operator.packing.measured.items():
                 found.setdefault(weights, (weights, operator, options))
     return list(found.values())
 

@@ -8,7 +8,7 @@ from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan, Swap
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.cache_form import QuantisedForm
-from moegraft.operators.estimates import ExpertSlots, GpuRates
+from moegraft.operators.estimates import GpuRates
 from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import OperatorRegistry
@@ -67,9 +67,6 @@ class PlannedModel:
     plan: Plan
     registry: OperatorRegistry
 
-    def wants_gpu(self, swap: Swap) -> bool:
-        return bool(swap.traits.devices)
-
     def gpus_used(self, budget: GpuBudget) -> int:
         """Return how many GPUs hold what is not replaced; 0 if no rule asks for a GPU, and it stays on the CPU."""
         wanted = {device for swap in self.plan.swaps for device in swap.traits.devices}
@@ -77,13 +74,9 @@ class PlannedModel:
             return 0
         return 1 if len(wanted) == 1 and "auto" not in wanted else budget.count
 
-    def slots(self, swap: Swap) -> ExpertSlots | None:
-        """Return the slots on the GPU for experts in host memory; None for any other swap."""
-        return swap.traits.slots
-
     def on_gpu_alone(self, swap: Swap) -> bool:
         """Whether all weights of the operator are on a GPU."""
-        return self.wants_gpu(swap) and self.slots(swap) is None
+        return bool(swap.traits.devices) and swap.traits.slots is None
 
     def weight_type(self, swap: Swap) -> str:
         packing = swap.operator_type.packing

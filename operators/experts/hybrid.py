@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 from weakref import ref
 
 import torch
@@ -20,7 +20,6 @@ from moegraft.operators.base import Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.errors import error_sentence
-from moegraft.operators.estimates import Saving
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts
 from moegraft.operators.experts.forecast import SharedSlots
@@ -145,6 +144,7 @@ class ExpertsPacking(Packing):
     """The weight types of `hybrid_experts`."""
 
     types = get_args(WEIGHT_TYPES)
+    measured: Mapping[str, Any] = {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
 
     def supports(self, options: HybridExpertsOptions, weight_type: str) -> bool:
         # The sparse layout has none. Whether this machine has a GPU does not matter: a plan may be for another.
@@ -172,42 +172,14 @@ class ExpertsPacking(Packing):
             except (TraceError, OSError) as error:
                 yield "weights.profile", error_sentence(error)
 
-    def savings(self, module: nn.Module, options: HybridExpertsOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
+    def smaller(self, options: HybridExpertsOptions | None) -> Mapping[str, HybridExpertsOptions]:
         if options is None:
-            return ()
-        held = HybridExperts.footprint(module, options, dtype)
-        smaller = [
-            Saving(f"'weights: {weights}' for the experts", HybridExperts.footprint(module, replace(options, weights=weights), dtype))
-            for weights in SMALLER_TYPES
-        ]
-        found = [saving for saving in smaller if saving.footprint.total_bytes < held.total_bytes]
+            return {}
+        found = {f"'weights: {weights}' for the experts": replace(options, weights=weights) for weights in SMALLER_TYPES}
         if options.cache_dir is None:
-            mapped = Footprint({"disk" if device == "cpu" else device: size for device, size in held.by_device.items()})
-            found.append(Saving("'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)", mapped))
+            advice = "'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)"
+            found[advice] = replace(options, cache_dir=".")
         return found
-
-    def measured(self) -> Mapping[str, HybridExpertsOptions]:
-        return {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
-
-
-class Backend(Protocol):
-    """What computes the routed experts of one layer."""
-
-    def describe(self) -> str:
-        """Return a description for users; of another backend than the CPU, what follows that of the CPU."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
-        """(T, H), (T, K), (T, K) -> (T, H) in the dtype and on the device of `hidden_states`.
-
-        Args:
-            meanwhile: other work, called where the backend would wait for a GPU or for other processes; not called where it does not wait.
-        """
 
 
 class HybridExperts(Operator):
@@ -238,7 +210,7 @@ class HybridExperts(Operator):
         self.on_cpu = cpu
         self.sparsity = cpu.sparsity
         self.num_experts = layout.num_experts
-        self.backend: Backend = cpu if group is None else RankExperts(group, cpu, layout.num_experts)
+        self.backend: CpuExperts | RankExperts | GpuLayer = cpu if group is None else RankExperts(group, cpu, layout.num_experts)
         self.overlap: SharedOverlap | None = None
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
@@ -343,7 +315,7 @@ class HybridExperts(Operator):
                 return None
             layer = GpuLayer(engine, layers, index, operator.on_cpu.draft, operator.on_cpu.forward)
             operator.backend = layer
-            operator.overlap = overlap_in(block, router.module, layer.forward, layer.record_routing)
+            operator.overlap = overlap_in(block, router.module, layer.forward, layer.router_calls.record)
             return layer
 
         from moegraft.operators.offload.model_experts import LoadedLayer  # as above

@@ -37,6 +37,7 @@ class GpuLayer:
     Attributes:
         captured: while a decode step is captured, the capturing thread and what computes the layer there.
         last_call: the shape of the last call.
+        router_calls: the last call of the layer's router.
     """
 
     def __init__(self, engine: Engine, layers: EngineLayers, index: int, draft: DraftSwitch, on_cpu: Experts) -> None:
@@ -46,7 +47,7 @@ class GpuLayer:
         self.last_call: CallShape | None = None
         self._index = index
         self._sparsity = layers.sparsity[index]
-        self._router_calls = _RouterCalls(layers.routers[index])
+        self.router_calls = _RouterCalls(layers.routers[index])
         self._look_ahead = layers.look_ahead
         self._draft = draft
         self._on_cpu = on_cpu
@@ -62,10 +63,6 @@ class GpuLayer:
         slots = self.engine.cache.slots
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
         return f" and {capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
-
-    def record_routing(self, hidden_states: torch.Tensor, output: Any) -> None:
-        """Take a call of the layer's router that no hook has seen."""
-        self._router_calls.record(hidden_states, output)
 
     def forward(
         self,
@@ -84,7 +81,7 @@ class GpuLayer:
             return self._on_cpu(hidden_states, top_k_index, top_k_weights, None)
         captured = self.captured
         if captured is not None and captured[0] == threading.get_ident():
-            call = self._router_calls.take()
+            call = self.router_calls.take()
             return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if call is None else call[1], meanwhile)
         if self._sparsity is not None:
             self._sparsity.begin(len(hidden_states))
@@ -94,7 +91,7 @@ class GpuLayer:
         tokens = rounded(hidden_states.detach()).contiguous()
         on_device = Tokens(tokens, top_k_index.detach().long().contiguous(), top_k_weights.detach().float().contiguous())
         tensors = {"tokens": tokens, "index": on_device.top_k_index, "weights": on_device.top_k_weights}
-        call = self._router_calls.take()
+        call = self.router_calls.take()
         routing = routed_index.dtype, top_k_weights.dtype, None if call is None else call[1].dtype
         self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype, routing)
         if call is not None and len(call[1]) == len(top_k_index):
@@ -141,7 +138,7 @@ class GpuLayer:
         """The routing of a draft, (T, K) and (T, K) padded."""
         if not settings.resident:
             return self._draft.narrow(top_k_index, top_k_weights)
-        scoring = None if settings.chosen_only else self._router_calls.scoring()
+        scoring = None if settings.chosen_only else self.router_calls.scoring()
         resident: NDArray[np.bool_] = np.asarray(self.engine.cache.slots.slot_of(self._index) >= 0)
         return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings, self._draft.say_once)
 
@@ -162,7 +159,7 @@ class _RouterCalls:
         router.module.register_forward_hook(routed, with_kwargs=True)
 
     def record(self, hidden_states: torch.Tensor, output: Any) -> None:
-        """Take a call."""
+        """Take a call; also one that no hook has seen."""
         self._last = hidden_states, output
 
     def scoring(self) -> Scoring | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 from weakref import WeakMethod, ref
 
@@ -102,10 +103,10 @@ class SharedOverlap:
             self._decide("before" if self._can_run_ahead(shared_input, *inputs) else "other")
         return self._experts(*inputs, self._begin(hidden_states))
 
-    def _begin(self, hidden_states: torch.Tensor) -> RunOnce | None:
-        """Return what runs the shared experts, to be called when the routed experts have been handed over."""
+    def _begin(self, hidden_states: torch.Tensor) -> Callable[[], None] | None:
+        """Return what runs the shared experts, once: to be called when the routed experts have been handed over."""
         if self.order == "after":
-            return RunOnce(lambda: self._shared.keep(hidden_states, self._shared.run(hidden_states)))
+            return cache(lambda: self._shared.keep(hidden_states, self._shared.run(hidden_states)))
         if self.order == "unknown":
             if self._state.trial is not None:
                 self._state.trial = None
@@ -135,7 +136,7 @@ class SharedOverlap:
         routing = self._router.run(x)
         index, weights = (routing[position] for position in self._positions)
         shared: list[Any] = []
-        launch = RunOnce(lambda: shared.append(self._shared.run(x)))
+        launch = cache(lambda: shared.append(self._shared.run(x)))
         if self._record is not None:
             self._record(x, routing)
         self._state.routed = x, index, weights, self._experts(x, index, weights, launch)
@@ -211,18 +212,6 @@ class PrecomputedModule:
         result = _plain(self._module(), *args, **kwargs)
         self.last = (args[0], result) if single and self.observed else None
         return result
-
-
-class RunOnce:
-    """A call that takes effect once, whoever makes it first."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
 
 
 def _plain(module: Any, *args: Any, **kwargs: Any) -> Any:
