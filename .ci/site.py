@@ -93,6 +93,8 @@ API = {
         [
             ("operators/base.py", "Operator"),
             ("operators/base.py", "Footprint"),
+            ("operators/base.py", "Traits"),
+            ("operators/base.py", "Packing"),
             ("operators/context.py", "InjectionContext"),
             ("operators/weights.py", "WeightSource"),
             ("operators/registry.py", "OperatorRegistry"),

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.speculative.schedule import Round
 
 RULES = """
@@ -147,7 +148,7 @@ class _Watch:
 
 
 def _kept(operator: HybridExperts, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
-    scoring = None if operator._on_gpu is None else operator._on_gpu._watch.scoring()
+    scoring = operator.backend.router_calls.scoring() if isinstance(operator.backend, GpuLayer) else None
     if scoring is None:
         return float(weights[index >= 0].sum() / weights.sum())
     drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)

@@ -116,7 +116,7 @@ def _layer(number: int, shape: ExpertsShape, gate: GateSpec, weights: str) -> Ra
 
 
 def _take_random(operator: HybridExperts, layer: int, source: WeightSource, advance: Callable[[int], None]) -> None:
-    operator._packed = _layer(layer, operator.layout.shape, operator.layout.gate, str(operator.options.weights))
+    operator.on_cpu.packed = _layer(layer, operator.layout.shape, operator.layout.gate, str(operator.options.weights))
 
 
 @contextmanager

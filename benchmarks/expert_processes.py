@@ -161,7 +161,7 @@ def measure_shared(folder: str, shares: str) -> None:
         ids = torch.randint(8192, (1, PROMPT), generator=torch.Generator().manual_seed(0))
         for _ in range(2):
             expected = model(input_ids=ids, logits_to_keep=1).logits
-        overlaps = [module._shared_overlap for module in model.modules() if isinstance(module, HybridExperts)]
+        overlaps = [module.overlap for module in model.modules() if isinstance(module, HybridExperts)]
         orders = [overlap.order for overlap in overlaps]
         if not {*orders} <= {"before", "after"}:
             raise SystemExit(f"shared experts do not run beside the others' work: {orders}")

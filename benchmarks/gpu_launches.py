@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -58,6 +59,10 @@ TABLES = CostTables(
 FIGURES = ("kernels", "copies", "host_nodes", "syncs", "python_us")
 
 
+def on_cpu(*call: object) -> NoReturn:
+    raise AssertionError("calls of no token, or with an observer, are not measured")
+
+
 class Model:
     """The experts and routers of a model on a counted GPU."""
 
@@ -85,8 +90,8 @@ class Model:
         self.layers = EngineLayers(GPU, Runtime(1), self.packed, self.routers, [None] * LAYERS, cache.arena)
         scheduler = Scheduler(schedule)
         self.engine = Engine(self.device, cache, scheduler, CostModel(TABLES), policy, PrefetchOptions(), timings)
-        switch = DraftSwitch()
-        self.gpu_layers = [GpuLayer(self.engine, self.layers, index, switch) for index in range(LAYERS)]
+        draft = DraftSwitch()
+        self.gpu_layers = [GpuLayer(self.engine, self.layers, index, draft, on_cpu) for index in range(LAYERS)]
         self._generator = torch.Generator().manual_seed(1)
 
     def hidden_states(self, tokens: int) -> torch.Tensor:

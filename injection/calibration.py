@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -95,9 +96,14 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
     found = []
     changed = False
     for rule in rules.rules:
-        options = None if rule.operator is None else registry[rule.operator].with_sparsity(rule.options, sparsity)
-        changed = changed or options is not None
-        found.append(rule if options is None else replace(rule, options=options))
+        options: Any = rule.options
+        if rule.operator is not None and "sparsity" in {field.name for field in fields(registry[rule.operator].options_type)}:
+            changed = True
+            try:
+                options = replace(options, sparsity=sparsity)
+            except ValueError as error:
+                raise UnsupportedModelError(str(error)) from error
+        found.append(replace(rule, options=options))
     if not changed:
         raise UnsupportedModelError(
             f"{rules.files[0]}: no operator of these rules can leave neurons out; use hybrid_experts for the experts"

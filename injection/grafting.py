@@ -101,12 +101,17 @@ def graft(
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
     if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
         threads = threads_beside_gpu()
-    context = InjectionContext(dtype=dtype, threads=threads, expert_group=expert_group)
+    context = InjectionContext(
+        dtype=dtype,
+        threads=threads,
+        expert_group=expert_group,
+        cache_form=plan.cache_form(skeleton.config),
+    )
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
-    for operator in operators.values():
-        operator.check()
     context.replay, context.captured = _step_replay(plan, context)
     injection = Injection(plan, operators, context)
+    if injection.model_operator is not None:
+        injection.model_operator.check()
 
     checkpoint = None
     if isinstance(model, MetaModel):
@@ -133,7 +138,7 @@ def _step_replay(plan: Plan, context: InjectionContext) -> tuple[StepReplay | No
         return None, CapturedSteps(engines, context.draft_switch) if engines.captures else None
     # An operator of the model's own may use caches that are not replayed; other caches are.
     replacing = [swap for swap in plan.swaps if swap.operator_type.kind != "model"]
-    if "runtime" not in vars(context) or not all(swap.operator_type.replays_steps(swap.options) for swap in replacing):
+    if "runtime" not in vars(context) or not all(swap.traits.replays_steps for swap in replacing):
         return None, None
     from moegraft.operators.decode.replay import StepReplay
 
@@ -151,7 +156,7 @@ def infer_device_map(plan: Plan, machine: Machine) -> Any:
 
 
 def _devices_wanted(plan: Plan) -> set[str]:
-    return {device for swap in plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
+    return {device for swap in plan.swaps for device in swap.traits.devices}
 
 
 def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:

@@ -343,9 +343,7 @@ class Processes:
         """
         held = {swap.module: swap.footprint for swap in whole.swaps if swap.operator_type.kind == "experts"}
         layers = [
-            (swap.module, swap.operator, swap.operator_type.identity(swap.options), swap.footprint.total_bytes)
-            for swap in whole.swaps
-            if swap.module in held
+            (swap.module, swap.operator, swap.traits.identity, swap.footprint.total_bytes) for swap in whole.swaps if swap.module in held
         ]
 
         def offer() -> _Offer | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from moegraft.injection.checkpoint.sources import StoredWeights
 from moegraft.injection.meta_model import MetaModel
@@ -19,7 +20,8 @@ from moegraft.injection.rules.diagnostics import Findings
 from moegraft.injection.rules.document import MappingNode
 from moegraft.injection.rules.matching import ModelModules, apply_rules
 from moegraft.injection.rules.rule import grouped
-from moegraft.operators.base import Footprint, InPlaceOperator, Operator
+from moegraft.operators.base import Footprint, InPlaceOperator, Operator, Traits
+from moegraft.operators.cache_form import QuantisedForm
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.layout import read_layout
@@ -59,7 +61,11 @@ class Swap:
     def weight_type(self) -> str | None:
         """The value of the operator's option `weights`; None for an operator without it."""
         options: Any = self.options
-        return str(options.weights) if self.operator_type.weight_types else None
+        return None if self.operator_type.packing is None else str(options.weights)
+
+    @property
+    def traits(self) -> Traits:
+        return self.operator_type.traits(self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class Plan:
     def bytes_by_device(self) -> dict[str, int]:
         """The bytes of the loaded model on each device, with everything that stays on the CPU."""
         return total_bytes([*(swap.footprint.by_device for swap in self.swaps), {"cpu": self.rest_bytes}])
+
+    def cache_form(self, config: PreTrainedConfig) -> QuantisedForm | None:
+        """Return the form of a quantised key-value cache of a model with this config; None if it is in the model's dtype."""
+        forms = (swap.traits.cache_form for swap in self.swaps)
+        return next((form(config) for form in forms if form is not None), None)
 
     def describe(self) -> str:
         """Return a table for people: swaps by runs of layers, bytes, then the notices."""
@@ -162,17 +173,18 @@ def plan(
 
 def _options_for(path: str, module: nn.Module, operator: type[Operator], options: Any, weights: StoredWeights | None) -> Any:
     """Return `options` with the weight type that applies to a checkpoint whose weights are stored in blocks."""
-    if not operator.weight_types:
+    packing = operator.packing
+    if packing is None:
         return options
     stored = weights.stored_types(path) if weights is not None else None
     if stored is None:
-        return operator.options_for(path, module, options, None)
-    supports = partial(operator.supports_weight_type, options)
+        return packing.options_for(path, module, options, None)
+    supports = partial(packing.supports, options)
 
     def resolve(requested: str) -> str:
-        return str(resolve_weight_types(WeightTypes.parse(requested), stored, operator.weight_types, supports))
+        return str(resolve_weight_types(WeightTypes.parse(requested), stored, packing.types, supports))
 
-    return operator.options_for(path, module, options, resolve)
+    return packing.options_for(path, module, options, resolve)
 
 
 def _split_bytes(model: nn.Module, replaced: Sequence[str]) -> tuple[int, int]:

@@ -118,11 +118,11 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
         ThresholdsError: a file is not for this model, or there is no file and no tokenizer for a calibration.
     """
     own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
-    drafts = (swap.operator_type.draft_sparsity(swap.options) for swap in plan.swaps)
+    drafts = (swap.traits.draft_sparsity for swap in plan.swaps)
     draft = next((share for share in drafts if share is not None), None)
     layers = []
     for swap in plan.swaps:
-        options = swap.operator_type.sparsity_options(swap.options)
+        options = swap.traits.sparsity
         if options is not None and (options.target or draft is not None):
             layer = experts_layer(swap.module, model)
             drafted = () if draft is None else (layer.draft_target(options, draft),)

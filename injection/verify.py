@@ -25,7 +25,7 @@ from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import NotEnoughMemoryError
 from moegraft.operators.machine import probe_machine
-from moegraft.operators.sparsity import achieved, total_counts
+from moegraft.operators.sparsity import achieved, total_counts, whole
 from moegraft.operators.weight_formats import FORMATS, Expected
 from moegraft.operators.weights import WeightTypes
 
@@ -206,9 +206,11 @@ def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockMod
     that work within a stock module are disabled meanwhile; the logits show their effect.
     """
     with ExitStack() as stack:
+        stack.enter_context(whole(operator.sparsity for operator in injection.operators.values() if operator.sparsity is not None))
         for path, operator in injection.operators.items():
-            stack.enter_context(operator.set_aside(model.get_submodule(path)))
-            if not isinstance(operator, InPlaceOperator):
+            if isinstance(operator, InPlaceOperator):
+                stack.enter_context(operator.set_aside(model.get_submodule(path)))
+            else:
                 hook = operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)
                 stack.callback(hook.remove)
         yield

@@ -1,6 +1,7 @@
 """The interface of operators: modules with a name and typed options that load their own weights from a weight source.
 
-Planning, loading, predictions and programs know an operator through these methods alone. Methods with a default concern few operators.
+Planning, loading, predictions and programs know an operator through these classes alone. What only some operators have, they offer as
+objects: `Traits` of their options, and a `Packing` of their weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
     from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.context import InjectionContext
-    from moegraft.operators.estimates import ExpertSlots, Saving
+    from moegraft.operators.draft import BatchDrafts
+    from moegraft.operators.estimates import ExpertSlots
     from moegraft.operators.sparsity import LayerSparsity
     from moegraft.operators.thresholds import SparsityOptions
     from moegraft.operators.timeline import Timeline
@@ -49,12 +51,74 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedUse:
-    """The use of an operator by one rule: `operator` with `options` replaces the modules at `paths`."""
+class Traits:
+    """What the options of a rule mean for the rest of the model.
 
-    operator: type[Operator]
-    options: Any
-    paths: Sequence[str]
+    Attributes:
+        identity: the options that change the model's output; a model with other ones does not reuse stored keys and values.
+        devices: the GPUs that are asked for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices.
+        slots: how experts in host memory share slots on GPUs; None where they use no GPU.
+        sparsity: which neurons of experts are left out; None where all are computed. It is the option `sparsity`.
+        draft_sparsity: the share of neurons that drafts leave out; None where drafts leave out no more than other steps.
+        cache_form: returns the form in which `generate` stores keys and values, for a model's config; None for the model's dtype.
+        replays_steps: whether decode steps on the CPU may be replayed as native programs.
+        undivided: why several processes cannot hold the experts together, of operators of the kind `experts`: a reason in the options,
+            or an empty text where the operator does not join `InjectionContext.expert_group`; None where they can.
+    """
+
+    identity: str
+    devices: frozenset[str] = frozenset()
+    slots: ExpertSlots | None = None
+    sparsity: SparsityOptions | None = None
+    draft_sparsity: float | None = None
+    cache_form: Callable[[PretrainedConfig], QuantisedForm] | None = None
+    replays_steps: bool = True
+    undivided: str | None = ""
+
+
+class Packing(ABC):
+    """The weight types that an operator packs to, one of which its option `weights` chooses.
+
+    Attributes:
+        types: the values of that option.
+        measured: the options to measure the operator's speed with, by weight type.
+    """
+
+    types: tuple[str, ...]
+    measured: Mapping[str, Any]
+
+    @abstractmethod
+    def supports(self, options: Any, weight_type: str) -> bool:
+        """Return whether the operator can compute with the stored formats of a GGUF file.
+
+        Args:
+            weight_type: the type to compute with instead of the one in `options`: a stored format such as `q4_k`, or one type for gate and
+                up and one for down, as in `q4_k+q6_k`.
+        """
+
+    @abstractmethod
+    def type_for(self, options: Any, dtype: torch.dtype) -> str:
+        """Return the type that weights stored as `dtype` are packed to."""
+
+    @abstractmethod
+    def smaller(self, options: Any | None) -> Mapping[str, Any]:
+        """Return options that may take fewer bytes, by the advice to write them into a rule, in ascending order of lost precision.
+
+        Args:
+            options: those of the rule; None for a module that no rule replaces.
+        """
+
+    def options_for(self, path: str, module: nn.Module, options: Any, resolve: Callable[[str], str] | None) -> Any:
+        """Return the options of a rule for one module, which may be on meta.
+
+        Args:
+            resolve: returns the weight type that one in a rule means for this module, whose weights are stored in blocks; None where
+                they are not.
+
+        Raises:
+            OSError, MoegraftError: a file that the options name cannot be read, or is for another model.
+        """
+        return options if resolve is None else replace(options, weights=resolve(str(options.weights)))
 
 
 class Operator(nn.Module, ABC):
@@ -70,7 +134,7 @@ class Operator(nn.Module, ABC):
     options_type: ClassVar[type[Any]]  # a frozen dataclass; its fields are the options a rule file may give
     summary: ClassVar[str]  # one line for listings
     sparsity: LayerSparsity | None = None  # the threshold and counts of an operator that leaves neurons out
-    weight_types: ClassVar[tuple[str, ...]] = ()  # the values of the option `weights`, where the operator has it
+    packing: ClassVar[Packing | None] = None  # of an operator with the option `weights`
     uncaptured: ClassVar[str | None] = None  # why a CUDA graph cannot capture decode steps with this operator; None where it can
 
     @classmethod
@@ -84,14 +148,9 @@ class Operator(nn.Module, ABC):
         """Return the bytes that the operator will hold for `module`, whose weights are stored as `dtype`."""
 
     @classmethod
-    def supports_weight_type(cls, options: Any, weight_type: str) -> bool:
-        """Return whether the operator can compute with the stored formats of a GGUF file.
-
-        Args:
-            weight_type: the type to compute with instead of the one in `options`: a stored format such as `q4_k`, or one type for gate and
-                up and one for down, as in `q4_k+q6_k`.
-        """
-        return False
+    def traits(cls, options: Any) -> Traits:
+        """Return what `options` mean for the rest of the model."""
+        return Traits(repr(options))
 
     @classmethod
     @abstractmethod
@@ -110,13 +169,6 @@ class Operator(nn.Module, ABC):
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
         """
 
-    def check(self) -> None:
-        """Check what depends on the other operators; called when all operators of the model are built, before weights are read.
-
-        Raises:
-            UnsupportedModelError: the operator cannot work beside the others.
-        """
-
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         """Prepare for the first forward pass; called once, when the whole model is loaded. An operator must not keep `model`.
 
@@ -127,101 +179,6 @@ class Operator(nn.Module, ABC):
     def statistics(self) -> Mapping[str, object]:
         """Return the operator's counters and measurements so far, by name, for programs that show them."""
         return {}
-
-    # For planning and predictions
-
-    @classmethod
-    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Yield each option that the model or another rule contradicts, such as `sparsity.target`, with the reason.
-
-        Args:
-            use: the use of this operator by one rule.
-            uses: the uses of operators by all rules of the plan.
-            model: the model with its own modules, which may be on meta. `unsupported_reason` may have refused some of them.
-        """
-        return iter(())
-
-    @classmethod
-    def identity(cls, options: Any) -> str:
-        """Return the options that change the model's output; a model with other ones does not reuse stored keys and values."""
-        return repr(options)
-
-    @classmethod
-    def sparsity_options(cls, options: Any) -> SparsityOptions | None:
-        """Return which neurons of experts `options` leave out; None where all are computed."""
-        return None
-
-    @classmethod
-    def draft_sparsity(cls, options: Any) -> float | None:
-        """Return the share of neurons that drafts leave out; None where drafts leave out no more than other steps."""
-        return None
-
-    @classmethod
-    def devices_wanted(cls, options: Any) -> frozenset[str]:
-        """Return the GPUs that `options` ask for, such as `auto` or `cuda:1`; empty for the CPU."""
-        return frozenset()
-
-    @classmethod
-    def options_for(cls, path: str, module: nn.Module, options: Any, resolve: Callable[[str], str] | None) -> Any:
-        """Return the options of a rule for one module, which may be on meta; of operators with the option `weights`.
-
-        Args:
-            resolve: returns the weight type that one in a rule means for this module, whose weights are stored in blocks; None where
-                they are not.
-
-        Raises:
-            OSError, MoegraftError: a file that the options name cannot be read, or is for another model; `plan_errors` reports it.
-        """
-        return options if resolve is None else replace(options, weights=resolve(str(options.weights)))
-
-    @classmethod
-    def weight_type_for(cls, options: Any, dtype: torch.dtype) -> str | None:
-        """Return the type that weights stored as `dtype` are packed to; None where the operator packs no weights."""
-        return None
-
-    @classmethod
-    def savings(cls, module: nn.Module, options: Any | None, dtype: torch.dtype) -> Sequence[Saving]:
-        """Return the ways to hold `module` in fewer bytes than with `options`, in ascending order of lost precision.
-
-        Args:
-            options: None where no rule replaces the module.
-        """
-        return ()
-
-    @classmethod
-    def expert_slots(cls, options: Any) -> ExpertSlots | None:
-        """Return how experts in host memory share slots on GPUs; None where they use no GPU."""
-        return None
-
-    @classmethod
-    def cache_form(cls, options: Any, config: PretrainedConfig) -> QuantisedForm | None:
-        """Return the form in which `generate` stores keys and values; None for the model's dtype."""
-        return None
-
-    @classmethod
-    def replays_steps(cls, options: Any) -> bool:
-        """Return whether decode steps on the CPU may be replayed as native programs."""
-        return True
-
-    @classmethod
-    def measured_options(cls) -> Mapping[str, Any]:
-        """Return the options to measure this operator's speed with, by weight type."""
-        return {}
-
-    @classmethod
-    def why_undivided(cls, options: Any) -> str | None:
-        """Return why several processes cannot hold the experts together, or None where they can; of operators of the kind `experts`.
-
-        An operator that can joins `InjectionContext.expert_group`.
-        """
-        return f"{cls.name} needs all experts in one process: replace it by hybrid_experts, or start one process"
-
-    # For verification and calibration
-
-    @classmethod
-    def with_sparsity(cls, options: Any, sparsity: SparsityOptions) -> Any | None:
-        """Return `options` with another sparsity; None where the operator cannot leave neurons out."""
-        return None
 
     def weight_samples(self) -> Iterator[bytes]:
         """Yield bytes that differ where the operator's weights do, without those that are parameters or buffers of PyTorch.
@@ -235,14 +192,6 @@ class Operator(nn.Module, ABC):
         """The type of the weights that the operator computes with; None where it is not known."""
         return None
 
-    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the operator leaves no neuron out, and an operator within a stock module lets that module compute.
-
-        Args:
-            module: the module at the operator's path: the operator itself, or the stock module.
-        """
-        return nullcontext()
-
 
 class InPlaceOperator(Operator):
     """An operator that works within a stock module and holds no weights; other rules may replace parts of that module."""
@@ -252,61 +201,15 @@ class InPlaceOperator(Operator):
         return Footprint({})
 
     @classmethod
-    def identity(cls, options: Any) -> str:
-        return ""  # the operator computes what its module does, up to rounding
+    def traits(cls, options: Any) -> Traits:
+        return Traits("")  # the operator computes what its module does, up to rounding
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         raise AssertionError(f"{self.name} takes no weights")
 
-
-@dataclass(frozen=True, slots=True)
-class DraftedRow:
-    """What one text of a batch gained in a round.
-
-    Attributes:
-        confidences: the draft's probability of each draft token.
-        compared: draft tokens that were compared with the full model's choice: all up to the first rejected one.
-        accepted: of these.
-        generated: tokens by which the text grew.
-    """
-
-    confidences: Sequence[float]
-    compared: int
-    accepted: int
-    generated: int
-
-
-class BatchDrafts(ABC):
-    """Drafts for texts that are decoded together, each of which accepts as many tokens as it agrees with. One thread uses it.
-
-    The caller drafts for each text, feeds the drafts of all texts to the full model in one pass, and keeps of each text what the full
-    model would have generated, so that the text is the same with any drafts.
-    """
-
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """The most tokens of a draft."""
-
-    @abstractmethod
-    def plan(self, texts: int, limit: int) -> int:
-        """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""
-
-    @abstractmethod
-    def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
-        """Return at most `length` tokens that may follow a text; None where the model drafts, inside of `drafting`."""
-
-    @abstractmethod
-    def drafting(self) -> AbstractContextManager[None]:
-        """Let the calling thread's forward passes draft."""
-
-    @abstractmethod
-    def continues(self, confidences: Sequence[float]) -> bool:
-        """Return whether to draft one more token of a text after those with these probabilities."""
-
-    @abstractmethod
-    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
-        """Learn from a round of all texts; one without drafts is a plain step."""
+    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which `module`, the one that the operator works in, computes itself."""
+        return nullcontext()
 
 
 class ModelOperator(InPlaceOperator):
@@ -330,6 +233,13 @@ class ModelOperator(InPlaceOperator):
         if not isinstance(module, PreTrainedModel) or not isinstance(module, GenerationMixin):
             return f"{type(module).__name__} does not generate text"
         return "it has an encoder and a decoder" if module.config.is_encoder_decoder else None
+
+    def check(self) -> None:
+        """Check what depends on the other operators; called when all operators of the model are built, before weights are read.
+
+        Raises:
+            UnsupportedModelError: the operator cannot work beside the others.
+        """
 
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
         """Return an empty key-value cache as `generate` creates it, for callers that fill it first; None for transformers' own."""

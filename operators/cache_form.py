@@ -47,13 +47,6 @@ class QuantisedForm:
         return sum(self.layer_bytes(size, itemsize, tokens) for size in bytes_per_token) + 2 * max(bytes_per_token) * tokens
 
 
-class CacheForm:
-    """The form that the rules of one model give its cache; None until an operator that quantises it is built."""
-
-    def __init__(self) -> None:
-        self.quantised: QuantisedForm | None = None
-
-
 def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
     """Return the bytes of one token's keys and values in each layer, by the config's numbers of heads; a latent cache takes less."""
     text = config.get_text_config()

@@ -1,11 +1,12 @@
-"""The switch between drafting with fewer experts per token and full decoding, which drafters set and expert layers read."""
+"""Drafts: the switch that drafters set and layers of experts read, and what a server asks for to draft for a batch."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,56 @@ class DraftSwitch:
         if settings is None or settings.top_k >= top_k_index.shape[-1]:
             return top_k_index, top_k_weights
         return keep_largest(top_k_index, top_k_weights, settings.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRow:
+    """What one text of a batch gained in a round.
+
+    Attributes:
+        confidences: the draft's probability of each draft token.
+        compared: draft tokens that were compared with the full model's choice: all up to the first rejected one.
+        accepted: of these.
+        generated: tokens by which the text grew.
+    """
+
+    confidences: Sequence[float]
+    compared: int
+    accepted: int
+    generated: int
+
+
+class BatchDrafts(ABC):
+    """Drafts for texts that are decoded together, each of which accepts as many tokens as it agrees with. One thread uses it.
+
+    The caller drafts for each text, feeds the drafts of all texts to the full model in one pass, and keeps of each text what the full
+    model would have generated, so that the text is the same with any drafts.
+    """
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """The most tokens of a draft."""
+
+    @abstractmethod
+    def plan(self, texts: int, limit: int) -> int:
+        """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""
+
+    @abstractmethod
+    def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
+        """Return at most `length` tokens that may follow a text; None where the model drafts, inside of `drafting`."""
+
+    @abstractmethod
+    def drafting(self) -> AbstractContextManager[None]:
+        """Let the calling thread's forward passes draft."""
+
+    @abstractmethod
+    def continues(self, confidences: Sequence[float]) -> bool:
+        """Return whether to draft one more token of a text after those with these probabilities."""
+
+    @abstractmethod
+    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
+        """Learn from a round of all texts; one without drafts is a plain step."""
 
 
 def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from moegraft.operators.base import Footprint
+from typing import Self
 
 GPU_MARGIN_SHARE, GPU_MARGIN_BYTES = 0.06, 768 << 20
 
@@ -43,14 +40,6 @@ class GpuRates:
 
     def describe(self) -> str:
         return f"a GPU of {self.gbps:.4g} GB/s and {self.tflops:.3g} TFLOP/s behind a link of {self.link_gbps:.3g} GB/s ({self.origin})"
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """A way to hold a module in fewer bytes; `advice` is the option to write into a rule."""
-
-    advice: str
-    footprint: Footprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from moegraft.operators.base import PlannedUse
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.thresholds import SparsityOptions, Thresholds, read_thresholds, routed_target
@@ -104,16 +103,18 @@ def shared_intermediate(path: str, model: nn.Module) -> int:
     return 0
 
 
-def sparsity_errors(use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the options of a rule's `sparsity` that its layers cannot fulfil, as `Operator.plan_errors` does."""
-    options = use.operator.sparsity_options(use.options)
-    drafts = (each.operator.draft_sparsity(each.options) for each in uses)
-    draft = next((share for share in drafts if share is not None), None)
-    if options is None or not (options.target or draft):
+def sparsity_errors(options: SparsityOptions, draft: float | None, paths: Sequence[str], model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield each option of a rule's `sparsity` that the layers at `paths` cannot fulfil, such as `sparsity.target`, with the reason.
+
+    Args:
+        draft: the share of neurons that drafts leave out, where they leave out more.
+        model: the model with its own modules, which may be on meta.
+    """
+    if not (options.target or draft):
         return
     try:
         # Unsupported layers have an error of their own.
-        layers = [experts_layer(path, model) for path in use.paths if why_unsupported(model.get_submodule(path)) is None]
+        layers = [experts_layer(path, model) for path in paths if why_unsupported(model.get_submodule(path)) is None]
         targets = [layer.routed_target(options) if draft is None else layer.draft_target(options, draft) for layer in layers]
     except (UnsupportedModelError, ValueError) as error:
         yield "sparsity.target", str(error)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import ModelOperator, call_arguments
+from moegraft.operators.base import ModelOperator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 
@@ -102,17 +102,11 @@ class QuantizedKvCache(ModelOperator):
     @classmethod
     def build(cls, module: nn.Module, options: QuantizedKvCacheOptions, context: InjectionContext) -> Self:
         assert isinstance(module, PreTrainedModel), "unsupported_reason refuses all others"
-        group = group_of(module.config, options)
-        context.cache_form.quantised = options.form(group)
-        return cls(options, group)
+        return cls(options, group_of(module.config, options))
 
     @classmethod
-    def cache_form(cls, options: QuantizedKvCacheOptions, config: PreTrainedConfig) -> QuantisedForm:
-        return options.form(group_of(config, options))
-
-    @classmethod
-    def replays_steps(cls, options: QuantizedKvCacheOptions) -> bool:
-        return False
+    def traits(cls, options: QuantizedKvCacheOptions) -> Traits:
+        return Traits("", cache_form=lambda config: options.form(group_of(config, options)))
 
     def new_cache(self, model: PreTrainedModel) -> Cache:
         self._caches += 1

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
-from moegraft.operators.base import Footprint, Operator
+from moegraft.operators.base import Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
-from moegraft.operators.estimates import Saving
 from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, sampled
 
@@ -59,6 +58,23 @@ class QuantizedLinearOptions:
         return torch.device({"none": "cpu", "auto": "cuda:0"}.get(self.gpu, self.gpu))
 
 
+class LinearPacking(Packing):
+    """The weight types of `quantized_linear`."""
+
+    types = get_args(WEIGHT_TYPES)
+    measured: Mapping[str, Any] = {"int8": QuantizedLinearOptions(), "int4": QuantizedLinearOptions(weights="int4")}
+
+    def supports(self, options: QuantizedLinearOptions, weight_type: str) -> bool:
+        return True
+
+    def type_for(self, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
+        return _weight_type(options, dtype)
+
+    def smaller(self, options: QuantizedLinearOptions | None) -> Mapping[str, QuantizedLinearOptions]:
+        advice = "'quantized_linear' with 'weights: int8' and 'gpu: auto' for the linear layers"
+        return {} if options is not None else {advice: QuantizedLinearOptions()}
+
+
 class QuantizedLinear(Operator):
     """A linear layer: `forward(x (..., in_features)) -> (..., out_features)` in the dtype of `x`.
 
@@ -69,7 +85,7 @@ class QuantizedLinear(Operator):
     name = "quantized_linear"
     kind = "linear"
     options_type = QuantizedLinearOptions
-    weight_types = get_args(WEIGHT_TYPES)
+    packing = LinearPacking()
     summary = "a linear layer with int8, int4 or 16-bit weights, on the CPU by the C++ kernel or on a GPU by Triton kernels"
 
     def __init__(self, module: nn.Linear, options: QuantizedLinearOptions, runtime: Runtime, device: torch.device) -> None:
@@ -93,16 +109,8 @@ class QuantizedLinear(Operator):
         return None
 
     @classmethod
-    def supports_weight_type(cls, options: QuantizedLinearOptions, weight_type: str) -> bool:
-        return True
-
-    @classmethod
-    def identity(cls, options: QuantizedLinearOptions) -> str:
-        return options.weights
-
-    @classmethod
-    def devices_wanted(cls, options: QuantizedLinearOptions) -> frozenset[str]:
-        return frozenset() if options.gpu == "none" else frozenset({options.gpu})
+    def traits(cls, options: QuantizedLinearOptions) -> Traits:
+        return Traits(options.weights, devices=frozenset() if options.gpu == "none" else frozenset({options.gpu}))
 
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
@@ -119,22 +127,6 @@ class QuantizedLinear(Operator):
             context.warn_once(logger, f"quantized_linear stays on the CPU: {reason}")
             device = torch.device("cpu")
         return cls(module, options, context.runtime, device)
-
-    @classmethod
-    def weight_type_for(cls, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
-        return _weight_type(options, dtype)
-
-    @classmethod
-    def savings(cls, module: nn.Module, options: QuantizedLinearOptions | None, dtype: torch.dtype) -> Sequence[Saving]:
-        packed = QuantizedLinearOptions(weights="int8")
-        if options is not None or cls.unsupported_reason(module, packed) is not None:
-            return ()
-        advice = f"'{cls.name}' with 'weights: int8' and 'gpu: auto' for the linear layers"
-        return (Saving(advice, cls.footprint(module, packed, dtype)),)
-
-    @classmethod
-    def measured_options(cls) -> Mapping[str, QuantizedLinearOptions]:
-        return {"int8": QuantizedLinearOptions(weights="int8"), "int4": QuantizedLinearOptions(weights="int4")}
 
     @property
     def weight_type(self) -> str:

@@ -55,6 +55,7 @@ INTERFACE = {
     "block_encoding",
     "cache_form",
     "context",
+    "draft",
     "errors",
     "estimates",
     "expert_group",

@@ -101,7 +101,7 @@ def forecast(
         available_bytes=target.available_bytes,
         gpu=gpu,
         gpu_rates=rates,
-        without_gpu=gpu is None and any(map(planned.wants_gpu, plan.swaps)),
+        without_gpu=gpu is None and any(swap.traits.devices for swap in plan.swaps),
         speed=speed,
         no_speed=no_speed,
         rough=target.measured is not None and target.measured.busy,
@@ -158,9 +158,11 @@ def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
     saved: dict[str, int] = {}  # bytes by advice
     for swap in planned.plan.swaps:
         module = planned.meta_model.skeleton.get_submodule(swap.module)
-        for saving in swap.operator_type.savings(module, swap.options, planned.meta_model.stored):
-            less = swap.footprint.by_device.get("cpu", 0) - saving.footprint.by_device.get("cpu", 0)
-            saved[saving.advice] = saved.get(saving.advice, 0) + less
+        packing = swap.operator_type.packing
+        for advice, options in () if packing is None else packing.smaller(swap.options).items():
+            footprint = swap.operator_type.footprint(module, options, planned.meta_model.stored)
+            less = swap.footprint.by_device.get("cpu", 0) - footprint.by_device.get("cpu", 0)
+            saved[advice] = saved.get(advice, 0) + max(0, less)
     for advice, less in saved.items():
         if less > 0 and needed - less <= free:
             yield f"{advice}, which needs {(needed - less) / GIB:.1f} GiB"
@@ -191,8 +193,10 @@ def _savings_of_the_rest(planned: PlannedModel) -> dict[str, int]:
     for path, module in meta_model.skeleton.named_modules():
         found = kinds(path, module, meta_model.skeleton) if path and path not in taken else ()
         for operator in (planned.registry[name] for name in planned.registry) if found else ():
-            if operator.kind in found:
+            if operator.kind in found and operator.packing is not None:
                 held = sum(parameter.numel() for parameter in module.parameters()) * meta_model.dtype.itemsize
-                for saving in operator.savings(module, None, meta_model.stored):
-                    saved[saving.advice] = saved.get(saving.advice, 0) + max(0, held - saving.footprint.total_bytes)
+                for advice, options in operator.packing.smaller(None).items():
+                    if operator.unsupported_reason(module, options) is None:
+                        footprint = operator.footprint(module, options, meta_model.stored)
+                        saved[advice] = saved.get(advice, 0) + max(0, held - footprint.total_bytes)
     return saved

@@ -111,8 +111,8 @@ def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[O
     """Return weight type, operator and options of each measurement; of several operators for a weight type, the first by name."""
     found: dict[str, tuple[str, type[Operator], Any]] = {}
     for operator in operators:
-        if operator.kind == kind:
-            for weights, options in operator.measured_options().items():
+        if operator.kind == kind and operator.packing is not None:
+            for weights, options in operator.packing.measured.items():
                 found.setdefault(weights, (weights, operator, options))
     return list(found.values())
 

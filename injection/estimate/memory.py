@@ -274,7 +274,7 @@ def _slot_groups(planned: PlannedModel, free_bytes: int) -> Iterator[SlotGroup]:
     """
     alike: dict[ExpertSlots, dict[tuple[int, str], list[Swap]]] = {}
     for swap in planned.plan.swaps:
-        slots = planned.slots(swap)
+        slots = swap.traits.slots
         if slots is not None:
             kind = _host_bytes(swap), planned.weight_type(swap)
             alike.setdefault(slots, {}).setdefault(kind, []).append(swap)

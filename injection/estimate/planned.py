@@ -8,7 +8,7 @@ from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan, Swap
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.cache_form import QuantisedForm
-from moegraft.operators.estimates import ExpertSlots, GpuRates
+from moegraft.operators.estimates import GpuRates
 from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import OperatorRegistry
@@ -67,26 +67,20 @@ class PlannedModel:
     plan: Plan
     registry: OperatorRegistry
 
-    def wants_gpu(self, swap: Swap) -> bool:
-        return bool(swap.operator_type.devices_wanted(swap.options))
-
     def gpus_used(self, budget: GpuBudget) -> int:
         """Return how many GPUs hold what is not replaced; 0 if no rule asks for a GPU, and it stays on the CPU."""
-        wanted = {device for swap in self.plan.swaps for device in swap.operator_type.devices_wanted(swap.options)}
+        wanted = {device for swap in self.plan.swaps for device in swap.traits.devices}
         if not wanted:
             return 0
         return 1 if len(wanted) == 1 and "auto" not in wanted else budget.count
 
-    def slots(self, swap: Swap) -> ExpertSlots | None:
-        """Return the slots on the GPU for experts in host memory; None for any other swap."""
-        return swap.operator_type.expert_slots(swap.options)
-
     def on_gpu_alone(self, swap: Swap) -> bool:
         """Whether all weights of the operator are on a GPU."""
-        return self.wants_gpu(swap) and self.slots(swap) is None
+        return bool(swap.traits.devices) and swap.traits.slots is None
 
     def weight_type(self, swap: Swap) -> str:
-        return swap.operator_type.weight_type_for(swap.options, self.meta_model.stored) or "unknown"
+        packing = swap.operator_type.packing
+        return "unknown" if packing is None else packing.type_for(swap.options, self.meta_model.stored)
 
     def left_out(self, swap: Swap) -> float:
         """Return the share of the routed experts' neurons that a token does not need.
@@ -94,19 +88,17 @@ class PlannedModel:
         Raises:
             UnsupportedModelError: the config does not give the number of experts per token.
         """
-        sparsity = swap.operator_type.sparsity_options(swap.options)
+        sparsity = swap.traits.sparsity
         return 0.0 if sparsity is None else experts_layer(swap.module, self.meta_model.skeleton).routed_target(sparsity)
 
     def replays_steps(self, load: Workload) -> bool:
         """Return whether decode steps on the CPU may be replayed as native programs, which record the kernels of operators."""
-        operators = [swap.operator_type.replays_steps(swap.options) for swap in self.plan.swaps]
-        return bool(operators) and all(operators) and load.batch <= MAX_REPLAYED_SEQUENCES
+        operators = [swap.traits.replays_steps for swap in self.plan.swaps]
+        return bool(operators) and all(operators) and self.cache_form() is None and load.batch <= MAX_REPLAYED_SEQUENCES
 
     def cache_form(self) -> QuantisedForm | None:
         """Return the form of a quantised key-value cache; None if it is in the model's dtype."""
-        config = self.meta_model.source.config
-        forms = (swap.operator_type.cache_form(swap.options, config) for swap in self.plan.swaps)
-        return next((form for form in forms if form is not None), None)
+        return self.plan.cache_form(self.meta_model.source.config)
 
     def host_bytes(self) -> int:
         """Return the bytes of weights in host memory if there is a GPU: without operators that are on the GPU alone."""

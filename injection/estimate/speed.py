@@ -108,8 +108,8 @@ def work_of(planned: PlannedModel, *, on_gpu: bool = False) -> list[Work]:
 
 def _replaced(swap: Swap, module: nn.Module, planned: PlannedModel, on_gpu: bool) -> Work:
     device = "cpu"
-    if on_gpu and planned.wants_gpu(swap):
-        device = "gpu" if planned.slots(swap) is None else "slots"
+    if on_gpu and swap.traits.devices:
+        device = "gpu" if swap.traits.slots is None else "slots"
     count = sum(parameter.numel() for parameter in module.parameters())
     weights, nbytes = planned.weight_type(swap), swap.footprint.total_bytes
     if "experts" not in kinds(swap.module, module, planned.meta_model.skeleton):

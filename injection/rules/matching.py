@@ -16,7 +16,8 @@ from moegraft.injection.rules.document import MappingNode, Node
 from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs
-from moegraft.operators.base import Kind, Operator, PlannedUse
+from moegraft.operators.base import Kind, Operator
+from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import kinds
 
@@ -352,13 +353,15 @@ def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModu
 def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, registry: OperatorRegistry, findings: Findings) -> None:
     """Report the requirements of operators that the model, or the other operators, do not meet."""
     used = [
-        (rule, PlannedUse(registry[rule.operator], rule.options, taken))
+        (rule, registry[rule.operator], taken)
         for rule, taken in zip(rules, assignment.taken, strict=True)
         if taken and rule.operator is not None
     ]
-    uses = [use for _, use in used]
-    for rule, use in used:
-        for option, reason in use.operator.plan_errors(use, uses, model):
+    drafts = (operator.traits(rule.options).draft_sparsity for rule, operator, _ in used)
+    draft = next((share for share in drafts if share is not None), None)
+    for rule, operator, taken in used:
+        sparsity = operator.traits(rule.options).sparsity
+        for option, reason in () if sparsity is None else sparsity_errors(sparsity, draft, taken, model):
             findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
 
 
@@ -369,8 +372,9 @@ def _check_divided(rules: Sequence[Rule], assignment: Assignment, registry: Oper
         if not taken or rule.operator is None or registry[rule.operator].kind != "experts":
             continue
         divided = True
-        reason = registry[rule.operator].why_undivided(rule.options)
+        reason = registry[rule.operator].traits(rule.options).undivided
         if reason is not None:
+            reason = reason or f"{rule.operator} needs all experts in one process: replace it by hybrid_experts, or start one process"
             findings.error(rule.place("operator"), f"rule '{rule.id}': {reason}")
     if not divided:
         findings.error(rules[0].position, "no rule replaces experts, which is what several processes share; start one process")

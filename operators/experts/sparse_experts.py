@@ -5,26 +5,24 @@ It is the special case of `hybrid_experts` in which every expert has a slot: pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
-from moegraft.operators.base import Footprint, Operator, PlannedUse
+from moegraft.operators.base import Footprint, Operator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.sparse.choice import PathChoices
-from moegraft.operators.sparsity import LayerSparsity, whole
+from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import WeightSource, sampled
 
@@ -102,20 +100,8 @@ class SparseExperts(Operator):
         return why_unsupported(module)
 
     @classmethod
-    def plan_errors(cls, use: PlannedUse, uses: Sequence[PlannedUse], model: nn.Module) -> Iterator[tuple[str, str]]:
-        return sparsity_errors(use, uses, model)
-
-    @classmethod
-    def identity(cls, options: SparseExpertsOptions) -> str:
-        return f"{options.sparsity}"
-
-    @classmethod
-    def devices_wanted(cls, options: SparseExpertsOptions) -> frozenset[str]:
-        return frozenset({options.gpu})
-
-    @classmethod
-    def sparsity_options(cls, options: SparseExpertsOptions) -> SparsityOptions:
-        return options.sparsity
+    def traits(cls, options: SparseExpertsOptions) -> Traits:
+        return Traits(f"{options.sparsity}", devices=frozenset({options.gpu}), sparsity=options.sparsity)
 
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -130,13 +116,6 @@ class SparseExperts(Operator):
         sparsity = context.sparse_layers.join(options.sparsity, draft)
         device = torch.device("cpu") if why_unavailable() else options.device  # kernels are interpreted on the CPU
         return cls(read_layout(module), options, draft, sparsity, device, context.path_choices)
-
-    @classmethod
-    def with_sparsity(cls, options: SparseExpertsOptions, sparsity: SparsityOptions) -> SparseExpertsOptions:
-        return replace(options, sparsity=sparsity)
-
-    def set_aside(self, module: nn.Module) -> AbstractContextManager[None]:
-        return whole([self.sparsity])
 
     def weight_samples(self) -> Iterator[bytes]:
         assert self._arena is not None, "called after load"

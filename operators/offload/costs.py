@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Neurons, Work
+from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.queue import ExpertCache
-from moegraft.operators.offload.step import LayerExecutor
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 Rows = tuple[tuple[int, float], ...]
@@ -200,7 +200,7 @@ COUNTS = (1, 2, 4)  # experts of a job: a line through its times separates an ex
 
 
 def warm_up(
-    device: Device, cache: ExpertCache, executor_of: Callable[[Sequence[int], int], LayerExecutor], neurons: Neurons | None = None
+    device: Device, cache: ExpertCache, executor_of: Callable[[Sequence[int], int], CallExecutor], neurons: Neurons | None = None
 ) -> CostTables:
     """Measure what experts cost.
 

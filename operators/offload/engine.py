@@ -23,12 +23,13 @@ from moegraft.operators.interrupts import Uninterrupted
 from moegraft.operators.offload.cache import CachePolicy
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event, Work
+from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions, VerificationPrefetcher
 from moegraft.operators.offload.queue import ExpertCache
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, Scheduler
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, TimingRecorder
-from moegraft.operators.offload.step import LayerExecutor, LayerStep, Prediction
+from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Engine:
         self._by_residency = False
         self._lock = Lock()
 
-    def run(self, step: LayerStep, executor: LayerExecutor, overlap: Callable[[], None] | None = None) -> None:
+    def run(self, step: LayerStep, executor: CallExecutor, overlap: Callable[[], None] | None = None) -> None:
         """Compute `step.experts` through `executor`, whose `join` has returned when this does.
 
         If the device fails, the layer is computed again on the CPU and a warning is logged; a failure there is raised.
@@ -91,7 +92,7 @@ class Engine:
                 executor.restart()
                 executor.join(self._submit_cpu(step, np.ones(len(step.experts), bool), executor), ())
 
-    def _run(self, step: LayerStep, executor: LayerExecutor, overlap: Callable[[], None] | None) -> None:
+    def _run(self, step: LayerStep, executor: CallExecutor, overlap: Callable[[], None] | None) -> None:
         pin = self._slots.pin(step.layer, step.experts.tolist())
         wanted: deque[int] = deque()  # positions of the experts to transfer, in order
         requested: deque[tuple[int, Transfer]] = deque()  # those of them that have a slot, until they are launched
@@ -220,13 +221,13 @@ class Engine:
         gains[order] = self.scheduler.gains(prediction.layer, problem)
         return gains
 
-    def _submit_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: LayerExecutor) -> CpuTicket | None:
+    def _submit_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: CallExecutor) -> CpuTicket | None:
         if not on_cpu.any():
             return None
         work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes, neurons=step.neurons)
         return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), work)
 
-    def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: LayerExecutor, *, waited: bool) -> Event:
+    def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: CallExecutor, *, waited: bool) -> Event:
         loads = step.loads[at]
         work = Work("experts", tuple(loads.tolist()), self._expert_bytes, neurons=step.neurons)
         experts = executor.on_gpu(step.experts[at], slots)

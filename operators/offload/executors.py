@@ -250,7 +250,7 @@ class LookAhead:
 
 
 class CallExecutor:
-    """Computes one call of a layer.
+    """Does the arithmetic of one call of a layer; the engine decides which experts run where, and when.
 
     Args:
         host, on_device: the call's tokens in host memory, and where the slots are.
@@ -288,6 +288,7 @@ class CallExecutor:
         self._index = np.where((index < 0) | (index >= layers.num_experts), layers.num_experts, index)
 
     def on_cpu(self, experts: Ids) -> Callable[[], Waiter]:
+        """Return a job for `Device.submit_cpu`: these experts from host memory."""
         ids = np.full(self._layers.num_experts + 1, -1, np.int64)
         ids[experts] = experts
         return partial(self._start_cpu, ids[self._index])
@@ -298,7 +299,7 @@ class CallExecutor:
         return partial(runtime.wait, runtime.submit(self._packed, *arrays, **self._sparse_arguments))
 
     def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Callable[[], None]:
-        """Prepare a launch, copies included, so that what is left is work of the device."""
+        """Return a launch for `Device.launch`: these experts from their slots, added to earlier ones; copies are made at once."""
         slot_of = np.full(self._layers.num_experts + 1, -1, np.int32)
         slot_of[experts] = slots
         first, self._written = not self._written, True
@@ -324,6 +325,7 @@ class CallExecutor:
             self.result += part
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
+        """Sum what both devices computed, and raise what went wrong there. Without a ticket or an event, that one had no work."""
         self._layers.wait_for(gpu)
         if self._grouped is not None:
             self._grouped.finish(self.result)
@@ -339,6 +341,7 @@ class CallExecutor:
         self._written = True
 
     def restart(self) -> None:
+        """Discard what was computed: all experts are computed again, on the CPU."""
         self._grouped = None
         self._written = False
 

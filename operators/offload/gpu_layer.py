@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -17,7 +18,7 @@ from moegraft.operators.offload.captured import CallShape, CapturedLayer
 from moegraft.operators.offload.drafts import ResidentDraft
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.offload.shared_overlap import Compute, SharedOverlap
+from moegraft.operators.offload.shared_overlap import Experts
 from moegraft.operators.offload.step import DraftStep, Ids, LayerStep, Prediction
 from moegraft.operators.routing import Router, Scoring
 
@@ -31,24 +32,25 @@ class GpuLayer:
     Args:
         index: of the layer within its engine.
         draft: whether, and how, the calling thread drafts.
+        on_cpu: the layer's forward pass on the CPU alone.
 
     Attributes:
         captured: while a decode step is captured, the capturing thread and what computes the layer there.
         last_call: the shape of the last call.
-        shared_overlap: the shared experts of the layer's block, where it has some that can overlap.
+        router_calls: the last call of the layer's router.
     """
 
-    def __init__(self, engine: Engine, layers: EngineLayers, index: int, draft: DraftSwitch) -> None:
+    def __init__(self, engine: Engine, layers: EngineLayers, index: int, draft: DraftSwitch, on_cpu: Experts) -> None:
         self.engine = engine
         self.layers = layers
         self.captured: tuple[int, CapturedLayer] | None = None
         self.last_call: CallShape | None = None
-        self.shared_overlap: SharedOverlap | None = None
         self._index = index
         self._sparsity = layers.sparsity[index]
-        self._router_calls = _RouterCalls(layers.routers[index])
+        self.router_calls = _RouterCalls(layers.routers[index])
         self._look_ahead = layers.look_ahead
         self._draft = draft
+        self._on_cpu = on_cpu
         self._resident_draft = ResidentDraft(layers.routers[index])
 
     @property
@@ -57,24 +59,30 @@ class GpuLayer:
         return self._sparsity is not None
 
     def describe(self) -> str:
-        """Return a description for users: `24 of 128 in slots of cuda:0, two_threshold`."""
+        """Return what follows the CPU's description for users: ` and 24 of 128 in slots of cuda:0, two_threshold`."""
         slots = self.engine.cache.slots
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
-        return f"{capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
+        return f" and {capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
 
-    def overlap(self, shared: nn.Module, compute: Compute) -> None:
-        """Run the shared experts of the block while the routed ones are computed; `compute` is what the block calls for those."""
-        router = self.layers.routers[self._index].module
-        if "forward" not in vars(router):  # else other code has replaced it
-            self.shared_overlap = SharedOverlap(shared, router, compute, self._router_calls.record)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`.
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """(T, H), (T, K) int64, (T, K) -> (T, H) in the dtype and on the device of `hidden_states`."""
-        overlap = None if self.shared_overlap is None else self.shared_overlap.begin(hidden_states)
+        Args:
+            meanwhile: see `Engine.run`; it takes effect once, however often it is called.
+        """
+        # Only the CPU's kernel has the activations that an observer wants.
+        if not len(hidden_states) or (self._sparsity is not None and self._sparsity.observer is not None):
+            return self._on_cpu(hidden_states, top_k_index, top_k_weights, None)
         captured = self.captured
         if captured is not None and captured[0] == threading.get_ident():
-            call = self._router_calls.take()
-            return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if call is None else call[1], overlap)
+            call = self.router_calls.take()
+            return captured[1].forward(hidden_states, top_k_index, top_k_weights, None if call is None else call[1], meanwhile)
         if self._sparsity is not None:
             self._sparsity.begin(len(hidden_states))
         settings, routed_index = self._draft.settings, top_k_index
@@ -83,7 +91,7 @@ class GpuLayer:
         tokens = rounded(hidden_states.detach()).contiguous()
         on_device = Tokens(tokens, top_k_index.detach().long().contiguous(), top_k_weights.detach().float().contiguous())
         tensors = {"tokens": tokens, "index": on_device.top_k_index, "weights": on_device.top_k_weights}
-        call = self._router_calls.take()
+        call = self.router_calls.take()
         routing = routed_index.dtype, top_k_weights.dtype, None if call is None else call[1].dtype
         self.last_call = CallShape(len(tokens), top_k_index.shape[1], tokens.dtype, routing)
         if call is not None and len(call[1]) == len(top_k_index):
@@ -101,9 +109,9 @@ class GpuLayer:
             on_device,
             self.layers.layer_kernel(self._index),
         )
-        self.engine.run(self._step(host, settings), executor, overlap)
-        if overlap is not None:
-            overlap()  # where the device failed before it was called
+        self.engine.run(self._step(host, settings), executor, meanwhile)
+        if meanwhile is not None:
+            meanwhile()  # where the device failed before it was called
         return executor.result.to(hidden_states.dtype)
 
     def _step(self, host: dict[str, torch.Tensor], settings: DraftSettings | None) -> LayerStep:
@@ -130,7 +138,7 @@ class GpuLayer:
         """The routing of a draft, (T, K) and (T, K) padded."""
         if not settings.resident:
             return self._draft.narrow(top_k_index, top_k_weights)
-        scoring = self._router_calls.scoring()
+        scoring = self.router_calls.scoring()
         resident: NDArray[np.bool_] = np.asarray(self.engine.cache.slots.slot_of(self._index) >= 0)
         return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings.top_k, self._draft.say_once)
 

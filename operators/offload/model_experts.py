@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.cache_form import CacheForm, kv_cache_bytes
+from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes
 from moegraft.operators.cpu import as_array
-from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
@@ -24,7 +23,6 @@ from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceError, D
 from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.options import GpuOptions, free_for_slots
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
@@ -39,20 +37,21 @@ from moegraft.operators.timeline import Timeline
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from moegraft.operators.offload.gpu_layer import GpuLayer
+
 logger = logging.getLogger(__name__)
 CUDA = DeviceKind(CudaDevice, EngineLayers)
 QUANTILE_EXPERTS, QUANTILE_TOKENS = 8, 16  # whose activations give the threshold that leaves out a share of synthetic tokens' neurons
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadedLayer:
-    """A layer whose weights are in host memory; `attach` is given what computes it on the CPU and a GPU."""
+    """A layer whose weights are in host memory; `attach` makes what computes layer `index` of an engine, unless the layer is gone."""
 
     packed: PackedExperts
     sparsity: LayerSparsity | None
     router: Router
-    draft: DraftSwitch
-    attach: Callable[[GpuLayer], None]
+    attach: Callable[[Engine, EngineLayers, int], GpuLayer | None]
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +75,7 @@ class ModelEngines:
         options: the different options that rules give to layers.
     """
 
-    def __init__(self, runtime: Runtime, cache_form: CacheForm) -> None:
+    def __init__(self, runtime: Runtime, cache_form: QuantisedForm | None) -> None:
         self._runtime = runtime
         self._cache_form = cache_form
         self.options: list[GpuOptions] = []
@@ -113,7 +112,7 @@ class ModelEngines:
             return
         for options in self.options:
             layers = [self._loaded.pop(number) for number, joined in enumerate(self._joined) if joined == options]
-            kv_bytes = kv_cache_bytes(config, options.cache.context, dtype, self._cache_form.quantised)
+            kv_bytes = kv_cache_bytes(config, options.cache.context, dtype, self._cache_form)
             self._open_engines(options, layers, kv_bytes)
 
     def _open_engines(self, options: GpuOptions, layers: Sequence[LoadedLayer], kv_bytes: int) -> None:
@@ -141,9 +140,9 @@ class ModelEngines:
             self._engines.append(engine)
             taken[name] += engine.cache.slots.plan.slots * members[0].packed.expert_bytes
             for index, member in enumerate(members):
-                gpu_layer = GpuLayer(engine, engine_layers, index, member.draft)
-                self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
-                member.attach(gpu_layer)
+                gpu_layer = member.attach(engine, engine_layers, index)
+                if gpu_layer is not None:
+                    self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
 
     def statistics(self) -> Mapping[str, object]:
         """Return what each engine did, by its device."""

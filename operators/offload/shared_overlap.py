@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -22,7 +23,18 @@ from torch import nn
 from moegraft.operators.structure import SHARED_NAMES
 
 Order = Literal["unknown", "after", "before", "other"]
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[], None] | None], torch.Tensor]
+Record = Callable[[torch.Tensor, Any], None]
+
+
+def overlap_in(
+    block: nn.Module, router: nn.Module | None, experts: Experts, record: Record | None = None, *, unwatched: bool = False
+) -> SharedOverlap | None:
+    """Return the overlap of a block's shared experts with its routed ones; None where it has none, or other code has replaced one."""
+    shared = shared_experts_of(block)
+    if shared is None or router is None or "forward" in vars(router):
+        return None
+    return SharedOverlap(shared, router, experts, record, unwatched=unwatched)
 
 
 def shared_experts_of(block: nn.Module) -> nn.Module | None:
@@ -39,17 +51,16 @@ class _OverlapState(threading.local):
 
     trial: tuple[torch.Tensor, Any] | None = None  # the shared experts' input and result, run ahead to be compared
     shared_input: torch.Tensor | None = None  # of the shared experts, where they were called before the routed ones
-    launch: RunOnce | None = None
     routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # inputs and result, run ahead
 
 
 class SharedOverlap:
-    """The overlap in one block; several threads may run it.
+    """The overlap in one block; several threads may run it. The routed experts are then called through `forward`.
 
     Args:
-        compute: the routed experts as the block calls them; None when they are gone.
+        experts: the forward pass of the routed experts, whose last argument is what to call while they are waited for.
         record: given the router's input and output where its hooks have not run yet.
-        unwatched: leave a pass that a dispatch mode watches as it is; its caller then calls neither `take_routed` nor `begin`.
+        unwatched: leave a pass that a dispatch mode watches as it is; its caller then does not call `forward`.
 
     Attributes:
         order: when the block calls its shared experts; `other` where they cannot overlap.
@@ -59,16 +70,16 @@ class SharedOverlap:
         self,
         shared: nn.Module,
         router: nn.Module,
-        compute: Compute,
-        record: Callable[[torch.Tensor, Any], None] = lambda *_: None,
+        experts: Experts,
+        record: Record | None = None,
         *,
         unwatched: bool = False,
     ) -> None:
         self.order: Order = "unknown"
-        self._shared = AheadModule(shared, self._shared_called)
-        self._router = AheadModule(router)
+        self._shared = PrecomputedModule(shared, self._shared_called)
+        self._router = PrecomputedModule(router)
         self._router.observed = True
-        self._compute = compute
+        self._experts = experts
         self._record = record
         self._unwatched = unwatched
         self._positions = (0, 0)  # of ids and weights in what the router returns
@@ -79,23 +90,23 @@ class SharedOverlap:
         self._router.observed = False
         self._router.last = None
 
-    def take_routed(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor | None:
-        """Return the routed experts' result if it was computed ahead of this call."""
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Return the routed experts' result for (T, H), (T, K), (T, K), which may have been computed ahead of this call."""
         inputs = hidden_states, top_k_index, top_k_weights
+        if not len(hidden_states):
+            return self._experts(*inputs, None)
         routed, self._state.routed = self._state.routed, None
         if routed is not None and all(map(_same, inputs, routed[:3])):
             return routed[3]
         if self.order == "unknown" and self._state.shared_input is not None:
             shared_input, self._state.shared_input = self._state.shared_input, None
             self._decide("before" if self._can_run_ahead(shared_input, *inputs) else "other")
-        return None
+        return self._experts(*inputs, self._begin(hidden_states))
 
-    def begin(self, hidden_states: torch.Tensor) -> RunOnce | None:
-        """Return what runs the shared experts, to be called when the routed experts have been handed over."""
-        if self._state.launch is not None:
-            return self._state.launch
+    def _begin(self, hidden_states: torch.Tensor) -> Callable[[], None] | None:
+        """Return what runs the shared experts, once: to be called when the routed experts have been handed over."""
         if self.order == "after":
-            return RunOnce(lambda: self._shared.keep(hidden_states, self._shared.run(hidden_states)))
+            return cache(lambda: self._shared.keep(hidden_states, self._shared.run(hidden_states)))
         if self.order == "unknown":
             if self._state.trial is not None:
                 self._state.trial = None
@@ -105,7 +116,7 @@ class SharedOverlap:
         return None
 
     def _shared_called(self, x: torch.Tensor) -> Any:
-        if self._unwatched and torch._C._len_torch_dispatch_stack() > 0:
+        if not x.numel() or (self._unwatched and torch._C._len_torch_dispatch_stack() > 0):
             return None
         if self.order == "before" and x.dim() == 2:
             return self._run_ahead(x)
@@ -125,16 +136,12 @@ class SharedOverlap:
         routing = self._router.run(x)
         index, weights = (routing[position] for position in self._positions)
         shared: list[Any] = []
-        self._state.launch = RunOnce(lambda: shared.append(self._shared.run(x)))
-        self._record(x, routing)
-        try:
-            result = self._compute(x, index, weights)
-            self._state.launch()
-        finally:
-            self._state.launch = None
+        launch = cache(lambda: shared.append(self._shared.run(x)))
+        if self._record is not None:
+            self._record(x, routing)
+        self._state.routed = x, index, weights, self._experts(x, index, weights, launch)
+        launch()
         self._router.keep(x, routing)
-        if result is not None:
-            self._state.routed = x, index, weights, result
         return shared[0]
 
     def _can_run_ahead(
@@ -153,15 +160,16 @@ class SharedOverlap:
         return all(torch.equal(again[position], routing[position]) for position in self._positions)
 
 
-class _AheadState(threading.local):
+class _PrecomputedState(threading.local):
     kept: tuple[torch.Tensor, int, Any] | None = None  # input, its version, and result
 
 
-class AheadModule:
+class PrecomputedModule:
     """A module that can be run before it is called; the call on the same tensor then gets the result.
 
     Args:
-        on_call: asked at calls that find no result; what it returns, unless None, is the call's result.
+        on_call: a method that is asked at calls that find no result; what it returns, unless None, is the call's result. Its object is
+            not kept alive.
 
     Attributes:
         observed: whether `last` is wanted, which keeps the tensors of a pass until the next one.
@@ -171,9 +179,9 @@ class AheadModule:
     def __init__(self, module: nn.Module, on_call: Callable[[torch.Tensor], Any] | None = None) -> None:
         self.observed = False
         self.last: tuple[torch.Tensor, Any] | None = None
-        self._on_call = on_call
+        self._on_call = None if on_call is None else WeakMethod(on_call)
         self._module = ref(module)
-        self._state = _AheadState()
+        self._state = _PrecomputedState()
         signature, weak_module, weak_self = inspect.signature(module.forward), self._module, ref(self)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -196,25 +204,14 @@ class AheadModule:
         single = len(args) == 1 and not kwargs
         if single and kept is not None and _same(args[0], kept[0]) and _version(args[0]) == kept[1]:
             return _shaped(kept[2], args[0])
-        if single and self._on_call is not None and not torch.is_grad_enabled():
-            found = self._on_call(args[0])
+        on_call = self._on_call() if single and self._on_call is not None and not torch.is_grad_enabled() else None
+        if on_call is not None:
+            found = on_call(args[0])
             if found is not None:
                 return found
         result = _plain(self._module(), *args, **kwargs)
         self.last = (args[0], result) if single and self.observed else None
         return result
-
-
-class RunOnce:
-    """A call that takes effect once, whoever makes it first."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
 
 
 def _plain(module: Any, *args: Any, **kwargs: Any) -> Any:

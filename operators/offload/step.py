@@ -5,14 +5,14 @@ Shapes: T tokens, E experts, K experts per token, A active experts (those with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.devices.base import CpuTicket, Event, Neurons, Waiter
+from moegraft.operators.offload.devices.base import Neurons
 
 Ids = NDArray[np.int64]
 
@@ -93,23 +93,3 @@ class LayerStep:
         experts, counts = np.unique(chosen, return_counts=True)
         start = int(np.searchsorted(experts, 0))
         return cls(layer, experts[start:], counts[start:].astype(np.int32), chosen, scores, predictions, draft, neurons)
-
-
-class LayerExecutor(Protocol):
-    """Does the arithmetic of one call; the engine decides which experts run where, and when."""
-
-    def on_cpu(self, experts: Ids) -> Callable[[], Waiter | None] | None:
-        """Return a job for `Device.submit_cpu`: these experts from host memory. None where nothing is computed (simulations)."""
-        ...
-
-    def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Callable[[], None] | None:
-        """Return a launch for `Device.launch`: these experts from their slots, added to what was launched before."""
-        ...
-
-    def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
-        """Sum what both devices computed, and raise what went wrong there. Without a ticket or an event, that one had no work."""
-        ...
-
-    def restart(self) -> None:
-        """Discard what was computed: all experts are computed again, on the CPU."""
-        ...

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import BatchDrafts, DraftedRow, ModelOperator
+from moegraft.operators.base import ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.loop import generate
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.speculative.decoding import (
     NGRAM,
@@ -140,8 +140,8 @@ class SpeculativeDraft(ModelOperator):
         return unsupported_model_reason(module.config)
 
     @classmethod
-    def draft_sparsity(cls, options: SpeculativeOptions) -> float | None:
-        return options.draft_sparsity
+    def traits(cls, options: SpeculativeOptions) -> Traits:
+        return Traits("", draft_sparsity=options.draft_sparsity)
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:

@@ -44,7 +44,7 @@ def test_outputs_are_those_of_the_dequantised_weights(tmp_path: Path, weights: s
     model = load(tmp_path, weights, moe_intermediate_size=intermediate, hidden_size=256 if intermediate == 256 else 64)
     operator = next(module for module in model.modules() if isinstance(module, HybridExperts))
     model.config._experts_implementation = "eager"
-    stock, packed = Qwen3MoeExperts(model.config), operator._packed
+    stock, packed = Qwen3MoeExperts(model.config), operator.on_cpu.packed
     assert packed is not None
     torch.manual_seed(1)
     with torch.no_grad():

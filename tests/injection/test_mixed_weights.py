@@ -64,7 +64,7 @@ def test_each_projection_has_its_type(folder: Path) -> None:
 
 def test_a_plan_counts_the_bytes_that_are_held(folder: Path) -> None:
     model = load(folder, rules())
-    held = sum(operator._packed.nbytes for operator in experts(model) if operator._packed is not None)
+    held = sum(operator.on_cpu.packed.nbytes for operator in experts(model))
     planned = sum(sum(swap.footprint.by_device.values()) for swap in model.moegraft.plan.swaps)
     assert planned == held
     assert all(swap.weight_type == "int4+int8" for swap in model.moegraft.plan.swaps)
@@ -162,10 +162,10 @@ def test_calibration_refuses_it_with_the_reason(tmp_path: Path) -> None:
 def test_files_with_blocks_keep_what_a_mixture_allows(requested: str, found: str) -> None:
     options = HybridExpertsOptions()
     stored = StoredTypes("int8", "q4_k", "q6_k")
-    known = HybridExperts.weight_types
+    packing = HybridExperts.packing
     types = WeightTypes.parse(requested)
-    assert str(resolve_weight_types(types, stored, known, lambda name: HybridExperts.supports_weight_type(options, name))) == found
-    without = resolve_weight_types(types, stored, known, lambda name: False)
+    assert str(resolve_weight_types(types, stored, packing.types, lambda name: packing.supports(options, name))) == found
+    without = resolve_weight_types(types, stored, packing.types, lambda name: False)
     assert without == types.map(lambda each: "int8" if each == "stored" else each)
 
 

@@ -66,7 +66,7 @@ COMPARE = textwrap.dedent(
     noted(_Link, "add_to", "add")
 
     def beside(model, ids):
-        overlaps = {name: each._shared_overlap for name, each in model.named_modules() if getattr(each, "_shared_overlap", None)}
+        overlaps = {name: each.overlap for name, each in model.named_modules() if getattr(each, "overlap", None)}
         blocks = [model.get_submodule(name.rpartition(".")[0]) for name in overlaps]
         shared = [getattr(block, name) for block in blocks for name in SHARED_NAMES if hasattr(block, name)]
         for kind in set(map(type, shared)):

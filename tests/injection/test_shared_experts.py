@@ -50,7 +50,7 @@ def device_class(model: PreTrainedModel) -> type:
 
 def layers_of(model: PreTrainedModel) -> list[SharedOverlap]:
     operators = [module for module in model.modules() if isinstance(module, HybridExperts)]
-    found = [operator.gpu_layer.shared_overlap for operator in operators if operator.gpu_layer is not None]
+    found = [operator.overlap for operator in operators]
     assert found and None not in found
     return found  # type: ignore[return-value] # just asserted
 

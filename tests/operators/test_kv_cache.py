@@ -54,7 +54,9 @@ def load(tmp_path: Path) -> Callable[..., PreTrainedModel]:
 
 def form_of(model: Any) -> QuantisedForm:
     (options,) = [swap.options for swap in model.moegraft.plan.swaps if swap.operator == QuantizedKvCache.name]
-    return QuantizedKvCache.cache_form(options, model.config)
+    form = QuantizedKvCache.traits(options).cache_form
+    assert form is not None
+    return form(model.config)
 
 
 def stock(model_type: str = "qwen3_moe") -> PreTrainedModel:

@@ -350,7 +350,7 @@ def fingerprint(model: PreTrainedModel) -> str:
             digest.update(sampled(rows.contiguous().view(torch.uint8)))
     injection = injection_of(model)
     for swap in injection.plan.swaps if injection is not None else ():
-        digest.update(f"{swap.module} {swap.operator} {swap.operator_type.identity(swap.options)}".encode())
+        digest.update(f"{swap.module} {swap.operator} {swap.traits.identity}".encode())
     group = None if injection is None else injection.context.expert_group
     for path, operator in injection.operators.items() if injection is not None else ():
         threshold = "" if operator.sparsity is None else f"{operator.sparsity.threshold:.3g}"

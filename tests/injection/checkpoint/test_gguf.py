@@ -25,6 +25,7 @@ from support.gguf_files import (
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
+from moegraft.operators.experts.cpu import CpuExperts
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
 
@@ -88,7 +89,7 @@ def experts_of(model: PreTrainedModel, layer: int = 1) -> HybridExperts:
 
 
 def unpacked(model: PreTrainedModel, expert: int, part: str) -> torch.Tensor:
-    packed = experts_of(model)._packed
+    packed = experts_of(model).on_cpu.packed
     assert packed is not None
     return torch.from_numpy(packed.unpack(expert, part))
 
@@ -215,7 +216,7 @@ def test_the_plan_counts_what_the_file_holds(tmp_path: Path) -> None:
     planned = optimize_and_load(folder, "cpu-exact", gguf=folder, dry_run=True)
     first = next(swap for swap in planned.swaps if swap.operator == "hybrid_experts")
     assert first.options.weights == "int4"  # type: ignore[attr-defined]
-    packed = experts_of(load(folder))._packed
+    packed = experts_of(load(folder)).on_cpu.packed
     assert packed is not None and first.footprint.by_device == {"cpu": packed.nbytes}
 
 
@@ -223,7 +224,7 @@ def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path, monkeypatch:
     folder = saved(mixtral(), tmp_path, {"": BlockType.Q8_0})
     rules = experts_rules(tmp_path, f"weights: stored, cache_dir: '{tmp_path / 'packed'}'")
     first = load(folder, rules)
-    monkeypatch.setattr(HybridExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
+    monkeypatch.setattr(CpuExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
     assert torch.equal(unpacked(load(folder, rules), 3, "down"), unpacked(first, 3, "down"))
     monkeypatch.undo()
     torch.manual_seed(1)

@@ -14,8 +14,10 @@ from support.k_quants import dequantised, quantise
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
+from moegraft.operators.experts.cpu import CpuExperts
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
+from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.weights import WeightTypes
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 101, "hidden_size": 256}
@@ -51,7 +53,7 @@ def load(folder: Path, options: str = "weights: stored", linear: str = "") -> Pr
 
 def experts_of(model: PreTrainedModel) -> HybridExperts:
     found = model.get_submodule("model.layers.1.mlp.experts")
-    assert isinstance(found, HybridExperts) and found._packed is not None
+    assert isinstance(found, HybridExperts)
     return found
 
 
@@ -87,7 +89,7 @@ def test_values_stay_to_the_last_bit(kinds: Mapping[str, BlockType], options: st
     for part in PARTS:
         if of_parts[part] != "int4":
             for expert in range(3):
-                values = (torch.from_numpy(experts_of(model)._packed.unpack(expert, part)) for model in (kept, exact))  # type: ignore[union-attr]
+                values = (torch.from_numpy(experts_of(model).on_cpu.packed.unpack(expert, part)) for model in (kept, exact))  # type: ignore[union-attr]
                 assert torch.equal(*values), part
     # The kernel rounds activations to 8 bits: logits are near, but for a token whose experts were all but tied.
     assert errors(kept, exact).median() < (0.5 if "int4" in expected else 0.02)
@@ -113,7 +115,7 @@ def test_a_file_that_changes_type_per_tensor(names: tuple[str, ...], tmp_path: P
     exact = load(folder, "weights: float32")
     for layer, expected in enumerate((names[:2], names[2:4])):
         path = f"model.layers.{layer}.mlp.experts"
-        found, stock = (model.get_submodule(path)._packed for model in (kept, exact))  # type: ignore[union-attr]
+        found, stock = (model.get_submodule(path).on_cpu.packed for model in (kept, exact))  # type: ignore[union-attr]
         assert found.weight_type == "+".join(expected).lower()
         for part in PARTS:
             assert all((found.unpack(expert, part) == stock.unpack(expert, part)).all() for expert in range(3)), part
@@ -135,16 +137,16 @@ def test_slots_hold_the_bytes_of_the_file(tmp_path: Path, caplog: pytest.LogCapt
     assert not [record.message for record in caplog.records if "converted" in record.message]
     for layer, expected in enumerate(("q4_k+q6_k", "iq3_xxs+q3_k")):
         experts = found.get_submodule(f"model.layers.{layer}.mlp.experts")
-        assert isinstance(experts, HybridExperts) and experts._packed is not None and experts.gpu_layer is not None
+        assert isinstance(experts, HybridExperts) and isinstance(experts.backend, GpuLayer)
         assert experts.weight_type == expected
-        assert experts.gpu_layer.engine.cache.slots.plan.total == 2  # and four for transfers; alone it would have all three
+        assert experts.backend.engine.cache.slots.plan.total == 2  # and four for transfers; alone it would have all three
     assert errors(found, on_cpu).max() < 1e-3  # sums in another order: an activation may round to the next of its 8 bits
 
 
 def test_what_is_kept_is_what_the_quantiser_wrote(tmp_path: Path) -> None:
     """Not only what another way of loading reads."""
     model = qwen3()
-    packed = experts_of(load(saved(tmp_path, MEDIUM, model)))._packed
+    packed = experts_of(load(saved(tmp_path, MEDIUM, model))).on_cpu.packed
     assert packed is not None
     for part, weight_type in (("gate", "q4_k"), ("down", "q6_k")):
         expected = dequantised(quantise(tensors_of(model)[f"blk.1.ffn_{part}_exps.weight"][2], weight_type), weight_type)
@@ -220,7 +222,7 @@ def test_the_plan_counts_what_is_kept(tmp_path: Path) -> None:
     planned = optimize_and_load(folder, folder / "rules.yaml", gguf=folder, dry_run=True)
     by_path = {swap.module: swap for swap in planned.swaps}
     experts = by_path["model.layers.1.mlp.experts"]
-    packed = experts_of(model)._packed
+    packed = experts_of(model).on_cpu.packed
     assert packed is not None and experts.footprint.by_device == {"cpu": packed.nbytes}
     assert packed.nbytes == 3 * (2 * 144 + 210) * 256
     assert by_path["model.layers.0.self_attn.q_proj"].footprint.by_device == {"cpu": 256 * 144}
@@ -230,7 +232,7 @@ def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path, monkeypatch:
     folder = saved(tmp_path, MEDIUM)
     options = f"weights: stored, cache_dir: '{tmp_path / 'packed'}'"
     first = load(folder, options)
-    monkeypatch.setattr(HybridExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
+    monkeypatch.setattr(CpuExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
     second = load(folder, options)
     assert experts_of(second).weight_type == "q4_k+q6_k"
     assert not errors(second, first).any()

@@ -112,7 +112,7 @@ def test_equals_the_stock_model_with_dequantised_weights(form: Form, tmp_path: P
         for part, whole in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj")):
             values = stock.get_parameter(f"model.layers.1.mlp.experts.{whole}")[2].T
             expected = values if part == "down" else values[int(part == "up") :: 2]
-            assert torch.equal(torch.from_numpy(experts._packed.unpack(2, part)), expected), part
+            assert torch.equal(torch.from_numpy(experts.on_cpu.packed.unpack(2, part)), expected), part
     assert getattr(found.config, "quantization_config", None) is None, "what was loaded is not quantised"
 
 

@@ -138,8 +138,8 @@ def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path,
 def test_stored_is_a_type_that_holds_the_codes(name: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(FORMATS[name], tmp_path)
     stock = stock_of(FORMATS[name])
-    packed = load(tmp_path, EXPERTS + LINEARS).get_submodule("model.layers.1.mlp.experts")._packed  # type: ignore[union-attr]
-    assert packed is not None and packed.weight_type == expected
+    packed = load(tmp_path, EXPERTS + LINEARS).get_submodule("model.layers.1.mlp.experts").on_cpu.packed  # type: ignore[union-attr]
+    assert packed.weight_type == expected
     exact = stock.get_submodule("model.layers.1.mlp.experts")
     for part, values in zip(("gate", "up"), exact.get_parameter("gate_up_proj")[1].chunk(2), strict=True):
         found = torch.from_numpy(packed.unpack(1, part))
@@ -189,8 +189,8 @@ def test_as_many_bytes_as_the_file(form: Format, expected: str, tmp_path: Path) 
     [swap] = [swap for swap in planned.swaps if swap.module == experts]  # type: ignore[attr-defined]
     assert swap.weight_type == expected
     assert abs(swap.footprint.total_bytes / stored - 1) <= 0.02
-    packed = load(tmp_path, EXPERTS).get_submodule(experts)._packed
-    assert packed is not None and packed.buffer.nbytes == swap.footprint.total_bytes  # type: ignore[union-attr]
+    packed = load(tmp_path, EXPERTS).get_submodule(experts).on_cpu.packed
+    assert packed.buffer.nbytes == swap.footprint.total_bytes  # type: ignore[union-attr]
 
 
 def within_two_units(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -205,8 +205,8 @@ def test_a_number_that_divides_scales_becomes_its_reciprocal(tmp_path: Path, cap
     save(form, tmp_path)
     stock, found = stock_of(form), load(tmp_path, EXPERTS + LINEARS)
     experts = "model.layers.1.mlp.experts"
-    packed = found.get_submodule(experts)._packed
-    assert packed is not None and packed.weight_type == "nvfp4"
+    packed = found.get_submodule(experts).on_cpu.packed
+    assert packed.weight_type == "nvfp4"
     held = {part: torch.from_numpy(packed.unpack(1, part)) for part in ("gate", "up", "down")}
     gate, up = stock.get_parameter(f"{experts}.gate_up_proj")[1].chunk(2)
     for part, values in {"gate": gate, "up": up, "down": stock.get_parameter(f"{experts}.down_proj")[1]}.items():
@@ -244,8 +244,8 @@ def test_nvfp4_of_all_experts_in_one_tensor(tmp_path: Path) -> None:
                 tensors[f"{prefix}.{name}{suffix}"] = torch.stack([stored[f"m.weight{suffix}"] for stored, _ in each])
             meant[name] = torch.stack([values for _, values in each])
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
-    packed = load(tmp_path, EXPERTS).get_submodule("model.layers.1.mlp.experts")._packed
-    assert packed is not None and packed.weight_type == "nvfp4"
+    packed = load(tmp_path, EXPERTS).get_submodule("model.layers.1.mlp.experts").on_cpu.packed
+    assert packed.weight_type == "nvfp4"
     for expert in range(3):
         held = {part: torch.from_numpy(packed.unpack(expert, part)) for part in ("gate", "up", "down")}
         assert torch.equal(torch.cat([held["gate"], held["up"]]), meant["gate_up_proj"][expert])
@@ -291,8 +291,8 @@ def test_fused_gate_and_up_may_have_a_scale_each(form: Format, number: str, expe
             meant[name] = values * (stored["_scale"].float().numpy() * factors).repeat(16, axis=-1)
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
     found, kept = load(tmp_path, EXPERTS), load(tmp_path, HEAD)
-    packed = found.get_submodule(prefix)._packed
-    assert packed is not None and packed.weight_type == expected
+    packed = found.get_submodule(prefix).on_cpu.packed
+    assert packed.weight_type == expected
     for expert in range(3):
         held = {part: packed.unpack(expert, part) for part in ("gate", "up", "down")}
         np.testing.assert_allclose(np.concatenate([held["gate"], held["up"]]), meant["gate_up_proj"][expert], rtol=rounding)

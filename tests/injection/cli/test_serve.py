@@ -45,7 +45,7 @@ from moegraft.injection.cli.serve.pages import SequencePool, open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.injected import injection_of
-from moegraft.operators.base import DraftedRow
+from moegraft.operators.draft import DraftedRow
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 

@@ -1,5 +1,9 @@
 """The operators' forward pass on every form of input, and with autograd."""
 
+import inspect
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +68,18 @@ def test_any_form_of_the_inputs_gives_the_stock_output(stock: Qwen3MoeExperts, e
     torch.testing.assert_close(experts(strided, index.T.contiguous().T, weights.T.contiguous().T), expected, **close)
     with torch.inference_mode():
         torch.testing.assert_close(experts(hidden, index, weights), expected, **close)
+
+
+def test_two_methods_lie_between_a_call_and_the_kernel(stock: Qwen3MoeExperts) -> None:
+    operator = built(HybridExperts, stock, HybridExpertsOptions())
+    ours, seen = str(Path(inspect.getfile(Operator)).parent), []
+
+    def kernel(*given: object) -> None:
+        seen.extend(frame.name for frame in traceback.extract_stack() if frame.filename.startswith(ours))
+
+    vars(operator.on_cpu.runtime)["forward"] = kernel  # type: ignore[union-attr]
+    operator(*inputs())
+    assert seen == ["forward", "forward"]
 
 
 def test_no_tokens_and_no_choices(experts: Operator) -> None:

@@ -108,9 +108,9 @@ def test_the_footprint_equals_the_held_bytes(module: Qwen3MoeExperts, weights: s
     for sparsity in (None, SPARSE):
         options = HybridExpertsOptions(weights=weights, sparsity=sparsity)  # type: ignore[arg-type]
         operator = built(module, options)
-        assert operator._packed is not None
-        assert HybridExperts.footprint(module, options, torch.float32).by_device == {"cpu": operator._packed.nbytes}
-        assert operator._packed.sparse == (sparsity is not None)
+        packed = operator.on_cpu.packed
+        assert HybridExperts.footprint(module, options, torch.float32).by_device == {"cpu": packed.nbytes}
+        assert packed.sparse == (sparsity is not None)
 
 
 def test_placement_names_the_sparsity(module: Qwen3MoeExperts) -> None:

@@ -130,10 +130,10 @@ def test_what_a_captured_step_launches_was_launched_before(rig: EngineRig, score
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    layers, switch = rig.engine_layers(), DraftSwitch()
+    layers = rig.engine_layers()
     layers.routers = [Router(f"layers.{number}.experts", Scores(), torch.nn.Module(), EXPERTS) for number in range(LAYERS)]
     layers.look_ahead = LookAhead(layers.routers)
-    gpu_layers = [GpuLayer(rig.engine, layers, number, switch) for number in range(LAYERS)]
+    gpu_layers = [GpuLayer(rig.engine, layers, number, DraftSwitch(), pytest.fail) for number in range(LAYERS)]
     x, index, weights = make_batch(1, TOP_K, rig.layers[0], torch.bfloat16)
     routed = index.int(), weights.bfloat16()  # as some families have them
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.shared_overlap import AheadModule, SharedOverlap, shared_experts_of
+from moegraft.operators.offload.shared_overlap import PrecomputedModule, SharedOverlap, shared_experts_of
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step import LayerStep
 
@@ -62,21 +62,21 @@ class Block(nn.Module):
         self.routed = nn.Linear(HIDDEN, HIDDEN)
         module = self.shared_experts
         assert shared_experts_of(self) is module
-        alive = weakref.ref(self)
-        self.overlap: SharedOverlap | None = SharedOverlap(module, self.gate, lambda *given: alive().experts(*given), self.record)  # type: ignore[union-attr]
+        self.overlap: SharedOverlap | None = SharedOverlap(module, self.gate, self.experts, self.record)
 
     def record(self, hidden_states: torch.Tensor, output: Any) -> None:
         self.log.append("recorded")
 
-    def experts(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """As the operator does it."""
-        done = self.overlap.take_routed(hidden_states, top_k_index, top_k_weights) if self.overlap else None
-        if done is not None:
-            return done
-        launch = self.overlap.begin(hidden_states) if self.overlap else None
+    def experts(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         self.log.append("handed over")
-        if launch is not None:
-            launch()
+        if meanwhile is not None:
+            meanwhile()
         self.log.append("waited")
         return self.routed(hidden_states) * top_k_weights.sum(-1, keepdim=True)
 
@@ -87,7 +87,7 @@ class Block(nn.Module):
         if self.order == "rounded":
             weights = weights.double().float()
             shared = self.shared_experts(tokens)
-        routed = self.experts(tokens, index, weights).view(hidden_states.shape)
+        routed = (self.overlap.forward if self.overlap else self.experts)(tokens, index, weights).view(hidden_states.shape)
         if self.order == "changed":
             tokens.mul_(2)
         if shared is None:
@@ -127,6 +127,18 @@ def test_every_order_answers_as_it_does_alone(order: str, found: str, log: list[
             assert torch.equal(block(x), expected)
         assert block.overlap is not None and block.overlap.order == found
         assert block.log == log
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", ["after", "before", "rounded"])
+def test_a_pass_of_no_token_decides_nothing(order: str) -> None:
+    """Empty tensors are all at one address and all equal."""
+    block = Block(order)
+    assert block(torch.randn(1, 0, HIDDEN)).shape == (1, 0, HIDDEN)
+    assert block.overlap is not None and block.overlap.order == "unknown"
+    for _ in range(2):
+        block(torch.randn(1, 2, HIDDEN))
+    assert block.overlap.order == ("other" if order == "rounded" else order)
 
 
 def test_where_gradients_are_wanted_a_block_runs_as_it_is() -> None:
@@ -172,7 +184,7 @@ def test_a_watched_pass_runs_as_it_is() -> None:
 
     log: list[str] = []
     shared, router = Shared(log), Router(log)
-    overlap = SharedOverlap(shared, router, lambda *_: log.append("ahead"), unwatched=True)
+    overlap = SharedOverlap(shared, router, lambda x, *_: (log.append("ahead"), x)[1], unwatched=True)
     overlap.order = "before"
     x = torch.randn(3, HIDDEN)
     with Watching():
@@ -186,7 +198,7 @@ def test_a_watched_pass_runs_as_it_is() -> None:
 def test_a_result_is_for_the_same_tensor_unchanged() -> None:
     log: list[str] = []
     module = Shared(log)
-    ahead = AheadModule(module)
+    ahead = PrecomputedModule(module)
     x = torch.randn(3, HIDDEN)
     ahead.keep(x, ahead.run(x))
     assert torch.equal(module(x), module.linear(x)) and log == ["shared"]
@@ -204,11 +216,11 @@ def test_a_block_goes_with_its_last_reference() -> None:
     gc.disable()
     try:
         module = Shared([])
-        watched, ahead = weakref.ref(module), AheadModule(module)
+        watched, ahead = weakref.ref(module), PrecomputedModule(module)
         del module
         assert watched() is None
         other = Shared([])
-        ahead = AheadModule(other)
+        ahead = PrecomputedModule(other)
         del ahead
         assert other(torch.ones(1, HIDDEN)).shape == (1, HIDDEN)
     finally:

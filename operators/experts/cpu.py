@@ -1,0 +1,246 @@
+"""The experts of one layer in host memory: packed from a checkpoint, and computed by the C++ kernel, alone or with other processes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from operator import call
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.cpu import as_array, describe, rounded
+from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.errors import CheckpointError
+from moegraft.operators.expert_group import ExpertGroup
+from moegraft.operators.experts.packed_cache import PackedCache, key_for
+from moegraft.operators.layout import ExpertsLayout
+from moegraft.operators.sparsity import LayerSparsity
+from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
+
+PACKERS = 2  # threads; each holds an expert as it was read, and `moegraft plan` counts two
+StoredType = Literal["float32", "float16", "bfloat16"]
+STORED_TYPES: dict[torch.dtype, StoredType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
+}
+
+
+class CpuExperts:
+    """Experts of one layer, computed on the CPU.
+
+    Args:
+        weights: the weight types that the rule gives, for users.
+        sparsity: which neurons are left out; the kernel's layout in memory is then the sparse one.
+        warn: logs what holds for many layers once.
+
+    Attributes:
+        experts: the experts that this object holds, by their numbers in the layer.
+        packed: their weights once loaded.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertsLayout,
+        experts: range,
+        weights: str,
+        runtime: Runtime,
+        draft: DraftSwitch,
+        sparsity: LayerSparsity | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.experts = experts
+        self.draft = draft
+        self.sparsity = sparsity
+        self.packed: PackedExperts | None = None
+        self._layout = layout
+        self._weights = weights
+        self.runtime = runtime
+        self._warn = warn
+
+    @property
+    def weight_type(self) -> str | None:
+        """The type of the packed weights; None before they are loaded."""
+        return None if self.packed is None else self.packed.weight_type
+
+    def describe(self) -> str:
+        """Return a description for users: `int4 on the CPU (avx2, 2 threads)`."""
+        return f"{self.weight_type or self._weights} on the CPU ({describe(self.runtime)})"
+
+    def weight_samples(self) -> Iterator[bytes]:
+        """Yield a digest of each expert: other processes hold others."""
+        packed = self.packed
+        assert packed is not None, "called after load"
+        for expert in packed.buffer.reshape(packed.shape.num_experts, 1, -1):
+            yield hashlib.sha256(sampled(expert)).digest()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """(T, H), (T, K), (T, K) -> (T, H) in the dtype and on the device of `hidden_states`.
+
+        Args:
+            meanwhile: not called, as nothing is waited for.
+        """
+        tokens, index, weights = kernel_inputs(self.draft, hidden_states, top_k_index, top_k_weights)
+        out = torch.empty_like(tokens)
+        if self.packed is not None and self.sparsity is None:  # as `compute` does it
+            self.runtime.forward(self.packed, as_array(tokens), index.numpy(), as_array(weights), as_array(out))
+        else:
+            self.compute(tokens, index, weights, out)
+        return out.to(hidden_states.device, hidden_states.dtype)
+
+    def compute(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute contiguous tensors on the CPU, with ids by place in `experts`: (T, H), (T, K) int64, (T, K) float32 -> `out` (T, H)."""
+        packed, sparsity = self.packed, self.sparsity
+        assert packed is not None, "forward before load: optimize_and_load loads every operator before it returns"
+        arrays = as_array(tokens), index.numpy(), as_array(weights), as_array(out)
+        if sparsity is None:
+            self.runtime.forward(packed, *arrays)
+            return
+        observer = sparsity.observer
+        sparsity.begin(len(tokens))
+        acted = None if observer is None else np.empty((*index.shape, packed.shape.intermediate), np.float32)
+        now = sparsity.in_force()
+        self.runtime.forward(packed, *arrays, threshold=now.threshold, neuron_counts=now.counts, acted=acted)
+        if observer is not None and acted is not None:
+            observer(index, torch.from_numpy(acted))
+
+    def load(self, weight_type: str, source: WeightSource, advance: Callable[[int], None], cache_dir: str | None = None) -> None:
+        """Pack the experts from `source`, or map them from a file in `cache_dir`.
+
+        Raises:
+            CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
+        """
+        experts = self.experts
+        sparse = self.sparsity is not None
+        held = replace(self._layout, num_experts=len(experts))
+        fingerprint = None if cache_dir is None else source.fingerprint
+        if cache_dir is None or fingerprint is None:
+            if cache_dir is not None:
+                warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
+            packed = PackedExperts(held.shape, held.gate, weight_type, sparse=sparse)
+            self._pack(packed, experts, source, advance)
+            self.packed = packed
+            return
+        read = 0
+
+        def count(size: int) -> None:
+            nonlocal read
+            read += size
+            advance(size)
+
+        key = key_for(fingerprint, held, weight_type, sparse=sparse, experts=experts)
+        cache = PackedCache(cache_dir, self._warn)
+        found = cache.open(key, held)
+        self.packed = found or cache.build(key, held, lambda packed: self._pack(packed, experts, source, count))
+        values = sum(math.prod(self._layout.part_shape(part)) for part in self._layout.parts())
+        advance(len(experts) * values * source.dtype.itemsize - read)
+
+    def _pack(self, packed: PackedExperts, experts: Sequence[int], source: WeightSource, advance: Callable[[int], None]) -> None:
+        """Read the experts one after the other, and pack two at the same time."""
+        threads = min(self.runtime.threads, PACKERS)
+        with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-pack") as pool:
+            packing: deque[Future[int]] = deque()
+            for place, expert in enumerate(experts):
+                if len(packing) == threads:
+                    advance(packing.popleft().result())
+                pieces = [self._packing(packed, place, expert, part, source) for part in self._layout.parts()]
+                packing.append(pool.submit(sum, map(call, pieces)))
+            for done in packing:
+                advance(done.result())
+
+    def _packing(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> Callable[[], int]:
+        """Read a piece, and return what packs it and then returns its bytes in the checkpoint."""
+        weight_type = packed.weight_type_of(part.removesuffix("_bias"))
+        codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
+        piece = self._checked(source, part, expert) if codes is None else None
+        origin = source.origin(part, expert)
+
+        def pack() -> int:
+            if codes is not None:
+                if isinstance(codes, StoredBlocks):
+                    packed.pack_blocks(place, part, codes.blocks)
+                else:
+                    packed.pack_quantized(place, part, codes.codes, codes.scales)
+                return codes.elements * source.dtype.itemsize
+            assert piece is not None, "a piece has codes or values"
+            if part.endswith("_bias"):
+                packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+            elif FORMATS[weight_type].stored:
+                packed.pack_blocks(place, part, _encoded(piece, weight_type, origin))
+            else:
+                packed.pack(place, part, as_array(rounded(piece).contiguous()))
+            return piece.nbytes
+
+        return pack
+
+    def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
+        piece = source.read_shaped(part, self._layout.part_shape(part), expert)
+        if piece.dtype not in STORED_TYPES:
+            raise CheckpointError(
+                f"{source.origin(part, expert)}: dtype {piece.dtype} cannot be an expert's weight; "
+                "float32, float16 and bfloat16 checkpoints are supported"
+            )
+        return piece
+
+
+def _encoded(piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:
+    """Return a matrix in the blocks of a stored format, which the kernels do not quantise to."""
+    if not bool(piece.isfinite().all()):
+        raise CheckpointError(f"{origin}: a weight is NaN or infinite, which {weight_type} cannot hold; download the checkpoint again")
+    return FORMATS[weight_type].encode(piece)
+
+
+class RankExperts:
+    """Experts of one layer that several processes hold; this one has those of `cpu`.
+
+    A step that a dispatch mode records sends messages again only if they are part of an operation.
+    """
+
+    def __init__(self, group: ExpertGroup, cpu: CpuExperts, num_experts: int) -> None:
+        self._group = group
+        self._cpu = cpu
+        self._num_experts = num_experts
+        self._layer = group.join(num_experts, cpu.compute)
+
+    def describe(self) -> str:
+        """Return what follows the CPU's description for users: `, experts 0 to 63 of 128`."""
+        return f", experts {self._cpu.experts.start} to {self._cpu.experts[-1]} of {self._num_experts}"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """(T, H), (T, K), (T, K) -> (T, H), summed over all processes; `meanwhile` is called while the others compute."""
+        tokens, index, weights = kernel_inputs(self._cpu.draft, hidden_states, top_k_index, top_k_weights)
+        out = self._group.forward(self._layer, tokens, index, weights, meanwhile)
+        return out.to(hidden_states.device, hidden_states.dtype)
+
+
+def kernel_inputs(
+    draft: DraftSwitch, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a call's tokens (T, H), ids (T, K) int64 and weights (T, K) float32 as the CPU's kernel reads them, narrowed for a draft."""
+    top_k_index, top_k_weights = draft.narrow(top_k_index, top_k_weights)
+    tokens = rounded(hidden_states.detach().to("cpu")).contiguous()
+    index = top_k_index.to("cpu", torch.int64).contiguous()
+    return tokens, index, top_k_weights.detach().to("cpu", torch.float32).contiguous()
