@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import triton
-from _compile_check import Compiled, recording
+from harness.compile_check import Compiled, recording
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.linear import PackedLinearOnGpu

@@ -21,7 +21,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from record import write_rows
+from harness.record import Recorder, parser
 from support.families import build_model, family_cases, prompt, save_checkpoint, stock_model
 from support.family_rows import FamilyCase
 from transformers import PreTrainedModel
@@ -103,14 +103,11 @@ def measure(case: FamilyCase, folder: Path) -> Row:
 
 
 def main() -> None:
-    rows = []
+    rows = Recorder("families", write=parser(__doc__).parse_args().write)
     for case in family_cases():
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(case, Path(folder))
-        print(f"{row.model_type:24} {row.outcome:8} {row.max_relative_error:8} {row.equal_greedy_tokens:6} {row.reason}", flush=True)
-        rows.append(dataclasses.asdict(row))
-    print(write_rows("families", rows))
-    failed = [row["model_type"] for row in rows if row["outcome"] == "failed"]
+            rows.add(dataclasses.asdict(measure(case, Path(folder))))
+    failed = [str(row["model_type"]) for row in rows.rows if row["outcome"] == "failed"]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from demo_recipe import (
     CONTEXT,
-    TEXT,
     Evaluation,
     build_model,
     evaluate,
     expert_share,
     export,
     router_logits,
-    split_text,
     to_bfloat16,
     train_tokenizer,
 )
-from record import write_rows
+from harness.record import write_rows
+from harness.texts import TEXT, split_text
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast

@@ -21,10 +21,10 @@ SHAPES = {name: dataclasses.replace(shape, layers=2) for name, shape in MODELS.i
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark's module with routing for models of a few layers."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _synthetic_routing
     import speculative_modelled
+    from harness import routing
 
-    monkeypatch.setattr(_synthetic_routing, "MODELS", SHAPES)
+    monkeypatch.setattr(routing, "MODELS", SHAPES)
     return speculative_modelled
 
 

@@ -18,7 +18,7 @@ from moegraft.operators.kernels import epilogue, routing, slots
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from _compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording  # noqa: E402
+from harness.compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording  # noqa: E402
 
 AGAIN = "run: python benchmarks/compiled_kernels.py"
 # Bytes that the assembler parks in memory to keep to 128 registers, by Triton, capability, case and kernel: nothing else may.
