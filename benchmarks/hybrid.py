@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from harness.plots import panels, save
@@ -28,7 +27,6 @@ from harness.simulation import Figures, Simulation, System
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.devices.profiles import PROFILES
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.timeline import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 IMPACT = PrefetchOptions(policy="impact", lookahead=3)
@@ -50,7 +48,6 @@ SYSTEMS = (
 PROMPTS = (32, 128, 512, 1024)
 WARM_TOKENS = 200  # tokens of the profile that determines the hot experts
 DECODE_TOKENS = 60
-TRACED_TOKENS = 4
 
 
 def measured(
@@ -63,15 +60,6 @@ def measured(
         for system in systems:
             figures = Simulation(MODELS[model], PROFILES[machine], ratio, system, warm).run(play, batch, beside=beside)
             yield _row(model, machine, ratio, system, phase, batch, figures)
-
-
-def traced(model: str, machine: str, ratio: float, system: System, seed: int, *, beside: bool) -> Timeline:
-    """Return the timeline of a few decoded tokens, by the virtual clock."""
-    trace = synthetic_trace(model, WARM_TOKENS + TRACED_TOKENS, seed)
-    simulation = Simulation(MODELS[model], PROFILES[machine], ratio, system, trace.part(0, WARM_TOKENS))
-    timeline = simulation.engine.timings.timeline = Timeline(simulation.device.name)
-    simulation.run(trace.part(WARM_TOKENS, trace.num_tokens), beside=beside)
-    return timeline
 
 
 def _row(model: str, machine: str, ratio: float, system: System, phase: str, tokens: int, figures: Figures) -> dict[str, object]:
@@ -152,16 +140,12 @@ def main() -> None:
     options.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
-    options.add_argument("--trace", type=Path, help="only write a timeline of the first model and ratio under the last system")
     options.add_argument("--plot", action="store_true")
     given = options.parse_args()
     if given.plot:
         plot()
         return
     systems, beside = [system for system in SYSTEMS if system.name in given.systems], not given.alone
-    if given.trace is not None:
-        write_trace(given.trace, [traced(given.models[0], given.machine, given.ratios[0], systems[-1], given.seed, beside=beside)])
-        return
     rows = Recorder("hybrid_modelled", ("torch", "numpy"), write=given.write)
     for model, ratio, phase in product(given.models, given.ratios, given.phases):
         for row in with_speedups(list(measured(model, given.machine, ratio, systems, phase, given.seed, beside=beside))):

@@ -17,11 +17,10 @@ first probes have much influence.
 
 The draft configurations, each adding to the one before: `draft`, the top-k experts; `+ ahead`, the verification's experts are prefetched
 while drafting; `resident + ahead`, the likeliest of all experts with a slot draft; `marginal`, the draft length by measured costs,
-otherwise a fixed length. (Older rows also have drafts by the token's own experts with a slot, and the gain over a formula's.)
+otherwise a fixed length. (Older rows also have drafts by the token's own experts with a slot, and gains over other arithmetic.)
 
 The upper bounds of the hybrid engine, by the arithmetic of `harness/draft_simulation.py` at the run's `acceptance` per token: `bound` for
-drafts of the best length; `foreseen` if the acceptance of each drafted token were known at once. `needed` is the acceptance at which
-`bound` reaches the target of 1.15.
+drafts of the best length. `needed` is the acceptance at which `bound` reaches the target of 1.15.
 """
 
 from __future__ import annotations
@@ -129,8 +128,8 @@ def limits_of(bound: DraftBound, played: Played) -> Row:
         return {}
     bound = dataclasses.replace(bound, top_k=played.parts["draft"].experts / played.parts["draft"].layers)
     acceptance, needed = sum(played.statistics.accepted_at) / judged, bound.acceptance_for(TARGET)
-    limits = {"bound": round(bound.best_gain(acceptance), 3), "foreseen": round(bound.foreseen_gain(acceptance), 3)}
-    return {"acceptance": round(acceptance, 3), **limits, "needed": "none" if needed is None else round(needed, 3)}
+    limits = {"acceptance": round(acceptance, 3), "bound": round(bound.best_gain(acceptance), 3)}
+    return {**limits, "needed": "none" if needed is None else round(needed, 3)}
 
 
 def _row(case: Case, engine: str, way: str, tolerance: float, played: Played, plain: Played, baseline: Played) -> Row:
@@ -157,7 +156,7 @@ def _row(case: Case, engine: str, way: str, tolerance: float, played: Played, pl
         "verify_missing": round(verify.missing / verify.layers, 2) if verify.layers else "",
         "tokens": played.tokens,
         "schedule": played.schedule,
-        **dict.fromkeys(("acceptance", "bound", "foreseen", "needed"), ""),
+        **dict.fromkeys(("acceptance", "bound", "needed"), ""),
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_day import Case, Row, Session, SkippedError
-from harness.rounds import percentiles
+from harness.rounds import percentiles, seconds
 
 from moegraft.operators.offload.devices.base import Bytes, Device, DeviceError, Work
 from moegraft.operators.offload.devices.cuda import CudaDevice
@@ -59,6 +59,11 @@ def on_device(session: Session, run: Callable[[Device], Iterator[Row]]) -> Itera
         yield from run(device)
 
 
+def call_us(call: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Return the percentiles of a call's microseconds by the host's clock."""
+    return percentiles([1e6 * seconds(call) for _ in range(rounds)], "us", 3)
+
+
 def cuda_only(device: Device) -> None:
     if device.torch_device.type != "cuda":
         raise SkippedError("an emulated device has no such call")
@@ -87,16 +92,13 @@ def pin(device: Device, nbytes: int, form: str) -> Iterator[Row]:
     with host_bytes(nbytes, form) as array:
         quarter = array.nbytes // 4 // PAGE * PAGE
         for part in (array[at : at + quarter] for at in range(0, 4 * quarter, quarter)):
-            start = time.perf_counter()
             try:
-                device.pin(part)
+                pin_s = seconds(partial(device.pin, part))
             except DeviceError as error:
                 yield {"bytes": part.nbytes, "refused": str(error)}
                 return
-            pinned = time.perf_counter()
-            device.unpin(part)
-            end = time.perf_counter()
-            yield {"bytes": part.nbytes, "pin_ms": round(1e3 * (pinned - start), 3), "unpin_ms": round(1e3 * (end - pinned), 3)}
+            unpin_s = seconds(partial(device.unpin, part))
+            yield {"bytes": part.nbytes, "pin_ms": round(1e3 * pin_s, 3), "unpin_ms": round(1e3 * unpin_s, 3)}
 
 
 def link_to_device(device: Device, nbytes: int, *, pinned: bool) -> Iterator[Row]:
@@ -116,12 +118,8 @@ def link_to_device(device: Device, nbytes: int, *, pinned: bool) -> Iterator[Row
                     last = stream.record(timed=True)
                     last.wait()
                     rates.append(nbytes // chunk * chunk / device.elapsed_ms(first, last) / 1e6)
-                yield {
-                    "chunk": chunk,
-                    "gb_s": round(max(rates[1:]), 2),
-                    "p50_gb_s": round(statistics.median(rates[1:]), 2),
-                    **percentiles(calls_us, "call_us", 3),
-                }
+                best, median = round(max(rates[1:]), 2), round(statistics.median(rates[1:]), 2)
+                yield {"chunk": chunk, "gb_s": best, "p50_gb_s": median, **percentiles(calls_us, "call_us", 3)}
         finally:
             device.synchronize()
             if pinned:
@@ -189,13 +187,8 @@ def latencies(device: Device, rounds: int) -> Iterator[Row]:
     for name, call in calls.items():
         call()
         device.synchronize()
-        times_us = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            call()
-            times_us.append(1e6 * (time.perf_counter() - start))
+        yield {"operation": name, **call_us(call, rounds)}
         device.synchronize()
-        yield {"operation": name, **percentiles(times_us, "us", 3)}
     notified: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -232,16 +225,12 @@ def host_nodes(device: Device, rounds: int) -> Iterator[Row]:
         step() if device.torch_device.type == "cuda" else None
         device.synchronize()
         graph = device.capture(step)
-        times_us = []
-        for _ in range(rounds + 2):
-            start = time.perf_counter()
-            graph.replay()
-            device.synchronize()
-            times_us.append(1e6 * (time.perf_counter() - start))
-        medians[nodes] = statistics.median(times_us[2:])
+        replay: Callable[[], object] = lambda graph=graph: (graph.replay(), device.synchronize())  # type: ignore[misc]  # noqa: E731
+        call_us(replay, 2)
+        taken = call_us(replay, rounds)
         graph.release()
-        each_us = round((medians[nodes] - medians[0]) / max(nodes, 1), 3)
-        yield {"host_nodes": nodes, **percentiles(times_us[2:], "us", 3), "us_a_node": each_us}
+        medians[nodes] = taken["p50_us"]
+        yield {"host_nodes": nodes, **taken, "us_a_node": round((medians[nodes] - medians[0]) / max(nodes, 1), 3)}
 
 
 def triton_launches(device: Device, rounds: int) -> Iterator[Row]:
@@ -253,22 +242,15 @@ def triton_launches(device: Device, rounds: int) -> Iterator[Row]:
     on = device.torch_device
     rows, out = torch.ones(8, 64, device=on), torch.empty(4, 64, device=on)
     ids, weights = torch.zeros(4, 2, dtype=torch.int32, device=on), torch.ones(4, 2, device=on)
-    start = time.perf_counter()
-    combine(rows, ids, weights, out)
-    device.synchronize()
-    yield {"first_launch_ms": round(1e3 * (time.perf_counter() - start), 2)}
+    launch = partial(combine, rows, ids, weights, out)
+    yield {"first_launch_ms": round(1e3 * seconds(lambda: (launch(), device.synchronize())), 2)}
     assert bool((out == 2).all()), "the kernel added two rows of ones"
-    times_us = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        combine(rows, ids, weights, out)
-        times_us.append(1e6 * (time.perf_counter() - start))
+    yield {"operation": "launch", **call_us(launch, rounds)}
     device.synchronize()
-    yield {"operation": "launch", **percentiles(times_us, "us", 3)}
     if on.type == "cuda":
         from gpu_phases.kernels import measure
 
-        many = measure([lambda: combine(rows, ids, weights, out)] * 100, on)
+        many = measure([launch] * 100, on)
         yield {"operation": "launch in a graph", **percentiles([1e3 * ms for ms in many], "us", 3)}
 
 
@@ -291,10 +273,8 @@ def failed_capture(device: Device) -> Iterator[Row]:
     except DeviceError as error:
         yield {"refused": True, "reason": str(error)[:300]}
     if on.type == "cuda":
-        yield {
-            "same_stream_as_before": torch.cuda.current_stream().cuda_stream == before,
-            "capturing": torch.cuda.is_current_stream_capturing(),
-        }
+        same = torch.cuda.current_stream().cuda_stream == before
+        yield {"same_stream_as_before": same, "capturing": torch.cuda.is_current_stream_capturing()}
     drawn = torch.multinomial(torch.ones(2, 16, device=on), 1)
     yield {"sampled": drawn.flatten().tolist(), "seeded": torch.rand(2, device=on, generator=torch.Generator(on).manual_seed(1)).tolist()}
     held.zero_()

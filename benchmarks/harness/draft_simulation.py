@@ -318,24 +318,7 @@ class DraftBound:
 
     def best_gain(self, acceptance: float) -> float:
         """Return the gain of the best draft length."""
-        return max(self.gain(acceptance, drafted) for drafted in self._lengths)
-
-    def foreseen_gain(self, acceptance: float) -> float:
-        """Return the gain of the best schedule that knows whether each drafted token will be accepted and verifies only those."""
-        return max(self._foreseen(acceptance, most) for most in self._lengths)
-
-    @property
-    def _lengths(self) -> range:
-        return range(1, len(self.verifications) + 1)
-
-    def _foreseen(self, acceptance: float, most: int) -> float:
-        stand = np.arange(most + 1)
-        chances = np.power(acceptance, stand) * np.where(stand < most, 1 - acceptance, 1.0)
-        ms = [min(count + 1, most) * self.draft_ms + self._step_ms(count) for count in stand.tolist()]
-        return float((chances * (stand + 1)).sum() * self.costs.plain / (chances * np.array(ms)).sum())
-
-    def _step_ms(self, drafted: int) -> float:
-        return self.verify_ms(drafted) if drafted else self.costs.plain
+        return max(self.gain(acceptance, drafted) for drafted in range(1, len(self.verifications) + 1))
 
     def acceptance_for(self, gain: float) -> float | None:
         """Return the least acceptance at which drafts of the best length reach the gain; None where none does."""
