@@ -214,9 +214,8 @@ def plot_sweep(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, tokens=8192)
     options.add_argument("parts", nargs="+", choices=("policies", "sweep"))
-    options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--text", type=Path, nargs="*", default=[], help="further text files for the bundled model")
     given = options.parse_args()
     for part in given.parts:

@@ -19,9 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from functools import cache
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 import triton

@@ -244,11 +244,10 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, plot=True)
     options.add_argument("--threads", type=int, default=Runtime().threads)
     options.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
     options.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
-    options.add_argument("--plot", action="store_true")
     given = options.parse_args()
     if given.plot:
         plot()

@@ -147,10 +147,9 @@ def rows_of(weight_type: str, runs: Mapping[Run, str | None], rounds: int) -> It
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, rounds=3)
     options.add_argument("--base", type=Path, help="a checkout of an earlier commit, with its extension built")
     options.add_argument("--threads", type=int, default=2)
-    options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--weights", nargs="+", choices=WEIGHT_TYPES)
     given = options.parse_args()
     runs: dict[Run, str | None] = {("moegraft", given.threads): None}

@@ -67,12 +67,8 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, layers=6, rounds=5, new=48, plot=True)
     options.add_argument("--providers", nargs="+", help="default: all installed providers")
-    options.add_argument("--layers", type=int, default=6)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--new", type=int, default=48)
-    options.add_argument("--plot", action="store_true")
     given = options.parse_args()
     if given.plot:
         plot()

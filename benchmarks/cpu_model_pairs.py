@@ -88,13 +88,11 @@ def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, rounds=11, new=48)
     options.add_argument("--weights", nargs="+", default=["int4", "int8", "bfloat16"], choices=list(TYPES))
     options.add_argument("--layers", type=int, default=6, help="of Qwen3-30B-A3B's shapes; other numbers than 6 have a file of their own")
     options.add_argument("--contexts", type=int, nargs="+", default=(8, 512, 2048))
     options.add_argument("--busy", type=int, default=0, help="processes that keep cores busy meanwhile; the rows have a file of their own")
-    options.add_argument("--rounds", type=int, default=11)
-    options.add_argument("--new", type=int, default=48)
     given = options.parse_args()
     if not is_installed():
         raise SystemExit("llama-cpp-python is not installed; harness/llama_cpp.py explains how to build it")

@@ -27,8 +27,7 @@ def load(provider: str) -> PreTrainedModel:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=9)
+    options = parser(__doc__, rounds=9)
     options.add_argument("--prompt", type=int, default=512, help="prompt tokens")
     options.add_argument("--new", type=int, default=64, help="decoded tokens")
     given = options.parse_args()

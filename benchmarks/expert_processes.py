@@ -40,8 +40,7 @@ WAYS = ("before the wait", "in the block's order")
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3)
+    options = parser(__doc__, rounds=3)
     options.add_argument("--folder", help="of the model, which is made there if it is empty; by default a temporary one")
     options.add_argument("--shared", action="store_true", help="measure shared experts beside the other processes' work instead")
     options.add_argument("--shares", help=argparse.SUPPRESS)

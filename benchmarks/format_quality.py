@@ -201,12 +201,10 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, tokens=8192, plot=True)
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", type=Path)
-    options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--window", type=int, default=512)
-    options.add_argument("--plot", action="store_true")
     options.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
     given = options.parse_args()
     if given.encoding:

@@ -6,15 +6,11 @@ which change no count, are small. `--stage NAME` labels the rows and replaces th
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
 import torch

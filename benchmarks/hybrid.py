@@ -132,15 +132,13 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, seed=0, plot=True)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
     options.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "moonlight-16b-a3b"], choices=list(MODELS))
     options.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
     options.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
     options.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
-    options.add_argument("--seed", type=int, default=0)
     options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
-    options.add_argument("--plot", action="store_true")
     given = options.parse_args()
     if given.plot:
         plot()

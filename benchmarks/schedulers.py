@@ -8,12 +8,8 @@ layers.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
 from harness.plots import panels, save

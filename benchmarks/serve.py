@@ -451,7 +451,7 @@ def measure_soak(server: Served, minutes: float, clients: int, tokens: int) -> d
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, rounds=3)
     options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program llama-server")
     options.add_argument("--folder", type=Path, help="where the model is, or is written to be used again; default: a temporary folder")
     options.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
@@ -459,7 +459,6 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="of each answer")
     options.add_argument("--threads", type=int, default=2, help="of each server")
     options.add_argument("--seconds", type=float, default=30, help="of a round")
-    options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     options.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")

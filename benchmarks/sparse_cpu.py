@@ -124,11 +124,8 @@ def _prepare(states: Mapping[str, LayerSparsity], thresholds: Mapping[str, float
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, layers=6, rounds=5, new=48)
     options.add_argument("--weights", nargs="+", default=["int8", "bfloat16"], choices=["int8", "bfloat16"])
-    options.add_argument("--layers", type=int, default=6)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--new", type=int, default=48)
     given = options.parse_args()
     rows, read = Recorder("sparse_cpu", write=given.write), ReadProbe(torch.get_num_threads())
     for weights in given.weights:

@@ -169,7 +169,7 @@ class _Watch:
 
 
 def _kept(operator: HybridExperts, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
-    scoring = None if operator._on_gpu is None else operator._on_gpu._watch.scoring()
+    scoring = None if operator.gpu_layer is None else operator.gpu_layer.scoring()
     if scoring is None:
         return float(weights[index >= 0].sum() / weights.sum())
     drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)

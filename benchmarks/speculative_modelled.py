@@ -187,15 +187,13 @@ def ratio_of(row: dict[str, str]) -> float:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, tokens=96, seed=0)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
     options.add_argument("--link", type=float, help="GB/s of the link; default: the machine's")
     options.add_argument("--bits", type=float, default=4.5, help="bits per weight")
     options.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
     options.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
     options.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
-    options.add_argument("--tokens", type=int, default=96)
-    options.add_argument("--seed", type=int, default=0)
     options.add_argument("--name", default=NAME, help="name of the file; only the default one is plotted")
     options.add_argument("--append", action="store_true", help="keep rows of other conditions in the file")
     given = options.parse_args()

@@ -11,16 +11,13 @@ many steps the fastest, which other programs disturb least) and draws them in re
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from harness.record import RESULTS, Recorder, parser, read_rows
+from harness.plots import panels, save
+from harness.record import Recorder, parser, read_rows
 from harness.rounds import alternate, busy, median_ratio, percentiles, seconds
 from harness.whole_models import provider
 from support.families import build_model, served_cases
@@ -105,47 +102,35 @@ def trace(name: str, layers: int, context: int, tokens: int) -> Iterator[dict[st
                     yield {**step, "kernel": span.name, "start_us": start_us, "end_us": end_us}
 
 
-COLOURS = {"experts": "#d9730d", "linear": "#2f6db5", "attention": "#3a8f4d", "router": "#8b57c2", "norm": "#b5a12f", "matmul": "#4aa3a8"}
-WIDTH, LANE, LEFT = 1000, 46, 20  # pixels of the picture
+def picture() -> None:
+    """Draw the rows of `trace`: a lane for each way, on one scale of time."""
+    rows = read_rows("step_timeline")
+    kinds = [kind for kind in dict.fromkeys(row["kernel"] for row in rows) if kind != "step"]
+    figure, ((axes,),) = panels(1, 1, (10, 3))
+    for lane, step in enumerate(row for row in rows if row["kernel"] == "step"):
+        spans = {kind: [span_ms(row) for row in rows if (row["way"], row["kernel"]) == (step["way"], kind)] for kind in kinds}
+        whole = span_ms(step)
+        outside = whole[1] - sum(width for found in spans.values() for _, width in found)
+        axes.broken_barh([whole], (-lane - 0.3, 0.6), color="#e6e6e6")
+        axes.text(0, -lane + 0.35, f"{step['way']}: {whole[1]:.2f} ms, of which {outside:.2f} ms outside kernels")
+        for number, (kind, found) in enumerate(spans.items()):
+            axes.broken_barh(found, (-lane - 0.3, 0.6), color=f"C{number}", label="" if lane else kind)
+    axes.set(xlabel="ms", yticks=[])
+    axes.legend(ncols=len(kinds), loc="lower right", fontsize="small")
+    save(figure, "step_timeline", kind="svg")
 
 
-def picture(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return an SVG of the rows of `trace`: a lane for each way, on one scale of time."""
-    steps = [row for row in rows if row["kernel"] == "step"]
-    longest = max(float(row["end_us"]) for row in steps)
-    scale = (WIDTH - 2 * LEFT) / longest
-    height = 60 + 2 * LANE * len(steps)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="14">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-    ]
-    for number, step in enumerate(steps):
-        top, end_us = 30 + 2 * LANE * number, float(step["end_us"])
-        kernels = [row for row in rows if row["way"] == step["way"] and row is not step]
-        inside = sum(float(row["end_us"]) - float(row["start_us"]) for row in kernels)
-        title = f"{step['way']}: {end_us / 1e3:.2f} ms, of which {(end_us - inside) / 1e3:.2f} ms outside kernels"
-        parts.append(f'<text x="{LEFT}" y="{top - 8}">{title}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{top}" width="{end_us * scale:.1f}" height="{LANE}" fill="#e6e6e6"/>')
-        for row in kernels:
-            start, width = float(row["start_us"]) * scale, (float(row["end_us"]) - float(row["start_us"])) * scale
-            parts.append(
-                f'<rect x="{LEFT + start:.2f}" y="{top}" width="{max(width, 0.3):.2f}" height="{LANE}" fill="{COLOURS[row["kernel"]]}"/>'
-            )
-    found = {row["kernel"] for row in rows}
-    for place, kernel in enumerate(kernel for kernel in COLOURS if kernel in found):
-        parts.append(f'<rect x="{LEFT + 110 * place}" y="{height - 30}" width="12" height="12" fill="{COLOURS[kernel]}"/>')
-        parts.append(f'<text x="{LEFT + 110 * place + 18}" y="{height - 19}">{kernel}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def span_ms(row: Mapping[str, str]) -> tuple[float, float]:
+    """Return the start and the length."""
+    start, end = float(row["start_us"]) / 1e3, float(row["end_us"]) / 1e3
+    return start, end - start
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, layers=6, tokens=48, rounds=7)
     options.add_argument("--models", nargs="+", default=[DEMO, "ours-int4", "ours-int8", "ours-bfloat16"])
-    options.add_argument("--layers", type=int, default=6)
     options.add_argument("--contexts", type=int, nargs="+", default=[8])
     options.add_argument("--busy", type=int, nargs="+", default=[0])
-    options.add_argument("--tokens", type=int, default=48)
-    options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--trace", action="store_true")
     options.add_argument("--picture", action="store_true")
     given = options.parse_args()
@@ -154,7 +139,7 @@ def main() -> None:
         for row in trace(given.models[0], given.layers, given.contexts[0], given.tokens):
             rows.add(row)
     if given.picture or (given.trace and given.write):
-        (RESULTS / "step_timeline.svg").write_text(picture(read_rows("step_timeline")), encoding="utf-8")
+        picture()
     if given.trace or given.picture:
         return
     rows = Recorder("step_programs", write=given.write)

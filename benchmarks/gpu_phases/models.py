@@ -7,7 +7,6 @@ import gzip
 import logging
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_day import MOST_BYTES, ROOT, TRACE, Case, Row, Session, SkippedError
+from gpu_day import MOST_BYTES, TRACE, Case, Row, Session, SkippedError
 from harness.models import VOCABULARY, injected, move_all_but_experts, random_model
 from harness.rounds import alternate
 from harness.texts import held_out, pieces
@@ -128,8 +127,6 @@ def on_both(name: str, gpu: str, decode: str = "eager", more: str = "") -> Itera
 
 def _tiny(name: str) -> tuple[Any, Any]:
     """The tests' tiny models, and a family's."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
     from support import families
 
     return families, next(case for case in families.served_cases() if case.model_type == name)

@@ -15,8 +15,8 @@ def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def save(figure: Any, name: str, dpi: int = 90) -> None:
-    """Write `results/NAME.png`."""
-    path = record.RESULTS / f"{name}.png"
-    figure.savefig(path, dpi=dpi, pil_kwargs={"optimize": True})
+def save(figure: Any, name: str, dpi: int = 90, kind: str = "png") -> None:
+    """Write `results/NAME.png` or another kind of picture."""
+    path = record.RESULTS / f"{name}.{kind}"
+    figure.savefig(path, dpi=dpi, **({"pil_kwargs": {"optimize": True}} if kind == "png" else {}))
     print(path)

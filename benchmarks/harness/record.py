@@ -121,8 +121,21 @@ class Recorder:
         return tuple(str(row.get(name, "")) for name in self._replaces)
 
 
-def parser(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the benchmark's docstring as help and the option `--no-write`."""
+NUMBERS = {
+    "layers": "layers of the model",
+    "new": "decoded tokens",
+    "rounds": "rounds, in which providers alternate",
+    "seed": "of what is drawn",
+    "tokens": "tokens that are measured",
+}
+
+
+def parser(about: str | None, *, plot: bool = False, **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with the benchmark's docstring as help, `--no-write`, `--plot`, and options of `NUMBERS` by their defaults."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--no-write", dest="write", action="store_false", help="print the rows and write no file")
+    if plot:
+        made.add_argument("--plot", action="store_true", help="only draw the rows of the file")
+    for name, default in numbers.items():
+        made.add_argument(f"--{name}", type=int, default=default, help=f"{NUMBERS[name]} (default: {default})")
     return made
