@@ -23,6 +23,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,12 @@ class _Watch:
     def _look(self, operator: HybridExperts, number: int) -> None:
         def watch(module: object, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
             _, top_k_index, top_k_weights = inputs
-            if self._switch.settings is not None:
-                index, _ = self._switch.narrow(top_k_index, top_k_weights)
-                self._found.kept.append(_kept(operator, index, top_k_index, top_k_weights))
+            settings, layer = self._switch.settings, operator.gpu_layer
+            if settings is not None:
+                narrow = self._switch.narrow if layer is None else partial(layer._narrow, settings=settings)
+                index, _ = narrow(top_k_index, top_k_weights)
+                scoring = None if layer is None else layer._router_calls.scoring()
+                self._found.kept.append(_kept(scoring, index, top_k_index, top_k_weights))
                 self._drafted.setdefault(number, []).append(top_k_index[0].clone())
             else:
                 self._compare(number, top_k_index)
@@ -168,8 +172,8 @@ class _Watch:
             self._found.recall.setdefault(number, []).extend(float(torch.isin(real, named).float().mean()) for named, real in pairs)
 
 
-def _kept(operator: HybridExperts, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
-    scoring = None if operator.gpu_layer is None else operator.gpu_layer.scoring()
+def _kept(scoring: Any, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
+    """Return the share of the router's weight that the drafting experts have: of all experts' scores where drafts choose among these."""
     if scoring is None:
         return float(weights[index >= 0].sum() / weights.sum())
     drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)
