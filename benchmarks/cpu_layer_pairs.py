@@ -19,10 +19,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -108,19 +109,10 @@ def measured(provider: Provider, seed: int) -> dict[str, Any]:
     return {"error": check(provider), "times": {tokens: timed(provider.run, tokens, seed) for tokens in CALLS}}
 
 
-@contextmanager
-def importing(packages: str | None) -> Iterator[None]:
+def importing(packages: str | None) -> AbstractContextManager[object]:
     """Let processes that start in the body import moegraft's packages from a folder."""
-    before = os.environ.get("PYTHONPATH")
-    if packages is not None:
-        os.environ["PYTHONPATH"] = os.pathsep.join([packages, *([before] if before else [])])
-    try:
-        yield
-    finally:
-        if packages is not None and before is None:
-            del os.environ["PYTHONPATH"]
-        elif before is not None:
-            os.environ["PYTHONPATH"] = before
+    paths = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
+    return mock.patch.dict(os.environ, {"PYTHONPATH": paths}) if packages else nullcontext()
 
 
 def rows_of(weight_type: str, runs: Mapping[Run, str | None], rounds: int) -> Iterator[dict[str, object]]:
