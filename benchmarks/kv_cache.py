@@ -57,7 +57,7 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
     exact = [followed(model, DynamicCache(config=config), window) for window in windows]
     kinds = [None, *(QuantizedKvCacheOptions(backend=backend, bits=bits) for backend in BITS for bits in reversed(BITS[backend]))]
     for options in kinds:
-        reason = None if options is None else options.why_not_here()
+        reason = None if options is None else options.missing_reason()
         if reason is not None:
             print(f"not measured: {reason}")
             continue
