@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import ROOT, commit, write_rows
+from harness.record import ROOT, commit, write_rows
 
 
 def units() -> dict[str, float]:

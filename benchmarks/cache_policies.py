@@ -1,6 +1,6 @@
 """Which experts should a cache keep? Hit rates of every policy over recorded routing, beside the optimum and HybriMoE's Figure 9.
 
-    python benchmarks/cache_policies.py policies sweep     # --text FILE and --trace FILE.npz add traces
+    python benchmarks/cache_policies.py policies sweep     # --text FILE adds a trace
 
 - policies: at 25, 50 and 75 % of the experts, with 0, 1 or 2 experts per layer prefetched by the previous layer's prediction; by admission,
   and with slots that layers share. Caches start empty, and a quarter of the tokens warms them up; `static` knows the uses of that quarter.
@@ -8,23 +8,22 @@
 
 The bundled model's texts are `plays`, held out of its training, and `mixed`, in which plays and this project's guides alternate, so that
 the popular experts change. At 25 % the bundled model has as many slots as a token has experts, so that without bypass and prefetch all
-policies are equal. Synthetic routing for the shapes of the paper's models (`_synthetic_routing.py`) is tuned to the paper's hit rates of
+policies are equal. Synthetic routing for the shapes of the paper's models (`harness/routing.py`) is tuned to the paper's hit rates of
 LRU; it shows how policies use such a memory, but nothing about real models.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from _cache_replay import Belady, ReplayCounts, ReplaySettings, replay, used_by_step
-from _synthetic_routing import MIXTURES, synthetic_trace
+from harness.cache_replay import Belady, ReplayCounts, ReplaySettings, replay, used_by_step
+from harness.plots import panels, save
+from harness.record import ROOT, Recorder, parser
+from harness.routing import MIXTURES, record, synthetic_trace
+from harness.texts import held_out
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from record import RESULTS, ROOT, write_rows
-from traces import held_out, record
 
 from moegraft.injection.demo import demo_path
 from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticProfile, make_policy
@@ -35,7 +34,6 @@ PASSAGE = 1024  # tokens of one text before the other follows
 RATIOS = (0.25, 0.5, 0.75)
 SWEEP_RATIOS = (0.375, 0.5, 0.75)  # at 0.25 all policies are equal
 SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 1536, 8  # layers differ only in the random numbers
-DPI = 75
 WARM = 4  # 1 / WARM of a trace is warm-up
 PLAIN = CacheOptions(policy="mrs", alpha=0.5)  # a short average; the paper does not give its alpha
 OPTIONS = {
@@ -106,7 +104,6 @@ def policies(trace: Trace) -> Iterator[Row]:
         row |= {"prefetch": way.get("prefetch", 0), "policy": name, "hit_percent": round(100 * counts.hit_rate, 2)}
         row |= {"loads_a_layer": round((counts.admitted + counts.prefetched) / layer_tokens, 3)}
         row |= {"prefetch_in_use": round(counts.prefetched_in_use / counts.prefetched, 3) if counts.prefetched else ""}
-        print(row, flush=True)
         yield row
 
 
@@ -137,7 +134,6 @@ def sweep(trace: Trace) -> Iterator[Row]:
         hits = [100 * played(trace, lambda: make_policy(options, *shape), ratio).hit_rate for ratio in SWEEP_RATIOS]  # noqa: B023
         row |= {f"hit_percent_{ratio}": round(percent, 2) for ratio, percent in zip(SWEEP_RATIOS, hits, strict=True)}
         row |= {"hit_percent": round(sum(hits) / len(hits), 2)}
-        print(row, flush=True)
         yield row
 
 
@@ -150,11 +146,10 @@ def draw(axes: Axes, points: list[tuple[object, object]], name: str) -> None:
     axes.plot(*zip(*points, strict=True), markersize=3, linewidth=1, label=name, **style)
 
 
-def plot_policies(rows: list[Row]) -> Path:
+def plot_policies(rows: list[Row]) -> None:
     """Plot, by trace, the hit rate by capacity and by prefetching at half of the experts, with the paper's figures."""
     traces = list(dict.fromkeys(row["trace"] for row in rows if row["tokens"]))
-    figure = Figure(figsize=(3.6 * (len(traces) + 1), 7), layout="constrained")
-    grid = figure.subplots(2, len(traces) + 1)
+    figure, grid = panels(2, len(traces) + 1, (3.6, 3.5))
     for column, trace in enumerate(traces):
         above, below = grid[:, column]
         for name in NAMES:
@@ -172,9 +167,7 @@ def plot_policies(rows: list[Row]) -> Path:
     draw_ways(grid[1, -1], rows, traces[0])
     for axes in grid.flat:
         axes.grid(alpha=0.3)
-    path = RESULTS / "cache_policies.png"
-    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
-    return path
+    save(figure, "cache_policies", dpi=75)
 
 
 def draw_paper(axes: Axes) -> None:
@@ -199,11 +192,10 @@ def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
     axes.legend(fontsize="x-small")
 
 
-def plot_sweep(rows: list[Row]) -> Path:
+def plot_sweep(rows: list[Row]) -> None:
     """Plot the mean hit rate by alpha, by trace."""
     traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure = Figure(figsize=(3.4 * len(traces) + 2.2, 4), layout="constrained")
-    grid = figure.subplots(1, len(traces), squeeze=False)[0]
+    figure, (grid,) = panels(1, len(traces), (3.9, 4))
     for axes, trace in zip(grid, traces, strict=True):
         own = select(rows, trace=trace)
         for kind, other, style in (("mrs", "top_p", "-"), ("score_frequency", "frequency_alpha", "--")):
@@ -218,28 +210,26 @@ def plot_sweep(rows: list[Row]) -> Path:
         axes.grid(alpha=0.3)
     grid[0].set_ylabel(f"hits, %, mean at {', '.join(f'{100 * ratio:g}' for ratio in SWEEP_RATIOS)} % of experts")
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    path = RESULTS / "cache_sweep.png"
-    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
-    return path
+    save(figure, "cache_sweep", dpi=75)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("policies", "sweep"))
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="further text files for the bundled model")
-    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="further recorded traces")
-    arguments = parser.parse_args()
-    added = [record(demo_path(), path.read_text(encoding="utf-8"), arguments.tokens, source=path.name) for path in arguments.text]
-    added += [Trace.load(path) for path in arguments.trace]
-    for part in arguments.parts:
+    options = parser(__doc__, tokens=8192)
+    options.add_argument("parts", nargs="+", choices=("policies", "sweep"))
+    options.add_argument("--text", type=Path, nargs="*", default=[], help="further text files for the bundled model")
+    given = options.parse_args()
+    for part in given.parts:
+        rows = Recorder(f"cache_{part}", write=given.write)
         if part == "sweep":
-            rows = [row for trace in [*demo_traces(arguments.tokens, 0), *synthetic_traces(0)] for row in sweep(trace)]
-            print(write_rows("cache_sweep", rows), plot_sweep(rows))
+            for row in (row for trace in [*demo_traces(given.tokens, 0), *synthetic_traces(0)] for row in sweep(trace)):
+                rows.add(row)
         else:
-            traces = [*demo_traces(arguments.tokens, 1), *added, *synthetic_traces(1)]
-            rows = [row for trace in traces for row in policies(trace)]
-            print(write_rows("cache_policies", [*rows, *papers()]), plot_policies(rows))
+            added = [record(demo_path(), path.read_text(encoding="utf-8"), given.tokens, source=path.name) for path in given.text]
+            traces = [*demo_traces(given.tokens, 1), *added, *synthetic_traces(1)]
+            for row in (*(row for trace in traces for row in policies(trace)), *papers()):
+                rows.add(row)
+        if given.write:
+            (plot_sweep if part == "sweep" else plot_policies)(rows.rows)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from functools import cache
-from pathlib import Path
 
 import torch
 import triton
-from _compile_check import Compiled, recording
+from harness.record import RESULTS, read_rows
+from support.compile_check import Compiled, recording
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -34,7 +34,7 @@ from moegraft.operators.kernels.tuned import trial
 from moegraft.operators.sparse.slots import SparseSlotExperts
 from moegraft.operators.weight_formats import FORMATS
 
-RESULTS = Path(__file__).parent / "results" / "compiled_kernels.csv"
+NAME = "compiled_kernels"
 CAPABILITIES = (80, 86, 90)
 SMALL = 86  # with little shared memory: the largest tiles of these formats alone
 SMALL_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q2_k", "iq3_xxs", "iq2_s")
@@ -209,14 +209,6 @@ def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:
                 print(f"sm_{capability} {name}, {found.kernel}: {problem}", file=sys.stderr, flush=True)
 
 
-def recorded_rows() -> list[Row]:
-    """Return the rows of the file."""
-    if not RESULTS.is_file():
-        return []
-    with RESULTS.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def updated(rows: list[Row], *, everything: bool) -> Iterator[list[Row]]:
     """Yield the rows that the file should have, again after each that is compiled."""
     kept: list[Row] = []
@@ -252,13 +244,13 @@ def main() -> None:
             for row in made(capability, wanted):
                 print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("triton", "key")), flush=True)
         return
-    rows: list[Row] = []
-    for rows in updated(recorded_rows(), everything=arguments.all):
-        with RESULTS.open("w", encoding="utf-8", newline="") as file:
+    rows, path = list[Row](), RESULTS / f"{NAME}.csv"
+    for rows in updated(list(map(dict, read_rows(NAME))), everything=arguments.all):
+        with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, ["triton", "case", *(each.name for each in fields(Compiled))], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    print(f"{sum(row['triton'] == triton.__version__ for row in rows)} binaries of Triton {triton.__version__} in {RESULTS}")
+    print(f"{sum(row['triton'] == triton.__version__ for row in rows)} binaries of Triton {triton.__version__} in {path}")
 
 
 if __name__ == "__main__":

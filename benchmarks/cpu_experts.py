@@ -1,27 +1,28 @@
 """How fast is one MoE layer on the CPU, beside the limits of the machine? Shapes of Qwen3-30B-A3B, by provider and tokens per call.
 
-Providers are moegraft by weight type and instruction set, with GGUF's Q4_K and Q6_K where `gguf` is installed (q4_k+q6_k has down in Q6_K,
+Providers are moegraft by weight type and instruction set, also with GGUF's Q4_K and Q6_K (q4_k+q6_k has down in Q6_K,
 like half of the layers of most files), and in the sparse layout without nine of ten neurons; and stock transformers with `grouped_mm` and
 with its loop over experts (both oneDNN). llama.cpp has no Python API for a layer and is measured with whole models in `cpu_model.py`;
-kt-kernel's idle workers would disturb the next provider, so it has a benchmark of its own, `kt_kernel_peer.py`. Every provider's result is
+kt-kernel's idle workers would disturb the next provider, so it has a benchmark of its own, `cpu_layer_pairs.py`. Every provider's result is
 first checked against the reference. Providers and the probes of reading and of GEMM alternate within each round, so that changes of the
-machine affect all alike.
+machine affect all alike. `--plot` only draws the file's rows.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-from _probe import ReadProbe, gemm_probe
-from record import percentiles, seconds, write_rows
+from harness.plots import panels, save
+from harness.probe import ReadProbe, gemm_probe
+from harness.record import Recorder, parser, read_rows
+from harness.rounds import percentiles, seconds
+from readme_tables import default_rows
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -43,15 +44,20 @@ STORED_ERROR_LIMIT = 2e-2  # of formats of files, whose weights are not rounded
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Provider:
-    """One way to compute the layer: `run(hidden_states (T, H) bfloat16, top_k_index (T, K), top_k_weights (T, K))`."""
+    """One way to compute the layer: `run(hidden_states (T, H) bfloat16, top_k_index (T, K), top_k_weights (T, K))`.
+
+    Attributes:
+        original: the weights before they were packed, of the distinct experts.
+    """
 
     name: str
     weights: str
     threads: int
     expert_bytes: int
     run: Forward
+    original: Mapping[str, torch.Tensor]
     tokens: tuple[int, ...] = tuple(ROUNDS)
     threshold: float = 0.0
 
@@ -84,86 +90,61 @@ def part_type(weight_type: str, part: str) -> str:
     return types.down if part == "down" else types.gate_up
 
 
-def original(weights: dict[str, torch.Tensor], weight_type: str) -> dict[str, torch.Tensor]:
-    """Return the weights before packing: the drawn ones, or random blocks of the type, dequantised."""
-    kinds = {part: part_type(weight_type, part) for part in weights}
-    found = dict(weights)
-    for part, kind in kinds.items():
-        if FORMATS[kind].stored:
-            from gguf import GGMLQuantizationType, dequantize
-
-            found[part] = torch.from_numpy(dequantize(drawn_blocks(kind, weights[part]), GGMLQuantizationType[kind.upper()]))
-    return found
-
-
-def drawn_blocks(kind: str, like: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Return random blocks. Of all codes of NVFP4's scales, some are subnormal, which CPUs multiply slowly and checkpoints hardly have."""
-    found = FORMATS[kind]
-    blocks = found.random_blocks(tuple(like.shape), np.random.default_rng(0))
-    if kind == "nvfp4":
-        scales = blocks.reshape(-1, found.block_bytes)[:, 1:9]
-        scales[:] = 0x28 + scales % 32  # 0.25 to 3.75
-    return blocks
-
-
-def pack(weights: dict[str, torch.Tensor], weight_type: str, sparse: bool = False) -> PackedExperts:
+def pack(weights: Mapping[str, torch.Tensor], weight_type: str, sparse: bool = False) -> tuple[PackedExperts, Mapping[str, torch.Tensor]]:
+    """Return the packed experts and their weights before; of formats of files, random blocks."""
     packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type, sparse=sparse)
+    stored = set()
     for part, matrix in weights.items():
-        kind = part_type(weight_type, part)
-        blocks = drawn_blocks(kind, matrix) if FORMATS[kind].stored else None
+        form = FORMATS[part_type(weight_type, part)]
+        blocks = form.random_blocks(tuple(matrix.shape), np.random.default_rng(0)) if form.stored else None
         for expert in range(DISTINCT):
             if blocks is not None:
                 packed.pack_blocks(expert, part, blocks[expert])
+                stored.add(part)
             else:
                 packed.pack(expert, part, matrix[expert].view(torch.uint16).numpy())
-    blocks = packed.buffer.reshape(NUM_EXPERTS, -1)
+    copies = packed.buffer.reshape(NUM_EXPERTS, -1)
     for expert in range(DISTINCT, NUM_EXPERTS):
-        blocks[expert] = blocks[expert % DISTINCT]
+        copies[expert] = copies[expert % DISTINCT]
     sealed = packed.buffer[:]
     sealed.flags.writeable = False
-    return PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed, sparse=sparse)
+    packed = PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed, sparse=sparse)
+    unpacked = {part: torch.stack([torch.from_numpy(packed.unpack(expert, part)) for expert in range(DISTINCT)]) for part in stored}
+    return packed, {**weights, **unpacked}
 
 
-def ours(weights: dict[str, torch.Tensor], threads: int, weight_types: tuple[str, ...] = WEIGHT_TYPES) -> Iterator[Provider]:
+def forward(runtime: Runtime, packed: PackedExperts, threshold: float = 0.0) -> Forward:
+    def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        arrays = (x.view(torch.uint16).numpy(), ids.numpy(), share.numpy(), out.view(torch.uint16).numpy())
+        runtime.forward(packed, *arrays, **({"threshold": threshold} if threshold else {}))
+        return out
+
+    return run
+
+
+def ours(weights: Mapping[str, torch.Tensor], threads: int, weight_types: tuple[str, ...] = WEIGHT_TYPES) -> Iterator[Provider]:
     """Yield, by weight type, the default instruction set for all numbers of tokens, then the others except the scalar one."""
     for weight_type in weight_types:
-        packed = pack(weights, weight_type)
+        packed, original = pack(weights, weight_type)
         best = Runtime(threads).isa
         for isa in (best, *(isa for isa in Runtime.available_isas() if isa not in (best, "scalar"))):
-            runtime = Runtime(threads, isa)
-
-            def run(
-                x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, runtime: Runtime = runtime, packed: PackedExperts = packed
-            ) -> torch.Tensor:
-                out = torch.empty_like(x)
-                arrays = (x.view(torch.uint16).numpy(), ids.numpy(), share.numpy(), out.view(torch.uint16).numpy())
-                runtime.forward(packed, *arrays)
-                return out
-
-            tokens = tuple(ROUNDS) if isa == best else (1, 512)
-            yield Provider(f"ours-{isa}", weight_type, threads, packed.expert_bytes, run, tokens)
+            run, tokens = forward(Runtime(threads, isa), packed), tuple(ROUNDS) if isa == best else (1, 512)
+            yield Provider(f"ours-{isa}", weight_type, threads, packed.expert_bytes, run, original, tokens)
 
 
-def sparse(weights: dict[str, torch.Tensor], threads: int, off: float = 0.9) -> Iterator[Provider]:
+def sparse(weights: Mapping[str, torch.Tensor], threads: int, off: float = 0.9) -> Iterator[Provider]:
     """Yield the sparse layout with the threshold that a share `off` of the neurons do not reach; bytes are those that must be read."""
-    runtime = Runtime(threads)
     x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16().float()
     acted = torch.nn.functional.silu(torch.einsum("eih,th->eti", weights["gate"].float(), x)).abs()
     threshold = float(np.quantile(acted.numpy(), off))
     for weight_type in ("int4", "int8", "bfloat16"):
-        packed = pack(weights, weight_type, sparse=True)
-
-        def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, packed: PackedExperts = packed) -> torch.Tensor:
-            out = torch.empty_like(x)
-            arrays = (x.view(torch.uint16).numpy(), ids.numpy(), share.numpy(), out.view(torch.uint16).numpy())
-            runtime.forward(packed, *arrays, threshold=threshold)
-            return out
-
-        bytes_read = int(packed.expert_bytes * (1 + 2 * (1 - off)) / 3)
-        yield Provider(f"ours-sparse-{off:.0%}-off", weight_type, threads, bytes_read, run, (1, 4), threshold)
+        packed, original = pack(weights, weight_type, sparse=True)
+        bytes_read, run = int(packed.expert_bytes * (1 + 2 * (1 - off)) / 3), forward(Runtime(threads), packed, threshold)
+        yield Provider(f"ours-sparse-{off:.0%}-off", weight_type, threads, bytes_read, run, original, (1, 4), threshold)
 
 
-def stock(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
+def stock(weights: Mapping[str, torch.Tensor], threads: int) -> Iterator[Provider]:
     experts: Any = None
     for implementation in ("grouped_mm", "eager"):
         config = Qwen3MoeConfig(
@@ -182,17 +163,15 @@ def stock(weights: dict[str, torch.Tensor], threads: int) -> Iterator[Provider]:
         def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor, module: Callable[..., torch.Tensor] = module) -> torch.Tensor:
             return module(x, ids, share.to(x.dtype))
 
-        yield Provider(f"transformers-{implementation}", "bfloat16", threads, 3 * HIDDEN * INTERMEDIATE * 2, run)
+        yield Provider(f"transformers-{implementation}", "bfloat16", threads, 3 * HIDDEN * INTERMEDIATE * 2, run, weights)
 
 
-def check(provider: Provider, weights: dict[str, torch.Tensor]) -> float:
+def check(provider: Provider) -> float:
     """Return the relative error against float64; end the program if it is too large."""
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     ids, share = next(routings(16, 1))
     ids, share = ids[:5].contiguous(), share[:5].contiguous()
-    held = original(weights, provider.weights)
-    parts = (held["gate"], held["up"], held["down"])
-    expected = reference_experts(x, ids % DISTINCT, share, *parts, GateSpec("silu"), threshold=provider.threshold)
+    expected = reference_experts(x, ids % DISTINCT, share, **provider.original, gate_spec=GateSpec("silu"), threshold=provider.threshold)
     found = provider.run(x, ids, share).double()
     error = float((found - expected).norm() / expected.norm())
     # Rounding may move a neuron near the threshold to the other side.
@@ -201,7 +180,7 @@ def check(provider: Provider, weights: dict[str, torch.Tensor]) -> float:
     return error
 
 
-def measure(providers: list[Provider], errors: dict[Provider, float], tokens: int, rounds: int, read: ReadProbe) -> list[dict[str, object]]:
+def measure(providers: list[Provider], errors: dict[Provider, float], tokens: int, rounds: int, read: ReadProbe, rows: Recorder) -> None:
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
     probes = {kind: gemm_probe(kind) for kind in ("bfloat16", "int8")}
     present = [provider for provider in providers if tokens in provider.tokens]
@@ -230,58 +209,60 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
     read_rate = statistics.median(read_rates)
     gemm_rate = {kind: statistics.median(rates[1:]) for kind, rates in gemm_rates.items()}
     loaded, operations = statistics.mean(distinct), 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
-    rows: list[dict[str, object]] = []
     for provider in present:
         p50 = statistics.median(times[provider])
         limit = gemm_rate["bfloat16" if provider.weights == "bfloat16" else "int8"]
         bytes_read = loaded * provider.expert_bytes
-        rows.append(
-            {
-                "provider": provider.name,
-                "weights": provider.weights,
-                "threads": provider.threads,
-                "tokens": tokens,
-                **percentiles(1e3 * np.asarray(times[provider]), "ms", 3),
-                "tokens_s": round(tokens / p50, 1),
-                "gb_s": round(bytes_read / p50 / 1e9, 1),
-                "read_probe_gb_s": round(read_rate / 1e9, 1),
-                "read_share": round(bytes_read / p50 / read_rate, 3),
-                "gop_s": round(operations / p50 / 1e9, 1),
-                "gemm_probe_gop_s": round(limit / 1e9, 1),
-                "gemm_share": round(operations / p50 / limit, 3),
-                "relative_error": f"{errors[provider]:.1e}",
-            }
-        )
-    return rows
+        about = {"provider": provider.name, "weights": provider.weights, "threads": provider.threads, "tokens": tokens}
+        rates = {"tokens_s": round(tokens / p50, 1), "gb_s": round(bytes_read / p50 / 1e9, 1), "read_probe_gb_s": round(read_rate / 1e9, 1)}
+        rates |= {"read_share": round(bytes_read / p50 / read_rate, 3), "gop_s": round(operations / p50 / 1e9, 1)}
+        rates |= {"gemm_probe_gop_s": round(limit / 1e9, 1), "gemm_share": round(operations / p50 / limit, 3)}
+        error = {"relative_error": f"{errors[provider]:.1e}"}
+        rows.add({**about, **percentiles(1e3 * np.asarray(times[provider]), "ms", 3), **rates, **error})
 
 
-def show(row: dict[str, object]) -> None:
-    name = f"{row['provider']:24s} {row['weights']:9s} T={row['tokens']:<4d}"
-    reading = f"{row['gb_s']:6.1f} GB/s ({row['read_share']:.2f} of read)"
-    print(f"{name} {row['p50_ms']:9.3f} ms  {reading}  {row['gop_s']:7.1f} GOP/s ({row['gemm_share']:.2f} of GEMM)", flush=True)
+MARKS = {"int4": "o", "int8": "s", "bfloat16": "^"}
+
+
+def plot() -> None:
+    """Plot arithmetic by intensity (operations per byte of weights) under the limits of the read probe and the GEMM probe."""
+    rows = [row for row in default_rows(read_rows("cpu_experts")) if row["weights"] in MARKS]
+    read_gb_s, gemm_gop_s = (max(float(row[column]) for row in rows) for column in ("read_probe_gb_s", "gemm_probe_gop_s"))
+    figure, ((axes,),) = panels(1, 1, (8, 5))
+    axes.plot([0.5, gemm_gop_s / read_gb_s, 2000.0], [0.5 * read_gb_s, gemm_gop_s, gemm_gop_s], color="black", lw=1)
+    for row in rows:
+        gop_s, intensity = float(row["gop_s"]), float(row["gop_s"]) / float(row["gb_s"])
+        axes.plot(intensity, gop_s, MARKS[row["weights"]], color="tab:blue" if row["provider"] == "moegraft" else "tab:orange")
+        axes.annotate(f"T={row['tokens']}", (intensity, gop_s), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of weights", ylabel="Gop/s", title="one MoE layer on the roofline")
+    for label, mark, colour in (
+        *((*each, "grey") for each in MARKS.items()),
+        ("moegraft", "-", "tab:blue"),
+        ("transformers", "-", "tab:orange"),
+    ):
+        axes.plot([], [], mark, color=colour, label=label)
+    axes.legend(fontsize=7)
+    save(figure, "cpu_roofline")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=Runtime().threads)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
-    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    options = parser(__doc__, plot=True)
+    options.add_argument("--threads", type=int, default=Runtime().threads)
+    options.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
+    options.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
+    given = options.parse_args()
+    if given.plot:
+        plot()
+        return
+    torch.set_num_threads(given.threads)
     weights = draw_weights()
-    threads = arguments.threads
-    installed = WEIGHT_TYPES if find_spec("gguf") else tuple(name for name in WEIGHT_TYPES if "_k" not in name)
-    providers = [*ours(weights, threads, installed), *sparse(weights, threads), *stock(weights, threads)]
-    errors = {provider: check(provider, weights) for provider in providers}
-    read = ReadProbe(arguments.threads)
-    rows: list[dict[str, object]] = []
-    for tokens in arguments.tokens:
-        rows += measure(providers, errors, tokens, max(3, int(ROUNDS[tokens] * arguments.rounds)), read)
-        for row in rows[-sum(tokens in provider.tokens for provider in providers) :]:
-            show(row)
-    if not arguments.no_write:
-        print(write_rows("cpu_experts", rows, ("torch", "transformers", "numpy")))
+    providers = [*ours(weights, given.threads), *sparse(weights, given.threads), *stock(weights, given.threads)]
+    errors = {provider: check(provider) for provider in providers}
+    read, rows = ReadProbe(given.threads), Recorder("cpu_experts", ("torch", "transformers", "numpy"), write=given.write)
+    for tokens in given.tokens:
+        measure(providers, errors, tokens, max(3, int(ROUNDS[tokens] * given.rounds)), read, rows)
+    if given.write:
+        plot()
 
 
 if __name__ == "__main__":

@@ -1,157 +1,168 @@
-"""How fast is one MoE layer on the CPU beside an earlier commit's kernels? Shapes of Qwen3-30B-A3B, by weight type and tokens per call.
+"""How fast is one MoE layer on the CPU beside KTransformers' own kernel, or beside an earlier commit's? Shapes of Qwen3-30B-A3B.
 
+    python benchmarks/cpu_layer_pairs.py                 # beside kt-kernel: pip install --no-deps kt-kernel, as it pins another PyTorch
     git worktree add ../base COMMIT && (cd ../base && python setup.py build_ext --inplace)
-    python benchmarks/cpu_layer_pairs.py ../base
+    python benchmarks/cpu_layer_pairs.py --base ../base  # beside an earlier commit with the same Python interface of the kernels
 
-Both have the same weights and routings, each in a process of its own, and alternate within each round; `ratio` is the median over rounds of
-the new time over the earlier one. Results are first checked against the reference. With no new tokens in cache, weights come from memory.
+Each provider runs in a process of its own, since kt-kernel's idle workers spin and would disturb the others; processes alternate round by
+round, so that changes of the machine affect all alike. The row of a provider that crashes has its `failure`. Weights, ids and their order
+are equal, and results are first checked against float64. `ratio` is the median over rounds of a provider's time over moegraft's. On all
+cores, kt-kernel's workers and its spinning caller compete for time slices, so it is also measured with one thread less, and the better
+figure counts. Its int4 has one scale per row, moegraft's one for 32 columns: `relative_error` shows the difference.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from _peer_process import PeerProcess
-from record import ROOT, percentiles, write_rows
+from cpu_experts import (
+    DISTINCT,
+    ERROR_LIMIT,
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    TOP_K,
+    Forward,
+    Provider,
+    check,
+    draw_weights,
+    ours,
+    routings,
+)
+from harness.peers import PeerFailed, PeerProcess
+from harness.record import Recorder, parser
+from harness.rounds import median_ratio, percentiles
 
-NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
-DISTINCT = 8  # experts that are drawn; the others are copies at other addresses
-CALLS = {1: 40, 64: 6, 512: 2, 2048: 1}  # consecutive calls of a round
-WEIGHT_TYPES = ("int4", "int8", "bfloat16", "q4_k", "q6_k")
-ERROR_LIMIT = 3e-2  # against the weights as they are packed
-SETTLE_S = 0.01
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+CALLS = {1: 120, 4: 60, 16: 20, 64: 8, 512: 3}
+WEIGHT_TYPES = ("bfloat16", "int8", "int4", "q4_k", "q6_k")  # kt-kernel has the first three
+Run = tuple[str, int]  # a provider and its threads
+
+
+def kt_kernel(weights: Mapping[str, torch.Tensor], weight_type: str, threads: int) -> Provider:
+    """Return kt-kernel's layer over the same experts, whose weights it quantises in memory."""
+    from kt_kernel import kt_kernel_ext as kt
+
+    pool = kt.WorkerPoolConfig()
+    pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
+    infer = kt.CPUInfer(pool)
+    parts = {part: matrix.repeat(NUM_EXPERTS // DISTINCT, 1, 1).contiguous() for part, matrix in weights.items()}
+    on_gpu = torch.zeros(NUM_EXPERTS, dtype=torch.bool)
+    config = kt.moe.MOEConfig(NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, on_gpu.data_ptr())
+    config.layer_idx, config.pool, config.max_len, config.save, config.load = 0, infer.backend_, max(CALLS), False, False
+    for part, matrix in parts.items():
+        if weight_type == "bfloat16":
+            setattr(config, f"{part}_projs", [[expert.data_ptr() for expert in matrix]])
+        else:
+            setattr(config, f"{part}_proj", matrix.data_ptr())
+    classes = {"bfloat16": kt.moe.AMXBF16_MOE, "int8": kt.moe.AMXInt8_MOE, "int4": kt.moe.AMXInt4_MOE}
+    layer = classes[weight_type](config)
+    order = torch.arange(NUM_EXPERTS)
+    infer.submit(layer.load_weights_task(order.data_ptr()))
+    infer.sync()
+    kept = (parts, on_gpu, order)  # read by its threads
+
+    def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        assert kept
+        out, tokens = torch.empty_like(x), torch.tensor([len(x)], dtype=torch.int32)
+        pointers = (tensor.data_ptr() for tensor in (ids, share, x, out))
+        infer.submit(layer.forward_task(tokens.data_ptr(), TOP_K, *pointers, False))
+        infer.sync()
+        return out
+
+    return Provider("kt-kernel", weight_type, threads, 0, run, weights)
+
+
+def timed(run: Forward, tokens: int, seed: int) -> list[float]:
+    """Return the ms of each call except the first few."""
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found = []
+    for ids, share in routings(tokens, CALLS[tokens] + 2, seed):
+        start = time.perf_counter()
+        run(x, ids, share)
+        found.append(1e3 * (time.perf_counter() - start))
+    return found[2:]
 
 
 @contextmanager
-def layer(package: str, weight_type: str, threads: int) -> Iterator[Run]:
-    """Yield the forward pass of a layer by the package in a folder, checked.
-
-    Raises:
-        RuntimeError: its result is wrong.
-    """
-    sys.path.insert(0, package)
-    from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
-
-    generator = torch.Generator().manual_seed(0)
-    sizes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
-    packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type)
-    for part, (rows, columns) in sizes.items():
-        for expert in range(DISTINCT):
-            if weight_type.startswith("q"):
-                import gguf
-
-                quantised = gguf.GGMLQuantizationType[weight_type.upper()]
-                block, held = gguf.GGML_QUANT_SIZES[quantised]
-                blocks = np.random.default_rng(expert).integers(0, 256, (rows, columns // block, held), np.uint8)
-                scales = (slice(0, 2), slice(2, 4)) if weight_type == "q4_k" else (slice(208, 210),)
-                for place in scales:
-                    blocks[..., place] = np.full((*blocks.shape[:2], 1), 1e-4, np.float16).view(np.uint8)
-                pack = getattr(packed, "pack_blocks" if hasattr(packed, "pack_blocks") else "pack_super_blocks")  # its earlier name
-                pack(expert, part, np.ascontiguousarray(blocks.reshape(rows, -1)))
-            else:
-                matrix = (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
-                packed.pack(expert, part, matrix.view(torch.uint16).numpy())
-    copies = packed.buffer.reshape(NUM_EXPERTS, -1)
-    for expert in range(DISTINCT, NUM_EXPERTS):
-        copies[expert] = copies[expert % DISTINCT]
-    sealed = packed.buffer[:]
-    sealed.flags.writeable = False
-    packed = PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed)
-    runtime = Runtime(threads)
-
-    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        runtime.forward(packed, x.view(torch.uint16).numpy(), ids.numpy(), weights.numpy(), out.view(torch.uint16).numpy())
-        return out
-
-    x, ids, weights = batch(40, 0)
-    ids %= DISTINCT
-    expected = torch.zeros(40, HIDDEN)
-    for expert in range(DISTINCT):
-        gate, up, down = (torch.from_numpy(packed.unpack(expert, part)) for part in sizes)
-        share = (weights * (ids == expert)).sum(1, keepdim=True)
-        expected += share * ((torch.nn.functional.silu(x.float() @ gate.T) * (x.float() @ up.T)) @ down.T)
-    error = float((run(x, ids, weights).float() - expected).norm() / expected.norm())
-    if not error <= ERROR_LIMIT:
-        raise RuntimeError(f"relative error {error:.1e} against the reference")
-    yield run
+def open_provider(name: str, weight_type: str, threads: int) -> Iterator[Provider]:
+    torch.set_num_threads(1)
+    if name == "kt-kernel":
+        ERROR_LIMIT.update(int8=5e-2, int4=0.4)
+        yield kt_kernel(draw_weights(), weight_type, threads)
+    else:
+        yield next(ours(draw_weights(), threads, (weight_type,)))
 
 
-def batch(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-    ids = torch.rand(tokens, NUM_EXPERTS, generator=generator).argsort(-1)[:, :TOP_K].contiguous()
-    weights = torch.rand(tokens, TOP_K, generator=generator)
-    return x, ids, weights / weights.sum(-1, keepdim=True)
+def measured(provider: Provider, seed: int) -> dict[str, Any]:
+    return {"error": check(provider), "times": {tokens: timed(provider.run, tokens, seed) for tokens in CALLS}}
 
 
-def timed(run: Run, tokens: int, seed: int) -> float:
-    """Return the median ms of the calls of a round."""
-    batches = [batch(tokens, seed + call) for call in range(CALLS[tokens])]
-    time.sleep(SETTLE_S)
-    run(*batches[-1])
-    found = []
-    for each in batches:
-        start = time.perf_counter()
-        run(*each)
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found)
+def importing(packages: str | None) -> AbstractContextManager[object]:
+    """Let processes that start in the body import moegraft's packages from a folder."""
+    paths = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
+    return mock.patch.dict(os.environ, {"PYTHONPATH": paths}) if packages else nullcontext()
 
 
-def rows_of(weight_type: str, packages: dict[str, str], threads: int, rounds: int) -> Iterator[dict[str, object]]:
-    """Yield a row for each provider and number of tokens, by the package's folder of each provider."""
-    base, new = packages
-    taken: dict[tuple[str, int], list[float]] = {(name, tokens): [] for tokens in CALLS for name in packages}
-    with (
-        PeerProcess(base, layer, packages[base], weight_type, threads) as earlier,
-        PeerProcess(new, layer, packages[new], weight_type, threads) as later,
-    ):
-        for turn in range(rounds + 1):
-            for tokens in CALLS:
-                for name, peer in ((base, earlier), (new, later)):
-                    ms = peer.call(timed, tokens, 1000 * turn)
-                    if turn:  # the first round warms up
-                        taken[name, tokens].append(ms)
-    for name, tokens in taken:
-        ratios = [ms / before for ms, before in zip(taken[name, tokens], taken[base, tokens], strict=True)]
-        row = {"provider": name, "weights": weight_type, "threads": threads, "tokens": tokens}
-        yield {**row, **percentiles(taken[name, tokens], "ms", 3), "ratio": round(statistics.median(ratios), 3)}
+def rows_of(weight_type: str, runs: Mapping[Run, str | None], rounds: int) -> Iterator[dict[str, object]]:
+    """Yield a row for each provider and number of tokens, moegraft's first; `runs` has the packages' folder, or None for this checkout."""
+    found: dict[Run, list[dict[str, Any]]] = {run: [] for run in runs}
+    failed = set()
+    for turn in range(rounds):
+        for run in (run for run in runs if run not in failed):
+            name, threads = run
+            try:
+                with importing(runs[run]), PeerProcess(name, open_provider, name, weight_type, threads) as peer:
+                    found[run].append(peer.call(measured, turn))
+            except PeerFailed as failure:
+                failed.add(run)
+                yield {"provider": name, "weights": weight_type, "threads": threads, "failure": failure.reason}
+    for tokens in CALLS:
+        rounds_ms = {run: [statistics.median(each["times"][tokens]) for each in found[run]] for run in runs if found[run]}
+        own = next(iter(rounds_ms.values()), [])
+        for run, medians in rounds_ms.items():
+            about = {"provider": run[0], "weights": weight_type, "threads": run[1], "tokens": tokens}
+            ms = percentiles(np.concatenate([each["times"][tokens] for each in found[run]]), "ms", 3)
+            ratio = {"ratio": round(median_ratio(medians, own[: len(medians)]), 3)}
+            yield {**about, **ms, **ratio, "relative_error": f"{found[run][0]['error']:.1e}"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", type=Path, help="a checkout of the earlier commit, with its extension built")
-    parser.add_argument("--weights", nargs="+", default=list(WEIGHT_TYPES), choices=WEIGHT_TYPES)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    named = subprocess.run(["git", "describe", "--always"], cwd=arguments.base, capture_output=True, text=True, check=True).stdout.strip()
-    rows: list[dict[str, object]] = []
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--base", type=Path, help="a checkout of an earlier commit, with its extension built")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--weights", nargs="+", choices=WEIGHT_TYPES)
+    given = options.parse_args()
+    runs: dict[Run, str | None] = {("moegraft", given.threads): None}
     with tempfile.TemporaryDirectory() as folder:
-        packages = {}
-        for name, root in ((named, arguments.base), ("moegraft", ROOT)):
-            package = Path(folder) / name / "moegraft"
-            package.mkdir(parents=True)
-            (package / "cpu_backend").symlink_to(root.resolve() / "cpu_backend")
-            packages[name] = str(package.parent)
-        for weight_type in arguments.weights:
-            for row in rows_of(weight_type, packages, arguments.threads, arguments.rounds):
-                rows.append(row)
-                print(row, flush=True)
-    if not arguments.no_write:
-        print(write_rows("cpu_layer_pairs", rows, ("torch",)))
+        if given.base is not None:
+            named = subprocess.run(
+                ["git", "describe", "--always"], cwd=given.base, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            (Path(folder) / "moegraft").mkdir()
+            for package in ("cpu_backend", "operators", "injection", "rules"):
+                (Path(folder) / "moegraft" / package).symlink_to(given.base.resolve() / package)
+            runs[named, given.threads] = folder
+            rows = Recorder("cpu_layer_pairs", ("torch",), write=given.write)
+        elif find_spec("kt_kernel") is None:
+            raise SystemExit("kt-kernel is not installed: pip install --no-deps kt-kernel; or give --base")
+        else:
+            runs |= {("kt-kernel", count): None for count in (given.threads, given.threads - 1) if count}
+            rows = Recorder("kt_kernel", ("torch", "kt-kernel"), write=given.write)
+        for kind in given.weights or WEIGHT_TYPES[: 3 if given.base is None else None]:
+            for row in rows_of(kind, runs, given.rounds):
+                rows.add(row)
 
 
 if __name__ == "__main__":

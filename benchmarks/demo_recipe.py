@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 END, PAD = "<|endoftext|>", "<|pad|>"
 CONTEXT = 1024  # tokens of the longest training window
 
@@ -46,12 +45,6 @@ class Evaluation:
     loss: float
     bits_per_byte: float
     load: Tensor
-
-
-def split_text(text: str) -> tuple[str, str]:
-    """Split off the last tenth as validation text, between two speeches."""
-    cut = text.index("\n\n", len(text) * 9 // 10) + 2
-    return text[:cut], text[cut:]
 
 
 def train_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFast:

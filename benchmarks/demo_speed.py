@@ -5,17 +5,16 @@ In so small a model, Python and attention take as much time as the experts: the 
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
-from record import percentiles, seconds, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from harness.record import Recorder, parser
+from harness.rounds import alternate, percentiles, seconds
+from harness.texts import held_out, pieces
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-
-TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 
 
 def load(provider: str) -> PreTrainedModel:
@@ -28,33 +27,25 @@ def load(provider: str) -> PreTrainedModel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
-    parser.add_argument("--new", type=int, default=64, help="decoded tokens")
-    arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(demo_path())
-    ids = torch.tensor([tokenizer(TEXT.read_text(encoding="utf-8")[-8000:])["input_ids"][: arguments.prompt]])
+    options = parser(__doc__, rounds=9)
+    options.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    options.add_argument("--new", type=int, default=64, help="decoded tokens")
+    given = options.parse_args()
+    (ids,) = pieces(held_out(), 1, given.prompt)
     models = {name: load(name) for name in ("stock", "stock-eager", "cpu-exact", "cpu")}
-    greedy = {"do_sample": False, "min_new_tokens": arguments.new, "max_new_tokens": arguments.new}
-    reference = models["stock"](ids).logits.float()
-    times: dict[tuple[str, str], list[float]] = {}
+    greedy = {"do_sample": False, "min_new_tokens": given.new, "max_new_tokens": given.new}
+    calls: dict[tuple[str, str], Callable[[], float]] = {}
+    for name, model in models.items():
+        calls[name, "prefill"] = lambda model=model: seconds(lambda: model(ids, logits_to_keep=1))  # type: ignore[misc]
+        calls[name, "decode"] = lambda model=model: seconds(lambda: model.generate(ids[:, :16], **greedy))  # type: ignore[misc]
+    rows = Recorder("demo_speed", write=given.write)
     with torch.inference_mode():
-        for round_number in range(arguments.rounds + 1):
-            for name, model in models.items():
-                prefill = seconds(lambda model=model: model(ids, logits_to_keep=1))  # type: ignore[misc]
-                whole = seconds(lambda model=model: model.generate(ids[:, :16], **greedy))  # type: ignore[misc]
-                if round_number:  # the first round warms up
-                    times.setdefault((name, "prefill"), []).append(prefill)
-                    times.setdefault((name, "decode"), []).append(whole)
-        rows = []
-        for (name, phase), taken in times.items():
+        reference = models["stock"](ids).logits.float()
+        for (name, phase), taken in alternate(calls, given.rounds).items():
             error = (models[name](ids).logits.float() - reference).abs().max() / reference.abs().max()
-            tokens = ids.shape[1] if phase == "prefill" else arguments.new
+            tokens = ids.shape[1] if phase == "prefill" else given.new
             rates = percentiles([tokens / each for each in taken], "tokens_s", 1)
-            rows.append({"provider": name, "phase": phase, "tokens": tokens, **rates, "max_rel_error": f"{float(error):.1e}"})
-            print(rows[-1])
-    print(write_rows("demo_speed", rows))
+            rows.add({"provider": name, "phase": phase, "tokens": tokens, **rates, "max_rel_error": f"{float(error):.1e}"})
 
 
 if __name__ == "__main__":

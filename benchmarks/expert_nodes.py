@@ -8,15 +8,11 @@ of a network was measured.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from cpu_model import rule_file
-from record import RESULTS, write_rows
+from harness.models import cpu_rules, rule_file
+from harness.plots import panels, save
+from harness.record import Recorder, parser
 from transformers import Qwen3MoeConfig
 
 from moegraft.injection import plan, read_rules
@@ -40,15 +36,15 @@ ALIKE = {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_e
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    given = parser(__doc__).parse_args()
     measured = store.load()
     if measured is None:
         raise SystemExit("this machine's rates are not measured; run: moegraft doctor --measure")
     target = TargetMachine(MEMORY, measured)
     registry = load_registry()
-    rows: list[dict[str, object]] = []
+    rows = Recorder("expert_nodes", write=given.write)
     for name, sizes in MODELS.items():
-        with tempfile.TemporaryDirectory() as folder, rule_file("int4") as file:
+        with tempfile.TemporaryDirectory() as folder, rule_file(cpu_rules("int4")) as file:
             Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **sizes, **ALIKE).save_pretrained(folder)
             meta_model = build_meta_model(folder)
             rules = read_rules(file, registry=registry)
@@ -60,24 +56,16 @@ def main() -> None:
                     speed = found.speed
                     assert speed is not None, "rates have just been measured"
                     needed = [node.needed_bytes / 2**30 for node in found.nodes]
-                    rows.append(
-                        {
-                            "model": name,
-                            "nodes": nodes,
-                            "network_gbit": gbit,
-                            "decode_tokens_s": round(speed.decode_tokens_s or 0.0, 3),
-                            "prompt_tokens_s": round(speed.prefill_tokens_s or 0.0, 2),
-                            "rank_0_gib": round(needed[0], 1),
-                            "other_gib": round(needed[-1], 1) if nodes > 1 else "",
-                        }
-                    )
-    write_rows("expert_nodes", rows)
-    plot(rows)
+                    row = {"model": name, "nodes": nodes, "network_gbit": gbit, "decode_tokens_s": round(speed.decode_tokens_s or 0.0, 3)}
+                    row |= {"prompt_tokens_s": round(speed.prefill_tokens_s or 0.0, 2), "rank_0_gib": round(needed[0], 1)}
+                    rows.add({**row, "other_gib": round(needed[-1], 1) if nodes > 1 else ""})
+    if given.write:
+        plot(rows.rows)
 
 
 def plot(rows: list[dict[str, object]]) -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes, column, title in zip(panels, ("decode_tokens_s", "prompt_tokens_s"), ("decode", f"prompts of {PROMPT}"), strict=True):
+    figure, (grid,) = panels(1, 2, (5, 4))
+    for axes, column, title in zip(grid, ("decode_tokens_s", "prompt_tokens_s"), ("decode", f"prompts of {PROMPT}"), strict=True):
         for name, colour in zip(MODELS, ("tab:blue", "tab:orange"), strict=True):
             for gbit, style in zip(GBIT, ("--", "-"), strict=True):
                 own = [row for row in rows if row["model"] == name and row["network_gbit"] == gbit]
@@ -87,7 +75,7 @@ def plot(rows: list[dict[str, object]]) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     figure.suptitle("modelled, not measured: int4 experts over machines of two cores; a cable adds 50 us to each layer", fontsize=9)
-    figure.savefig(RESULTS / "expert_nodes.png", dpi=120)
+    save(figure, "expert_nodes", dpi=120)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_model import make_model, rule_file, timed
-from record import write_rows
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
+from harness.models import VOCABULARY, cpu_rules, injected, qwen3_config, random_model
+from harness.record import Recorder, parser
+from harness.rounds import alternate, percentiles, seconds
+from transformers import PreTrainedModel, Qwen2MoeConfig
 
-from moegraft.injection import optimize_and_load
 from moegraft.operators.experts.hybrid import HybridExperts
 
 LAYERS = 2
@@ -36,67 +36,41 @@ CONTEXT, TOKENS, PROMPT = 8, 64, 512
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (3, 1))  # processes, threads of each
 SHARES = ("[1, 1]", "[1, 3]")
 ROUNDS = 21  # of prompts with and without the order
+WAYS = ("before the wait", "in the block's order")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="of the model, which is made there if it is empty; by default a temporary one")
-    parser.add_argument("--shared", action="store_true", help="measure shared experts beside the other processes' work instead")
-    parser.add_argument("--shares", help=argparse.SUPPRESS)
-    parser.add_argument("--rank-of", metavar="MODEL", help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank_of is not None:
-        if arguments.shares:
-            measure_shared(arguments.rank_of, arguments.shares)
-        else:
-            measure(arguments.rank_of, arguments.threads)
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--folder", help="of the model, which is made there if it is empty; by default a temporary one")
+    options.add_argument("--shared", action="store_true", help="measure shared experts beside the other processes' work instead")
+    options.add_argument("--shares", help=argparse.SUPPRESS)
+    options.add_argument("--rank-of", metavar="MODEL", help=argparse.SUPPRESS)
+    options.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.rank_of is not None:
+        follow_or_measure(given.rank_of, given.threads, given.shares)
         return
-    if arguments.shared:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = arguments.folder or temporary
-            if not any(Path(folder).iterdir()):
-                make_shared_model().save_pretrained(folder)
-            rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or temporary
+        if not any(Path(folder).iterdir()):
+            random_model(shared_config() if given.shared else qwen3_config(LAYERS)).save_pretrained(folder)
+        if given.shared:
+            rows = Recorder("expert_processes_shared", write=given.write)
             for shares in SHARES:
                 for name, figures in run(folder, 2, 1, "--shares", shares).items():
-                    rows.append({"shares": shares, "shared_experts": name, **figures})
-                    print(rows[-1], flush=True)
-            write_rows("expert_processes_shared", rows)
-        return
-    found: dict[tuple[int, int], list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or temporary
-        if not any(Path(folder).iterdir()):
-            make_model(LAYERS).save_pretrained(folder)
-        for number in range(arguments.rounds):
-            for layout in LAYOUTS:
-                found[layout].append(run(folder, *layout))
-                print(number, layout, found[layout][-1], flush=True)
-    rows = []
-    for (processes, threads), runs in found.items():
-        medians = {name: round(statistics.median(each[name] for each in runs), 3) for name in runs[0]}
-        rows.append({"processes": processes, "threads_each": threads, **medians})
-    write_rows("expert_processes", rows)
+                    rows.add({"shares": shares, "shared_experts": name, **figures})
+            return
+        rows = Recorder("expert_processes", write=given.write)
+        runs = {layout: lambda layout=layout: run(folder, *layout) for layout in LAYOUTS}  # type: ignore[misc]
+        for (processes, threads), found in alternate(runs, given.rounds).items():
+            medians = {name: round(statistics.median(each[name] for each in found), 3) for name in found[0]}
+            rows.add({"processes": processes, "threads_each": threads, **medians})
 
 
-def make_shared_model() -> PreTrainedModel:
-    """Return a bfloat16 model with shared experts and random weights."""
-    torch.manual_seed(0)
-    config = Qwen2MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=8192,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-        dtype=torch.bfloat16,
-    )
-    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+def shared_config() -> Qwen2MoeConfig:
+    heads, experts = {"num_attention_heads": 16, "num_key_value_heads": 16}, {"num_experts": 16, "num_experts_per_tok": 4}
+    sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    return Qwen2MoeConfig(**sizes, **heads, **experts, num_hidden_layers=LAYERS, vocab_size=VOCABULARY, dtype=torch.bfloat16)
 
 
 def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, Any]:
@@ -119,68 +93,60 @@ def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, A
     return found
 
 
-def measure(folder: str, threads: int) -> None:
+def follow_or_measure(folder: str, threads: int, shares: str | None) -> None:
     """Load the model in this process and, on rank 0, print the figures as JSON."""
     torch.set_num_threads(threads)
-    with rule_file("int4") as rules:
-        model = optimize_and_load(folder, rules, progress=False, threads=threads)
+    model = injected(folder, cpu_rules("int4") + (f"parallel: {{shares: {shares}}}\n" if shares else ""), threads=threads)
     if model.moegraft.follows:
         model.moegraft.follow()
         return
     with torch.inference_mode():
-        ids = torch.randint(8192, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-        prompt_s = statistics.median(timed(lambda: model(input_ids=ids, logits_to_keep=1), 3))
-        before = waited_us(model)
-        times: list[float] = []
-        output = model(input_ids=ids[:, :CONTEXT], logits_to_keep=1)
-        token = output.logits.argmax(-1)
-        for _ in range(TOKENS):
-            start = time.perf_counter()
-            output = model(input_ids=token, past_key_values=output.past_key_values, logits_to_keep=1)
-            times.append(time.perf_counter() - start)
-            token = output.logits.argmax(-1)
-    waits = [(after[0] - early[0]) / max(after[1] - early[1], 1) for early, after in zip(before, waited_us(model), strict=True)]
+        ids = torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        figures = measure_shared(model, ids) if shares else measure(model, ids)
     model.moegraft.close()
-    print(json.dumps({"decode_ms": 1e3 * statistics.median(times), "prompt_ms": 1e3 * prompt_s, "wait_us": max(waits, default=0.0)}))
-
-
-def measure_shared(folder: str, shares: str) -> None:
-    """Load the model in this process and, on rank 0, print the time of a prompt with and without the order as JSON."""
-    torch.set_num_threads(1)
-    with rule_file("int4") as rules:
-        divided = Path(rules).read_text() + f"parallel: {{shares: {shares}}}\n"
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(divided)
-            file.flush()
-            model = optimize_and_load(folder, file.name, progress=False, threads=1)
-    if model.moegraft.follows:
-        model.moegraft.follow()
-        return
-    times: dict[str, list[tuple[float, float]]] = {"before the wait": [], "in the block's order": []}
-    with torch.inference_mode():
-        ids = torch.randint(8192, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-        for _ in range(2):
-            expected = model(input_ids=ids, logits_to_keep=1).logits
-        overlaps = [module.overlap for module in model.modules() if isinstance(module, HybridExperts)]
-        orders = [overlap.order for overlap in overlaps]
-        if not {*orders} <= {"before", "after"}:
-            raise SystemExit(f"shared experts do not run beside the others' work: {orders}")
-        for _ in range(ROUNDS):
-            for name, taken in times.items():
-                for overlap, order in zip(overlaps, orders, strict=True):
-                    overlap.order = order if name == "before the wait" else "other"
-                waited, start = waited_us(model)[0][0], time.perf_counter()
-                found = model(input_ids=ids, logits_to_keep=1).logits
-                taken.append((1e3 * (time.perf_counter() - start), (waited_us(model)[0][0] - waited) / 1e3))
-                if not torch.equal(found, expected):
-                    raise SystemExit(f"{name}: other logits")
-    model.moegraft.close()
-    figures = {}
-    for name, taken in times.items():
-        prompt_ms, wait_ms = (sorted(each) for each in zip(*taken, strict=True))
-        figures[name] = {f"p{part}_ms": round(prompt_ms[part * len(prompt_ms) // 100], 1) for part in (20, 50, 80)}
-        figures[name]["wait_ms"] = round(statistics.median(wait_ms), 1)  # of all layers
     print(json.dumps(figures))
+
+
+def measure(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
+    prompts_s = alternate({"prompt": lambda: seconds(lambda: model(input_ids=ids, logits_to_keep=1))}, 3)["prompt"]
+    before = waited_us(model)
+    times: list[float] = []
+    output = model(input_ids=ids[:, :CONTEXT], logits_to_keep=1)
+    token = output.logits.argmax(-1)
+    for _ in range(TOKENS):
+        start = time.perf_counter()
+        output = model(input_ids=token, past_key_values=output.past_key_values, logits_to_keep=1)
+        times.append(time.perf_counter() - start)
+        token = output.logits.argmax(-1)
+    waits = [(after[0] - early[0]) / max(after[1] - early[1], 1) for early, after in zip(before, waited_us(model), strict=True)]
+    medians = {"decode_ms": 1e3 * statistics.median(times), "prompt_ms": 1e3 * statistics.median(prompts_s)}
+    return {**medians, "wait_us": max(waits, default=0.0)}
+
+
+def measure_shared(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Return the time of a prompt with and without the order."""
+    for _ in range(2):
+        expected = model(input_ids=ids, logits_to_keep=1).logits
+    overlaps = [module.overlap for module in model.modules() if isinstance(module, HybridExperts)]
+    orders = [overlap.order for overlap in overlaps]
+    if not {*orders} <= {"before", "after"}:
+        raise SystemExit(f"shared experts do not run beside the others' work: {orders}")
+
+    def run(way: str) -> tuple[float, float]:
+        for overlap, order in zip(overlaps, orders, strict=True):
+            overlap.order = order if way == WAYS[0] else "other"
+        waited, start = waited_us(model)[0][0], time.perf_counter()
+        found = model(input_ids=ids, logits_to_keep=1).logits
+        took_ms = 1e3 * (time.perf_counter() - start)
+        if not torch.equal(found, expected):
+            raise SystemExit(f"{way}: other logits")
+        return took_ms, (waited_us(model)[0][0] - waited) / 1e3
+
+    figures = {}
+    for way, taken in alternate({way: lambda way=way: run(way) for way in WAYS}, ROUNDS).items():  # type: ignore[misc]
+        prompt_ms, wait_ms = zip(*taken, strict=True)
+        figures[way] = {**percentiles(prompt_ms, "ms", 1), "wait_ms": round(statistics.median(wait_ms), 1)}  # of all layers
+    return figures
 
 
 def waited_us(model: PreTrainedModel) -> list[tuple[float, int]]:

@@ -15,25 +15,26 @@ takes their place (q4_k: q5_0), and the bytes are those of the file.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import ctypes
+import math
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from demo_recipe import split_text
+from harness.models import injected
+from harness.plots import panels, save
+from harness.record import Recorder, parser, read_rows
+from harness.rounds import alternate, seconds
+from harness.texts import TEXT, held_out, split_text, token_ids
 from numpy.typing import NDArray
-from record import RESULTS, write_rows
-from sparse_quality import TEXT
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
 from moegraft.injection.demo import demo_path
 from moegraft.injection.importance import measure_importance
@@ -58,28 +59,10 @@ MIXTURES = (
     "gate=IQ2_XXS,up=IQ2_XXS,down=Q4_K",
 )
 EXPERT_TYPES = (("Q8_0", "Q4_0"), ("Q6_K", "Q3_K"), ("Q4_K", "Q2_K"))
-# llama.cpp's numbers of its types with one type for all matrices.
+# llama.cpp's numbers of its types with one type for all matrices; IQ2_S's is that of IQ2_M, its own is IQ2_XS with larger layers.
 THEIRS = {
-    "Q8_0": 7,
-    "Q6_K": 18,
-    "Q5_K": 16,
-    "Q5_1": 9,
-    "Q5_0": 8,
-    "Q4_K": 14,
-    "Q4_1": 3,
-    "Q4_0": 2,
-    "IQ4_NL": 25,
-    "IQ4_XS": 30,
-    "Q3_K": 11,
-    "Q2_K": 10,
-    "IQ3_S": 26,
-    "IQ3_XXS": 23,
-    "IQ2_S": 29,  # of IQ2_M: the number of IQ2_S stands for IQ2_XS with larger layers
-    "IQ2_XS": 20,
-    "IQ2_XXS": 19,
-    "IQ1_S": 24,
-    "TQ2_0": 37,
-    "TQ1_0": 36,
+    **{"Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q5_1": 9, "Q5_0": 8, "Q4_K": 14, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30, "Q3_K": 11},
+    **{"Q2_K": 10, "IQ3_S": 26, "IQ3_XXS": 23, "IQ2_S": 29, "IQ2_XS": 20, "IQ2_XXS": 19, "IQ1_S": 24, "TQ2_0": 37, "TQ1_0": 36},
 }
 Row = dict[str, object]
 
@@ -98,7 +81,7 @@ def files(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path)
     if find_spec("llama_cpp"):
         yield from files_of_llama_cpp(meta, importance, folder)
     else:
-        print("llama-cpp-python is not installed: no rows of llama.cpp; llama_cpp_peer.py explains how to build it")
+        print("llama-cpp-python is not installed: no rows of llama.cpp; harness/llama_cpp.py explains how to build it")
 
 
 def files_of_llama_cpp(meta: MetaModel, importance: Mapping[str, torch.Tensor], folder: Path) -> Iterator[tuple[str, str, Path]]:
@@ -124,10 +107,6 @@ def files_of_llama_cpp(meta: MetaModel, importance: Mapping[str, torch.Tensor], 
                 yield provider, types, path
 
 
-def loaded(folder: Path | str, rules: Path, gguf: Path | None) -> PreTrainedModel:
-    return optimize_and_load(folder, rules, gguf=gguf, dtype="float32", progress=False)
-
-
 def stored_bytes(path: Path) -> tuple[int, int]:
     """Return the bytes and the number of weights of a file's tensors."""
     import gguf
@@ -136,96 +115,60 @@ def stored_bytes(path: Path) -> tuple[int, int]:
     return sum(int(tensor.n_bytes) for tensor in tensors), sum(int(tensor.n_elements) for tensor in tensors)
 
 
-def measure(model: str | Path, text: str, tokens: int, window: int) -> None:
+def measure(model: str | Path, text: str, tokens: int, window: int, rows: Recorder) -> None:
     meta = build_meta_model(model, weights=True)
-    tokenizer = AutoTokenizer.from_pretrained(meta.source.folder)
-    windows = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:tokens]).split(window)
-    windows = [each for each in windows if len(each) == window]
-    calibration = torch.tensor(tokenizer(read_text("calibration"))["input_ids"])
-    rows: list[Row] = []
+    windows = [each for each in token_ids(text, meta.source.folder)[:tokens].split(window) if len(each) == window]
+    calibration = token_ids(read_text("calibration"), meta.source.folder)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        rules = folder / "rules.yaml"
-        rules.write_text(RULES)
-        stock = loaded(model, rules, None)
+        stock = injected(model, RULES, dtype="float32")
         assert meta.weights is not None, "loaded with its weights"
         importance = measure_importance(stock, meta.weights, meta.skeleton, calibration, window, lambda count: None)
         whole = [logits_of(stock, each) for each in windows]
-        for provider, types, path in files(meta, importance, folder):
-            quantised = loaded(model, rules, path)
-            found = [
-                compare_logits(stock_logits, logits_of(quantised, each), each) for stock_logits, each in zip(whole, windows, strict=True)
-            ]
+        for provider, types, path in files(meta, importance, Path(name)):
+            quantised = injected(model, RULES, gguf=path, dtype="float32")
+            found = [compare_logits(logits, logits_of(quantised, each), each) for logits, each in zip(whole, windows, strict=True)]
             size, weights = stored_bytes(path)
             mean = {name: sum(getattr(each, name) for each in found) / len(found) for name in ("kl_nats", "top1_agreement")}
-            nats = [
-                sum(torch.tensor(getattr(each, side)).log().item() for each in found) / len(found)
-                for side in ("stock_perplexity", "injected_perplexity")
-            ]
-            row: Row = {
-                "provider": provider,
-                "types": types,
-                "tokens": sum(map(len, windows)),
-                "bytes": size,
-                "bytes_per_weight": round(size / weights, 4),
-                "perplexity": round(float(torch.tensor(nats[1]).exp()), 4),
-                "full_perplexity": round(float(torch.tensor(nats[0]).exp()), 4),
-                "kl_nats": round(mean["kl_nats"], 6),
-                "same_next_token": round(mean["top1_agreement"], 4),
-            }
-            print(row, flush=True)
-            rows.append(row)
-            write_rows(
-                "format_quality", rows, ("torch", "transformers", "gguf", "llama_cpp_python")
-            )  # an interrupted run keeps what it has
+            ours, full = (
+                math.exp(sum(math.log(getattr(each, side)) for each in found) / len(found))
+                for side in ("injected_perplexity", "stock_perplexity")
+            )
+            row: Row = {"provider": provider, "types": types, "tokens": sum(map(len, windows)), "bytes": size}
+            row |= {"bytes_per_weight": round(size / weights, 4), "perplexity": round(ours, 4), "full_perplexity": round(full, 4)}
+            rows.add({**row, "kl_nats": round(mean["kl_nats"], 6), "same_next_token": round(mean["top1_agreement"], 4)})
 
 
-def measure_encoding(rows: int, columns: int, rounds: int) -> None:
-    """Quantise random matrices here and in llama.cpp's library, by one thread each and in turn, with one importance matrix for both."""
+def measure_encoding(size: tuple[int, int], rounds: int, rows: Recorder) -> None:
+    """Quantise random matrices here and in llama.cpp's library, by one thread each and interleaved, with one importance matrix for both."""
     import gguf
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    matrices = {"normal": torch.randn(rows, columns), "student t, 4": torch.distributions.StudentT(4.0).sample((rows, columns))}
-    importance = torch.randn(columns).exp()
+    matrices = {"normal": torch.randn(size), "student t, 4": torch.distributions.StudentT(4.0).sample(size)}
+    importance = torch.randn(size[1]).exp()
     theirs = _quantize_chunk() if find_spec("llama_cpp") else None
-    found: list[Row] = []
-    for types in TYPES[1:]:
+    for types, (name, matrix) in product(TYPES[1:], matrices.items()):
         kind = gguf.GGMLQuantizationType[types]
-        for name, matrix in matrices.items():
+        packed = {"llama.cpp": np.empty((size[0], GGUF_TYPES[types].nbytes(size[1])), np.uint8)}
 
-            def ours(matrix: torch.Tensor = matrix, types: str = types) -> NDArray[np.uint8]:
-                return GGUF_TYPES[types].encode(matrix, importance)
+        def ours(matrix: torch.Tensor = matrix, types: str = types, packed: dict[str, NDArray[np.uint8]] = packed) -> None:
+            packed["moegraft"] = GGUF_TYPES[types].encode(matrix, importance)
 
-            def of_llama_cpp(matrix: torch.Tensor = matrix, types: str = types, kind: int = kind) -> NDArray[np.uint8]:
-                assert theirs is not None, "called where llama.cpp is installed"
-                packed = np.empty((rows, GGUF_TYPES[types].nbytes(columns)), np.uint8)
-                theirs(kind, matrix.data_ptr(), packed.ctypes.data, 0, rows, columns, importance.data_ptr())
-                return packed
+        def of_llama_cpp(matrix: torch.Tensor = matrix, kind: int = kind, packed: dict[str, NDArray[np.uint8]] = packed) -> None:
+            assert theirs is not None, "called where llama.cpp is installed"
+            theirs(kind, matrix.data_ptr(), packed["llama.cpp"].ctypes.data, 0, *size, importance.data_ptr())
 
-            providers = {"moegraft": ours} if theirs is None else {"moegraft": ours, "llama.cpp": of_llama_cpp}
-            seconds: dict[str, list[float]] = {provider: [] for provider in providers}
-            blocks = {provider: call() for provider, call in providers.items()}  # which also warms up
-            for _ in range(rounds):
-                for provider, call in providers.items():
-                    begin = time.perf_counter()
-                    call()
-                    seconds[provider].append(time.perf_counter() - begin)
-            for provider, packed in blocks.items():
-                error = matrix - torch.from_numpy(gguf.dequantize(packed, kind))
-                row: Row = {
-                    "provider": provider,
-                    "types": types,
-                    "weights": name,
-                    "relative_error": round(float(((importance * error.square()).sum() / (importance * matrix.square()).sum()).sqrt()), 5),
-                    "million_weights_per_second": round(matrix.numel() / float(np.median(seconds[provider])) / 1e6, 2),
-                }
-                print(row, flush=True)
-                found.append(row)
-        write_rows("format_encoding", found, ("torch", "gguf", "llama_cpp_python"))
+        calls = {"moegraft": ours} if theirs is None else {"moegraft": ours, "llama.cpp": of_llama_cpp}
+        taken = alternate({provider: partial(seconds, call) for provider, call in calls.items()}, rounds)
+        for provider, times in taken.items():
+            error = matrix - torch.from_numpy(gguf.dequantize(packed[provider], kind))
+            relative = ((importance * error.square()).sum() / (importance * matrix.square()).sum()).sqrt()
+            rate = matrix.numel() / float(np.median(times)) / 1e6
+            found = {"relative_error": round(float(relative), 5), "million_weights_per_second": round(rate, 2)}
+            rows.add({"provider": provider, "types": types, "weights": name, **found})
 
 
-def measure_experts(text: str, tokens: int, window: int) -> None:
+def measure_experts(tokens: int, window: int, rows: Recorder) -> None:
     """Give some experts of the bundled model a larger type, at equal bytes: whole layers, or the experts that a text chooses most.
 
     The profile is from the training split, which is more than a calibration text knows of the text to come. `by layer` has the larger type
@@ -235,10 +178,9 @@ def measure_experts(text: str, tokens: int, window: int) -> None:
     import gguf
 
     model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(demo_path())
-    profile, held_out = (
-        [each for each in torch.tensor(tokenizer(part, verbose=False)["input_ids"][:tokens]).split(window) if len(each) == window]
-        for part in (split_text(TEXT.read_text(encoding="utf-8"))[0], text)
+    profile, judged = (
+        [each for each in token_ids(part)[:tokens].split(window) if len(each) == window]
+        for part in split_text(TEXT.read_text(encoding="utf-8"))
     )
     layers = [layer.mlp.experts for layer in model.model.layers]
     full = [{name: value.detach().clone() for name, value in experts.named_parameters()} for experts in layers]
@@ -252,7 +194,7 @@ def measure_experts(text: str, tokens: int, window: int) -> None:
     expected = {id(profile): [logits_of(model, each) for each in profile]}
     for hook in hooks:
         hook.remove()
-    expected[id(held_out)] = [logits_of(model, each) for each in held_out]
+    expected[id(judged)] = [logits_of(model, each) for each in judged]
 
     def rounded(value: torch.Tensor, types: str) -> torch.Tensor:
         name = fitting_type(types, value.shape[-1])
@@ -275,7 +217,6 @@ def measure_experts(text: str, tokens: int, window: int) -> None:
         found = [compare_logits(stock, logits_of(model, each), each) for stock, each in zip(expected[id(windows)], windows, strict=True)]
         return sum(each.kl_nats for each in found) / len(found), sum(each.top1_agreement for each in found) / len(found)
 
-    rows: list[Row] = []
     share, order = torch.zeros_like(used), used.argsort(dim=1, descending=True)
     sorted_share = used.gather(1, order) / used.sum(dim=1, keepdim=True)
     share.scatter_(1, order, sorted_share.cumsum(dim=1) - sorted_share)  # of the experts that are chosen more
@@ -287,19 +228,9 @@ def measure_experts(text: str, tokens: int, window: int) -> None:
             by_layer[costs.argsort(descending=True)[:whole]] = True
             by_profile.view(-1)[share.flatten().argsort()[: whole * num_experts]] = True
             for provider, large in (("by layer", by_layer), ("by profile", by_profile)):
-                nats, same = kl(held_out, large, types)
-                row: Row = {
-                    "provider": provider,
-                    "larger": types[0],
-                    "smaller": types[1],
-                    "larger_share": whole / len(layers),
-                    "tokens": sum(map(len, held_out)),
-                    "kl_nats": round(nats, 6),
-                    "same_next_token": round(same, 4),
-                }
-                print(row, flush=True)
-                rows.append(row)
-                write_rows("expert_mixtures", rows, ("torch", "transformers", "gguf"))
+                nats, same = kl(judged, large, types)
+                row: Row = {"provider": provider, "larger": types[0], "smaller": types[1], "larger_share": whole / len(layers)}
+                rows.add({**row, "tokens": sum(map(len, judged)), "kl_nats": round(nats, 6), "same_next_token": round(same, 4)})
 
 
 def _quantize_chunk() -> Any:
@@ -313,63 +244,49 @@ def _quantize_chunk() -> Any:
     return found
 
 
-def _bytes_per_weight(row: Mapping[str, Any]) -> float:
-    return float(row["bytes_per_weight"])
-
-
-def plot(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
+def plot() -> None:
     """Plot the divergence from the full model by bytes per weight; a file without divergence has no place on the axis."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(10, 8))
+    figure, ((panel,),) = panels(1, 1, (10, 8))
     for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp", "+"), ("llama.cpp, no imatrix", "x")):
-        own = sorted((row for row in rows if row["provider"] == provider and float(row["kl_nats"]) > 0), key=_bytes_per_weight)
-        if not own:
-            continue
-        panel.scatter([_bytes_per_weight(row) for row in own], [float(row["kl_nats"]) for row in own], marker=marker, label=provider)
-        for number, row in enumerate(own if provider == "moegraft" else ()):
-            place = _bytes_per_weight(row), float(row["kl_nats"])
-            mixed = "=" in str(row["types"])
-            right = mixed or number % 2 == 0  # neighbours are close
+        own = [row for row in read_rows("format_quality") if row["provider"] == provider and float(row["kl_nats"]) > 0]
+        points = sorted((float(row["bytes_per_weight"]), float(row["kl_nats"]), row["types"]) for row in own)
+        if points:
+            panel.scatter([size for size, _, _ in points], [kl for _, kl, _ in points], marker=marker, label=provider)
+        for number, (size, kl, types) in enumerate(points if provider == "moegraft" else ()):
+            right = "=" in types or number % 2 == 0  # neighbours are close
             panel.annotate(
-                str(row["types"]).split(",")[0] + ("+" if "," in str(row["types"]) else ""),
-                place,
-                xytext=(4 if right else -4, 4 if right and not mixed else -10),
+                types.split(",")[0] + ("+" if "," in types else ""),
+                (size, kl),
+                xytext=(4 if right else -4, 4 if right and "=" not in types else -10),
                 textcoords="offset points",
                 horizontalalignment="left" if right else "right",
                 fontsize=7,
             )
     panel.set(yscale="log", xlabel="bytes per weight, whole file", ylabel="KL to the full model, nats per token")
     panel.legend()
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
+    save(figure, "format_quality", dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None)
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--plot-only", action="store_true")
-    parser.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
-    parser.add_argument("--experts", action="store_true", help="measure two types by layer and by expert")
-    args = parser.parse_args()
-    if args.encoding:
-        measure_encoding(rows=128, columns=2048, rounds=3)
+    options = parser(__doc__, tokens=8192, plot=True)
+    options.add_argument("--model", default=str(demo_path()))
+    options.add_argument("--text", type=Path)
+    options.add_argument("--window", type=int, default=512)
+    options.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
+    options.add_argument("--experts", action="store_true", help="measure two types by layer and by expert")
+    given = options.parse_args()
+    if given.encoding:
+        measure_encoding((128, 2048), 3, Recorder("format_encoding", ("torch", "gguf", "llama_cpp_python"), write=given.write))
         return
-    if args.experts:
-        measure_experts(split_text(TEXT.read_text(encoding="utf-8"))[1], args.tokens, args.window)
+    if given.experts:
+        measure_experts(given.tokens, given.window, Recorder("expert_mixtures", ("torch", "transformers", "gguf"), write=given.write))
         return
-    if not args.plot_only:
-        text = split_text(TEXT.read_text(encoding="utf-8"))[1] if args.text is None else args.text.read_text(encoding="utf-8")
-        measure(args.model or str(demo_path()), text, args.tokens, args.window)
-    with (RESULTS / "format_quality.csv").open(encoding="utf-8", newline="") as file:
-        plot(list(csv.DictReader(file)), RESULTS / "format_quality.png")
+    if not given.plot:
+        text = held_out() if given.text is None else given.text.read_text(encoding="utf-8")
+        rows = Recorder("format_quality", ("torch", "transformers", "gguf", "llama_cpp_python"), write=given.write)
+        measure(given.model, text, given.tokens, given.window, rows)
+    if given.write:
+        plot()
 
 
 if __name__ == "__main__":

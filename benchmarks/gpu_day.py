@@ -97,13 +97,13 @@ class Phase:
 
 PHASES = {
     "build": Phase("a wheel, without internet; tools, versions, processor, GPU", "gpu_day:build", 180, again=True),
-    "probes": Phase("page-locking, link, latencies, streams, captures, allocator", "_gpu_probes:probes", 60),
-    "models": Phase("whole models: eager, captured and stock; a minute of 48 layers, captured", "_gpu_models:models", 300),
-    "kernels": Phase("one layer by batch and weight type; tuned constants", "_gpu_kernels:kernels", 360),
-    "qwen3": Phase("systems on 48 layers of Qwen3-30B-A3B's shapes, stock, a profile", "_gpu_models:compared", 360),
-    "shapes": Phase("systems on DeepSeek-V2-Lite's and Mixtral's shapes, by prompt", "_gpu_models:compared", 180),
-    "whole": Phase("drafts and sparsity on whole models", "_gpu_models:whole", 120),
-    "tests": Phase("all tests that can run on the device", "_gpu_tests:tests", 60),
+    "probes": Phase("page-locking, link, latencies, streams, captures, allocator", "gpu_phases.probes:probes", 60),
+    "models": Phase("whole models: eager, captured and stock; a minute of 48 layers, captured", "gpu_phases.models:models", 300),
+    "kernels": Phase("one layer by batch and weight type; tuned constants", "gpu_phases.kernels:kernels", 360),
+    "qwen3": Phase("systems on 48 layers of Qwen3-30B-A3B's shapes, stock, a profile", "gpu_phases.models:compared", 360),
+    "shapes": Phase("systems on DeepSeek-V2-Lite's and Mixtral's shapes, by prompt", "gpu_phases.models:compared", 180),
+    "whole": Phase("drafts and sparsity on whole models", "gpu_phases.models:whole", 120),
+    "tests": Phase("all tests that can run on the device", "gpu_phases.tests:tests", 60),
     "amx": Phase("tests and benchmarks of the CPU kernels, where the host has AMX", "gpu_day:amx", 60),
     "sanitizer": Phase("memcheck and racecheck over slots and transfers", "gpu_day:sanitizer", 120),
 }
@@ -464,7 +464,7 @@ def importable(session: Session) -> Iterator[Row]:
 
 def amx(session: Session) -> list[Case]:
     """The CPU kernels' tests on this host, and one layer's times."""
-    from _gpu_tests import run_tests
+    from gpu_phases.tests import run_tests
 
     def needs_amx(run: Callable[[], Iterator[Row]]) -> Iterator[Row]:
         if "amx_tile" not in Path("/proc/cpuinfo").read_text():

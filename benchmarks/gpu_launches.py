@@ -1,28 +1,22 @@
 """What the experts of a layer give to a GPU: kernels, copies, host nodes and waits, and the time of our own Python.
 
-Counted without a GPU: see `_counted_gpu.py`. 48 layers of 128 experts, 8 a token, as in Qwen3-30B-A3B; the sizes of an expert, which change
-no count, are small. `--stage NAME` labels the rows and replaces those of that name in `results/gpu_launches.csv`.
+Counted without a GPU: see `tests/support/counted_gpu.py`. 48 layers of 128 experts, 8 a token, as in Qwen3-30B-A3B; the sizes of an expert,
+which change no count, are small. `--stage NAME` labels the rows and replaces those of that name in `results/gpu_launches.csv`.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 import numpy as np
 import torch
-from _counted_gpu import GPU, CountedGpu, Counts, GpuTensor, counting
-from record import RESULTS, write_rows
+from harness.record import Recorder, parser
+from support.counted_gpu import GPU, CountedGpu, Counts, GpuTensor, counting
 from support.virtual_device import PROFILES
 from torch import nn
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -194,16 +188,13 @@ def route(graph: StepGraph, rng: np.random.Generator) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", default="now", help="the rows' label")
-    stage = parser.parse_args().stage
+    options = parser(__doc__)
+    options.add_argument("--stage", default="now", help="the rows' label")
+    given = options.parse_args()
+    rows = Recorder("gpu_launches", ("torch", "triton", "transformers"), replaces=("stage",), write=given.write)
     with torch.no_grad(), counting():
-        rows = [{"stage": stage, **row} for row in (eager("two_threshold"), eager("on_demand"), prefill(), *captured())]
-    for row in rows:
-        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-    file = RESULTS / "gpu_launches.csv"
-    kept = list(csv.DictReader(file.open(encoding="utf-8", newline=""))) if file.is_file() else []
-    write_rows("gpu_launches", [*(row for row in kept if row["stage"] != stage), *rows], ("torch", "triton", "transformers"))
+        for row in (eager("two_threshold"), eager("on_demand"), prefill(), *captured()):
+            rows.add({"stage": given.stage, **row})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ published one is at hand; its tokens are long words and code, as in published vo
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -20,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import percentiles, write_rows
+from harness.record import Recorder, parser
+from harness.rounds import percentiles
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +107,7 @@ def texts(words: list[str], count: int) -> dict[str, tuple[Mapping[str, Any] | s
     return {"json_schema": (SCHEMA, [record() for _ in range(count)]), "lark": (LARK, [program() for _ in range(count)])}
 
 
-def measure(tokenizer: PreTrainedTokenizerFast, count: int) -> list[dict[str, object]]:
+def measure(tokenizer: PreTrainedTokenizerFast, count: int) -> Iterator[dict[str, object]]:
     words = [word for word in tokenizer.decode(list(range(3000, 40000))).split() if word.isascii() and word.isalpha()]
     thought = f"{THINK}\n{' '.join(random.Random(1).choices(words, k=80))}\n{THOUGHT}\n\n"
     marks = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in (END, THINK, THOUGHT)}
@@ -116,7 +116,7 @@ def measure(tokenizer: PreTrainedTokenizerFast, count: int) -> list[dict[str, ob
     start = time.perf_counter()
     prepared.constraint(grammars('start: "a"'))
     first_ms = 1e3 * (time.perf_counter() - start)
-    logits, rows = torch.zeros(VOCABULARY), []
+    logits = torch.zeros(VOCABULARY)
     for name, (form, found) in texts(words, count).items():
         for case, grammar, before in (
             (name, grammars(form), ""),
@@ -155,38 +155,30 @@ def measure(tokenizer: PreTrainedTokenizerFast, count: int) -> list[dict[str, ob
                     mask_us.append(1e6 * spent[0])
                     if allowed[token] != 0:
                         raise SystemExit(f"{case}: {tokenizer.decode(ids[: end + 1])!r} cannot go on so; not measured")
-            rows.append(
-                {
-                    "case": case,
-                    "vocabulary": VOCABULARY,
-                    "tokens": len(restrict_us),
-                    **{f"restrict_{key}": value for key, value in percentiles(restrict_us, "us", 0).items()},
-                    "restrict_p99_us": round(float(np.percentile(restrict_us, 99))),
-                    "restrict_most_us": round(max(restrict_us)),
-                    **{f"mask_{key}": value for key, value in percentiles(mask_us, "us", 0).items()},
-                    "mask_p99_us": round(float(np.percentile(mask_us, 99))),
-                    "begin_p50_ms": round(float(np.median(begin_ms)), 2),
-                    "first_ms": round(first_ms),
-                }
-            )
-            print(rows[-1])
-    return rows
+            row: dict[str, object] = {"case": case, "vocabulary": VOCABULARY, "tokens": len(restrict_us)}
+            for kind, taken in (("restrict", restrict_us), ("mask", mask_us)):
+                row |= {f"{kind}_{key}": value for key, value in percentiles(taken, "us", 0).items()}
+                row[f"{kind}_p99_us"] = round(float(np.percentile(taken, 99)))
+                if kind == "restrict":
+                    row["restrict_most_us"] = round(max(taken))
+            yield {**row, "begin_p50_ms": round(float(np.median(begin_ms)), 2), "first_ms": round(first_ms)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", type=Path, help="train a tokenizer, save it here, and end")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer that was trained so")
-    parser.add_argument("--texts", type=int, default=30, help="of each grammar")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--train", type=Path, help="train a tokenizer, save it here, and end")
+    options.add_argument("--tokenizer", type=Path, help="a tokenizer that was trained so")
+    options.add_argument("--texts", type=int, default=30, help="of each grammar")
+    given = options.parse_args()
     if given.train is not None:
         train(given.train)
         return
     if given.tokenizer is None:
-        parser.error("give --train FILE, then --tokenizer FILE")
+        options.error("give --train FILE, then --tokenizer FILE")
     torch.set_num_threads(1)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(given.tokenizer), eos_token=END)
-    print(write_rows("grammar_cost", measure(tokenizer, given.texts), ("llguidance", "torch", "transformers")))
+    rows = Recorder("grammar_cost", ("llguidance", "torch", "transformers"), write=given.write)
+    for row in measure(PreTrainedTokenizerFast(tokenizer_file=str(given.tokenizer), eos_token=END), given.texts):
+        rows.add(row)
 
 
 if __name__ == "__main__":

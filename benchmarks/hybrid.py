@@ -1,7 +1,7 @@
 """How fast is a model whose experts do not fit the GPU? Decode and prefill by schedule, cache and prefetch, beside other systems' methods.
 
 The product's own engine runs on the virtual clock of a modelled machine, with the shapes of three models at their full number of layers and
-synthetic routing (`_synthetic_routing.py`); every figure is marked `modelled`. The systems are:
+synthetic routing (`harness/routing.py`); every figure is marked `modelled`. The systems are:
 
 - `all_cpu`: KTransformers' default, all experts on the CPU; `fixed`: its map of hot experts; `layer_map`: llama.cpp's whole layers;
 - `on_demand`: LRU and loading on demand, which represents AdapMoE with `next_layer` prefetch;
@@ -9,27 +9,24 @@ synthetic routing (`_synthetic_routing.py`); every figure is marked `modelled`. 
 - `bound`: all three, with the choices of later layers known.
 
 Under every system, shared experts run on the GPU while the CPU and the link serve the routed ones; with `--alone` they run one after the
-other.
+other. `--plot` only draws the file's rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-from _hybrid_simulation import Figures, Simulation, System
-from _model_shapes import MODELS
-from _synthetic_routing import synthetic_trace
-from record import percentiles, with_speedups, write_rows
+from harness.plots import panels, save
+from harness.record import Recorder, parser, read_rows
+from harness.rounds import percentiles
+from harness.routing import MODELS, synthetic_trace
+from harness.simulation import Figures, Simulation, System
 from support.virtual_device import PROFILES
 
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.timeline import Timeline, write_trace
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 IMPACT = PrefetchOptions(policy="impact", lookahead=3)
@@ -51,7 +48,6 @@ SYSTEMS = (
 PROMPTS = (32, 128, 512, 1024)
 WARM_TOKENS = 200  # tokens of the profile that determines the hot experts
 DECODE_TOKENS = 60
-TRACED_TOKENS = 4
 
 
 def measured(
@@ -64,15 +60,6 @@ def measured(
         for system in systems:
             figures = Simulation(MODELS[model], PROFILES[machine], ratio, system, warm).run(play, batch, beside=beside)
             yield _row(model, machine, ratio, system, phase, batch, figures)
-
-
-def traced(model: str, machine: str, ratio: float, system: System, seed: int, *, beside: bool) -> Timeline:
-    """Return the timeline of a few decoded tokens, by the virtual clock."""
-    trace = synthetic_trace(model, WARM_TOKENS + TRACED_TOKENS, seed)
-    simulation = Simulation(MODELS[model], PROFILES[machine], ratio, system, trace.part(0, WARM_TOKENS))
-    timeline = simulation.engine.timings.timeline = Timeline(simulation.device.name)
-    simulation.run(trace.part(WARM_TOKENS, trace.num_tokens), beside=beside)
-    return timeline
 
 
 def _row(model: str, machine: str, ratio: float, system: System, phase: str, tokens: int, figures: Figures) -> dict[str, object]:
@@ -95,34 +82,74 @@ def _row(model: str, machine: str, ratio: float, system: System, phase: str, tok
     }
 
 
+def with_speedups(rows: Sequence[Mapping[str, object]]) -> Iterator[dict[str, object]]:
+    """Yield each row with its speed over the systems `all_cpu` and `fixed` at an equal number of tokens."""
+    ms = {(row["system"], row["tokens"]): float(str(row["mean_ms"])) for row in rows}
+    for row in rows:
+        own = ms[row["system"], row["tokens"]]
+        over = {f"over_{name}": round(ms.get((name, row["tokens"]), float("nan")) / own, 3) for name in ("all_cpu", "fixed")}
+        yield {**row, **over}
+
+
+SHOWN = ("all_cpu", "layer_map", "fixed", "on_demand+next_layer", "greedy", "all", "bound")
+ABLATION = ("fixed", "+scheduling", "+prefetch", "+cache", "all")
+
+
+def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]], systems: Sequence[str], column: str) -> None:
+    """Draw a group per cache ratio with a bar per system."""
+    ratios = sorted({row["cache_ratio"] for row in rows}, key=float)
+    found = {(row["system"], row["cache_ratio"]): float(row[column]) for row in rows}
+    width = 0.8 / len(systems)
+    for place, system in enumerate(systems):
+        values = [found.get((system, ratio), 0.0) for ratio in ratios]
+        axes.bar([index + place * width for index in range(len(ratios))], values, width, label=system)
+    axes.set_xticks([index + 0.4 - width / 2 for index in range(len(ratios))], [f"{float(ratio):.0%}" for ratio in ratios])
+    axes.set_xlabel("experts with a slot")
+    axes.set_ylim(top=1.45 * axes.get_ylim()[1])  # room for the legend
+
+
+def plot() -> None:
+    """Plot decode and prefill by system, and the ablation of HybriMoE's Table III."""
+    rows = read_rows("hybrid_modelled")
+    models = sorted({row["model"] for row in rows})
+    figure, grid = panels(3, len(models), (5, 11 / 3))
+    for model, (decode, prefill, ablation) in zip(models, grid.T, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        decoded = [row for row in own if row["phase"] == "decode"]
+        draw_bars(decode, decoded, SHOWN, "tokens_s")
+        decode.set(title=f"{model}: decode", ylabel="tokens/s")
+        for system in SHOWN:
+            found = [row for row in own if (row["phase"], row["cache_ratio"], row["system"]) == ("prefill", "0.25", system)]
+            seconds = [float(row["mean_ms"]) / 1e3 for row in found]
+            prefill.plot([int(row["tokens"]) for row in found], seconds, marker="o", label=system)
+        prefill.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="s to the first token", title="prefill, 25% of the experts")
+        draw_bars(ablation, decoded, ABLATION, "over_fixed")
+        ablation.set(title="ablation, decode", ylabel="times the fixed map")
+    for axes in grid.flat:
+        axes.legend(fontsize=7, loc="upper left", ncols=2)
+    figure.suptitle(f"{rows[0]['device']}: the engine on a virtual clock, made-up routing")
+    save(figure, "hybrid_modelled")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
-    parser.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
-    parser.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
-    parser.add_argument("--trace", type=Path, help="only write a timeline of the first model and ratio under the last system")
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    systems = [system for system in SYSTEMS if system.name in arguments.systems]
-    if arguments.trace is not None:
-        model, ratio, beside = arguments.models[0], arguments.ratios[0], not arguments.alone
-        write_trace(arguments.trace, [traced(model, arguments.machine, ratio, systems[-1], arguments.seed, beside=beside)])
+    options = parser(__doc__, seed=0, plot=True)
+    options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
+    options.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "moonlight-16b-a3b"], choices=list(MODELS))
+    options.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
+    options.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
+    options.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
+    options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
+    given = options.parse_args()
+    if given.plot:
+        plot()
         return
-    rows: list[dict[str, object]] = []
-    for model in arguments.models:
-        for ratio in arguments.ratios:
-            for phase in arguments.phases:
-                measurement = measured(model, arguments.machine, ratio, systems, phase, arguments.seed, beside=not arguments.alone)
-                found = with_speedups(list(measurement), ("device", "model", "phase", "tokens", "cache_ratio"), "mean_ms")
-                for row in found:
-                    print(*(f"{name}={value}" for name, value in row.items() if name not in ("device", "p20_ms", "p80_ms")), flush=True)
-                rows += found
-    if not arguments.no_write:
-        print(write_rows("hybrid_modelled", rows, ("torch", "numpy")))
+    systems, beside = [system for system in SYSTEMS if system.name in given.systems], not given.alone
+    rows = Recorder("hybrid_modelled", ("torch", "numpy"), write=given.write)
+    for model, ratio, phase in product(given.models, given.ratios, given.phases):
+        for row in with_speedups(list(measured(model, given.machine, ratio, systems, phase, given.seed, beside=beside))):
+            rows.add(row)
+    if given.write:
+        plot()
 
 
 if __name__ == "__main__":

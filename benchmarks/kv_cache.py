@@ -10,15 +10,14 @@ tokens, `perplexity` that of the second halves, and `cache_bytes` the size of th
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_recipe import TEXT, split_text
-from record import write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from harness.record import Recorder, parser
+from harness.texts import held_out, token_ids
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
 from moegraft.operators.kv_cache import BITS, QuantizedKvCacheOptions, group_of, quantised_cache
@@ -82,21 +81,18 @@ def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_path()))
-    parser.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--windows", type=int, default=4)
-    options = parser.parse_args()
-    text = options.text.read_text(encoding="utf-8") if options.text else split_text(TEXT.read_text(encoding="utf-8"))[1]
-    ids = torch.tensor([AutoTokenizer.from_pretrained(options.model).encode(text)])
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
-    windows = list(ids[:, : options.windows * WINDOW].split(WINDOW, dim=1))
-    name = "bundled" if options.model == str(demo_path()) else Path(options.model).name
-    found = list(rows(model, windows, name))
-    for row in found:
-        print(" ".join(f"{key}={value}" for key, value in row.items()))
-    print(write_rows("kv_cache", found, ("torch", "transformers", "hqq")))
+    options = parser(__doc__)
+    options.add_argument("--model", default=str(demo_path()))
+    options.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--windows", type=int, default=4)
+    given = options.parse_args()
+    ids = token_ids(given.text.read_text(encoding="utf-8") if given.text else held_out(), given.model)[None]
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
+    windows = list(ids[:, : given.windows * WINDOW].split(WINDOW, dim=1))
+    recorder = Recorder("kv_cache", ("torch", "transformers", "hqq"), write=given.write)
+    for row in rows(model, windows, "bundled" if given.model == str(demo_path()) else Path(given.model).name):
+        recorder.add(row)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ them have two words exchanged.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -19,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from demo_recipe import split_text
-from record import write_rows
+from harness.record import Recorder, parser
+from harness.texts import held_out
 from transformers import AutoTokenizer
 
 from moegraft.injection import optimize_and_load
@@ -31,7 +30,6 @@ from moegraft.operators.registry import load_registry
 from moegraft.operators.sparsity import achieved, total_counts
 from moegraft.operators.thresholds import SparsityOptions
 
-TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 TARGETS = (0.0, 0.5, 0.7, 0.85, 0.9, 0.95)
 TASK = """
 task: word_order
@@ -51,7 +49,7 @@ metric_list:
 
 def write_task(folder: Path, questions: int) -> None:
     """Write the task `word_order`: 6 lines of held-out text, then the next line or copies with two neighbouring words exchanged."""
-    lines = split_text(TEXT.read_text(encoding="utf-8"))[1].splitlines(keepends=True)
+    lines = held_out().splitlines(keepends=True)
     drawn = random.Random(0)
     rows: list[dict[str, object]] = []
     while len(rows) < questions:
@@ -89,33 +87,24 @@ def scores(model: Any, tokenizer: Any, tasks: list[str], limit: int | None, incl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=None, help="hub id or folder; default: the bundled model")
-    parser.add_argument("--rules", default="cpu-exact", help="rule file, or the name of a shipped one")
-    parser.add_argument("--tasks", default="word_order", help="names separated by commas")
-    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="shares of routed neurons to leave out")
-    parser.add_argument("--limit", type=int, default=200, help="questions per task; 0 for all")
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    path = arguments.model or demo_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    registry = load_registry()
-    rules = read_rules(arguments.rules, registry=registry)
-    rows: list[dict[str, object]] = []
+    options = parser(__doc__)
+    options.add_argument("--model", default=None, help="hub id or folder; default: the bundled model")
+    options.add_argument("--rules", default="cpu-exact", help="rule file, or the name of a shipped one")
+    options.add_argument("--tasks", default="word_order", help="names separated by commas")
+    options.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="shares of routed neurons to leave out")
+    options.add_argument("--limit", type=int, default=200, help="questions per task; 0 for all")
+    given = options.parse_args()
+    path, registry = given.model or demo_path(), load_registry()
+    tokenizer, rules = AutoTokenizer.from_pretrained(path), read_rules(given.rules, registry=registry)
+    rows = Recorder("lm_eval", ("torch", "transformers", "lm-eval"), write=given.write)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_task(folder, arguments.limit or 1000)
-        for target in arguments.targets:
+        write_task(Path(name), given.limit or 1000)
+        for target in given.targets:
             model = optimize_and_load(path, sparse_rules(rules, registry, SparsityOptions(target, "routed")), progress=False)
-            for task, found in scores(model, tokenizer, arguments.tasks.split(","), arguments.limit or None, folder):
+            for task, found in scores(model, tokenizer, given.tasks.split(","), given.limit or None, Path(name)):
                 left_out = achieved(total_counts(sparse_layers(model).values()))
                 values = {key.partition(",")[0]: round(value, 4) for key, value in found.items() if isinstance(value, float)}
-                rows.append(
-                    {"model": arguments.model or "demo", "task": task, "target": target, "left_out": round(left_out or 0.0, 4), **values}
-                )
-                print(rows[-1], flush=True)
-    if not arguments.no_write:
-        print(write_rows("lm_eval", rows, ("torch", "transformers", "lm-eval")))
+                rows.add({"model": given.model or "demo", "task": task, "target": target, "left_out": round(left_out or 0.0, 4), **values})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import write_rows
+from harness.record import write_rows
 from transformers import PreTrainedConfig
 
 MIB = 1 << 20

@@ -22,13 +22,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-from record import percentiles, write_rows
+from harness.llama_cpp import LlamaCpp, describe, is_installed
+from harness.record import parser, write_rows
+from harness.rounds import percentiles
 
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 GGUF, CACHE, RULES = "model.gguf", "packed", "rules-{}.yaml"
@@ -65,12 +67,12 @@ PROVIDERS = (
 def make_checkpoint(folder: Path, layers: int, weights: str) -> None:
     """Write the checkpoint, experts in a file for each layer, the rule files, and the GGUF file."""
     import torch
-    from cpu_model import config
+    from harness.models import qwen3_config
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     pool = (torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    settings = config(layers)
+    settings = qwen3_config(layers)
     settings.rope_parameters = {"rope_type": "default", "rope_theta": 1e6}  # as the header of the GGUF file has it
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
@@ -106,13 +108,12 @@ def make_checkpoint(folder: Path, layers: int, weights: str) -> None:
             f"extends: cpu\nvars: {{weights: {weights}, linear: {weights}}}\nrules:\n- id: experts\n  match: {{kind: experts}}\n"
             f"  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}{cache}}}}}\n"
         )
-    make_gguf(folder, layers, weights)
+    make_gguf(folder, weights)
 
 
-def make_gguf(folder: Path, layers: int, weights: str) -> None:
+def make_gguf(folder: Path, weights: str) -> None:
     """Write the GGUF file, each weight rounded to the nearest code as the experts are packed; all of it is in memory at first."""
     import gguf
-    from llama_cpp_peer import Sizes, write_header
 
     from moegraft.injection.checkpoint.gguf.export import plan_export, read_types
     from moegraft.injection.meta_model import build_meta_model
@@ -120,7 +121,7 @@ def make_gguf(folder: Path, layers: int, weights: str) -> None:
     meta = build_meta_model(str(folder), weights=True)
     assert meta.weights is not None, "built with its weights"
     writer = gguf.GGUFWriter(str(folder / GGUF), "qwen3moe")
-    write_header(writer, Sizes(layers), None)
+    describe(writer, meta.skeleton.config)
     for tensor in plan_export(meta.weights, meta.skeleton, read_types(GGUF_TYPES[weights])).tensors:
         kind = gguf.GGMLQuantizationType[tensor.type]
         matrices = [gguf.quants.quantize(tensor.read(number).float().numpy(), kind) for number in range(tensor.matrices)]
@@ -137,7 +138,6 @@ def start(provider: str, folder: Path, threads: int) -> dict[str, Any]:
     times: dict[str, Any] = {}
     if provider == "llama.cpp":
         import llama_cpp  # noqa: F401 (a part of the time to import)
-        from llama_cpp_peer import LlamaCpp
 
         times["imported"] = time.monotonic()
         with LlamaCpp(folder / GGUF, threads) as peer:
@@ -202,7 +202,7 @@ def run_start(provider: Provider, folder: Path, threads: int) -> dict[str, float
     Raises:
         SystemExit: the process failed.
     """
-    command = [sys.executable, __file__, "--start", provider.name, "--folder", str(folder), "--threads", str(threads)]
+    command = [sys.executable, __file__, "--start", provider.name, "--in", str(folder), "--threads", str(threads)]
     # As after an installation, modules have been compiled, by the first start.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment = {**kept, "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
@@ -263,42 +263,36 @@ def check_logits(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=13, help="of 1.25 GB each")
-    parser.add_argument("--weights", choices=GGUF_TYPES, default="int8")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--states", nargs="+", choices=("cold", "warm"), default=["cold", "warm"] if os.geteuid() == 0 else ["warm"])
-    parser.add_argument("--providers", nargs="+", choices=[each.name for each in PROVIDERS])
-    parser.add_argument("--in", dest="folder", type=Path, help="an existing folder for the files; by default a temporary one")
-    parser.add_argument("--start", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", dest="started_in", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.start:
-        print(json.dumps(start(arguments.start, arguments.started_in, arguments.threads)))
+    options = parser(__doc__, layers=13, rounds=3)
+    options.add_argument("--weights", choices=GGUF_TYPES, default="int8")
+    options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options.add_argument("--states", nargs="+", choices=("cold", "warm"), default=["cold", "warm"] if os.geteuid() == 0 else ["warm"])
+    options.add_argument("--providers", nargs="+", choices=[each.name for each in PROVIDERS])
+    options.add_argument("--in", dest="folder", type=Path, help="an existing folder for the files; by default a temporary one")
+    options.add_argument("--start", help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.start:
+        print(json.dumps(start(given.start, given.folder, given.threads)))
         return
-    names = arguments.providers or [each.name for each in PROVIDERS if each.name != "llama.cpp" or find_spec("llama_cpp") is not None]
+    names = given.providers or [each.name for each in PROVIDERS if each.name != "llama.cpp" or is_installed()]
     providers = [each for each in PROVIDERS if each.name in names]
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+    with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         folder = Path(temporary)
-        make_checkpoint(folder, arguments.layers, arguments.weights)
+        make_checkpoint(folder, given.layers, given.weights)
         for provider in providers:
-            run_start(provider, folder, arguments.threads)
+            run_start(provider, folder, given.threads)
         check_logits(folder)
         rows: dict[tuple[str, str], dict[str, object]] = {}
         taken: dict[tuple[str, str], list[dict[str, float]]] = {}
-        for turn in range(arguments.rounds):
-            for state in arguments.states:
-                for provider in providers:
-                    found = timed_start(provider, folder, arguments.threads, cold=state == "cold")
-                    print(turn, state, provider.name, {name: round(value, 2) for name, value in found.items()}, flush=True)
-                    case = provider.name, state
-                    taken.setdefault(case, []).append(found)
-                    nbytes = sum(path.stat().st_size for path in files(folder, provider))
-                    shared = {"weights": arguments.weights, "threads": arguments.threads}
-                    rows[case] = {**shared, **row_of(provider, state, taken[case], nbytes)}
-            written = write_rows("loading", list(rows.values()), ("torch", "transformers", "llama_cpp_python"))
-        print(written)
+        for turn, state, provider in product(range(given.rounds), given.states, providers):
+            found = timed_start(provider, folder, given.threads, cold=state == "cold")
+            print(turn, state, provider.name, {name: round(value, 2) for name, value in found.items()}, flush=True)
+            case = provider.name, state
+            taken.setdefault(case, []).append(found)
+            nbytes = sum(path.stat().st_size for path in files(folder, provider))
+            rows[case] = {"weights": given.weights, "threads": given.threads, **row_of(provider, state, taken[case], nbytes)}
+            if given.write:
+                write_rows("loading", list(rows.values()), ("torch", "transformers", "llama_cpp_python"))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from harness.record import ROOT
+from harness.record import read_rows as read
+
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "guide" / "server.md")
-RESULTS = Path(__file__).parent / "results"
 Row = dict[str, str]
+SECTIONS: dict[str, Callable[[], str]] = {}
 
 
-def read(name: str) -> list[Row]:
-    """Return the rows of one results file; none where the file does not exist."""
-    path = RESULTS / f"{name}.csv"
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+def section(generate: Callable[[], str]) -> Callable[[], str]:
+    """Register a function that returns the text of the section of its name."""
+    SECTIONS[generate.__name__] = generate
+    return generate
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -47,6 +44,7 @@ def default_rows(rows: Iterable[Row]) -> list[Row]:
     return found
 
 
+@section
 def cpu_experts() -> str:
     """Return milliseconds per layer by number of tokens, for moegraft and transformers."""
     rows = default_rows(read("cpu_experts"))
@@ -55,13 +53,8 @@ def cpu_experts() -> str:
     body = []
     for provider, weights in dict.fromkeys((row["provider"], row["weights"]) for row in rows):
         cells = [found.get((provider, weights, count)) for count in tokens]
-        body.append(
-            [
-                provider.replace("moegraft", "**moegraft**"),
-                weights,
-                *(f"{float(cell['p50_ms']):.2f}" if cell else "-" for cell in cells),
-            ]
-        )
+        figures = [f"{float(cell['p50_ms']):.2f}" if cell else "-" for cell in cells]
+        body.append([provider.replace("moegraft", "**moegraft**"), weights, *figures])
     read_share = [float(row["read_share"]) for row in rows if (row["provider"], row["tokens"]) == ("moegraft", "1")]
     return (
         "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 per token), milliseconds, medians, "
@@ -74,19 +67,14 @@ def cpu_experts() -> str:
 LOADED_FORMATS = {"mxfp4": "MXFP4, gpt-oss-20b's shapes, 4 layers", "fp8": "FP8, DeepSeek-V2-Lite's shapes, 4 layers"}
 
 
+@section
 def load_memory() -> str:
     rows = read("load_memory")
-    body = [
-        [
-            row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored"),
-            LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]),
-            row["checkpoint_mib"],
-            row["held_mib"],
-            row["peak_mib"],
-            row["peak_over_held"],
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        provider = row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored")
+        figures = [row[column] for column in ("checkpoint_mib", "held_mib", "peak_mib", "peak_over_held")]
+        body.append([provider, LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]), *figures])
     head = ["", "checkpoint", "checkpoint, MiB", "held after loading, MiB", "peak while loading, MiB", "peak / held"]
     return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{table(head, body)}\n\n{provenance(rows)}"
 
@@ -100,6 +88,7 @@ STARTS = {
 }
 
 
+@section
 def loading() -> str:
     """Return the seconds from the start of a process to its first token, cold and warm, and what they consist of."""
     rows = read("loading")
@@ -125,6 +114,7 @@ def loading() -> str:
     )
 
 
+@section
 def families() -> str:
     rows = read("families")
     served = [row for row in rows if row["outcome"] == "served"]
@@ -140,20 +130,20 @@ def families() -> str:
 
 def rates(name: str, caption: str) -> str:
     rows = read(name)
-    if not rows:
-        return ""
     columns = {key: next(column for column in rows[0] if column.startswith(key)) for key in ("p20", "p50", "p80")}
     figures = [[row["failure"], "-", "-"] if row.get("failure") else [row[columns[key]] for key in ("p50", "p20", "p80")] for row in rows]
     body = [[row["provider"], row["phase"], *cells] for row, cells in zip(rows, figures, strict=True)]
     return f"{caption}\n\n{table(['', 'phase', 'tokens/s, median', 'p20', 'p80'], body)}\n\n{provenance(rows)}"
 
 
+@section
 def cpu_model() -> str:
     return rates(
         "cpu_model", "Six layers of Qwen3-30B-A3B's shapes, random weights: decode after 8 and after 512 tokens, and a prompt of 512:"
     )
 
 
+@section
 def kt_kernel() -> str:
     """Return milliseconds per layer beside KTransformers' kernel at its better thread count, by tokens per call."""
     rows = read("kt_kernel")
@@ -172,6 +162,7 @@ def kt_kernel() -> str:
     return f"{caption}\n\n{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
 
 
+@section
 def cpu_model_pairs() -> str:
     rows = read("cpu_model_pairs") + read("cpu_model_pairs_24")
     columns = {
@@ -182,26 +173,19 @@ def cpu_model_pairs() -> str:
     return f"{table(list(columns.values()), ([row[key] for key in columns] for row in rows))}\n\n{provenance(rows)}"
 
 
+@section
 def cpu_model_pairs_stored() -> str:
     rows = read("cpu_model_pairs_stored")
     names = {"gpt_oss": "gpt-oss-20b", "deepseek_v2": "DeepSeek-V2-Lite"}
-    head = [
-        "4 layers of",
-        "experts",
-        "context",
-        "moegraft, tokens/s",
-        "llama.cpp, tokens/s",
-        "ratio, median",
-        "p20",
-        "p80",
-        "of the read limit",
-    ]
+    head = ["4 layers of", "experts", "context", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80"]
+    head += ["of the read limit"]
     keys = ("weights", "context", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
     body = [[names[row["model"]], *(row[key] or "-" for key in keys)] for row in rows]
     commits = dict.fromkeys(provenance([row]) for row in rows)
     return f"{table(head, body)}\n\n{' '.join(commits)}"
 
 
+@section
 def step_programs() -> str:
     rows = read("step_programs")
     head = ["model", "weights or family", "busy processes", "layer by layer, ms", "native program, ms", "ratio, median"]
@@ -212,6 +196,7 @@ def step_programs() -> str:
     )
 
 
+@section
 def speeds() -> str:
     """Return the README's table of speeds, from runs that are interleaved with each peer."""
     layer, pairs, prompts = read("kt_kernel"), read("cpu_model_pairs"), read("cpu_model")
@@ -260,6 +245,7 @@ HYBRID_SYSTEMS = {
 }
 
 
+@section
 def hybrid_modelled() -> str:
     """Return decode rates by share of the experts that have a slot, and the time to the first token of one prompt length."""
     rows = [row for row in read("hybrid_modelled") if row["system"] in HYBRID_SYSTEMS]
@@ -281,15 +267,15 @@ def hybrid_modelled() -> str:
     )
 
 
+@section
 def demo_speed() -> str:
     return rates("demo_speed", "The bundled model, which is so small that Python takes as much time as the experts:")
 
 
+@section
 def serve() -> str:
     """Return the load of both servers, a short prompt beside a long one, memory, and the soak."""
     rows = read("serve")
-    if not rows:
-        return ""
     by_case = {(row["case"], row["server"], row["clients"], row["prompt"]): row for row in rows}
     loads = [row for row in rows if row["case"] == "load" and row["server"] == "moegraft"]
     order = {"32": 0, "2048": 1, "mixed": 2}
@@ -309,16 +295,14 @@ def serve() -> str:
         body.append([ours["clients"], ours["prompt"], *rates, *latencies, f"{others:.0%}"])
     head = ["clients", "prompt", "tokens/s", "ratio", "tokens per CPU second", "ratio"]
     head += ["first token, ms, median", "p99", "between tokens, ms, median", "p99", "others"]
-    parts = []
-    if loads:
-        counts = "1 thread" if loads[0]["threads"] == "1" else f"{loads[0]['threads']} threads"
-        parts = [
-            f"Six layers of Qwen3-30B-A3B's shapes in Q8_0 from one file, {counts}, answers of {loads[0]['new_tokens']} tokens, clients on "
-            "the same cores, moegraft / llama.cpp. Rates include prompts, which count when their first token arrives. Prompts differ and "
-            "nothing is kept, so that no prefix cache decides. `others` is the share of the cores that other processes used: where it is "
-            "large, compare the tokens per second of the servers' own CPU time.",
-            table(head, body),
-        ]
+    counts = "1 thread" if loads[0]["threads"] == "1" else f"{loads[0]['threads']} threads"
+    parts = [
+        f"Six layers of Qwen3-30B-A3B's shapes in Q8_0 from one file, {counts}, answers of {loads[0]['new_tokens']} tokens, clients on "
+        "the same cores, moegraft / llama.cpp. Rates include prompts, which count when their first token arrives. Prompts differ and "
+        "nothing is kept, so that no prefix cache decides. `others` is the share of the cores that other processes used: where it is "
+        "large, compare the tokens per second of the servers' own CPU time.",
+        table(head, body),
+    ]
     for row in (row for row in rows if row["case"] == "beside"):
         parts.append(
             f"{row['server']}: the p99 of the first token of a prompt of 32 tokens is {row['p99_first_ms']} ms beside one of 8000 tokens "
@@ -344,14 +328,13 @@ def serve() -> str:
     return "\n\n".join([*parts, " ".join(places)])
 
 
+@section
 def grammar_cost() -> str:
     """Return the time per token of grammars with a large vocabulary."""
     rows = read("grammar_cost")
     head = ["grammar", "per token, µs: median", "p80", "p99", "most", "of it llguidance's mask: median", "preparing a request, ms"]
     columns = ("restrict_p50_us", "restrict_p80_us", "restrict_p99_us", "restrict_most_us", "mask_p50_us")
     body = [[row["case"].replace("_", " "), *(f"{float(row[name]):.0f}" for name in columns), row["begin_p50_ms"]] for row in rows]
-    if not rows:
-        return ""
     return (
         f"On one thread, with a vocabulary of {int(rows[0]['vocabulary']):,} tokens (`benchmarks/grammar_cost.py`); the tokenizer is "
         f"prepared once for a server, in {rows[0]['first_ms']} ms:\n\n{table(head, body)}\n\n{provenance(rows)}"
@@ -361,6 +344,7 @@ def grammar_cost() -> str:
 THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use
 
 
+@section
 def sparse_cpu() -> str:
     """Return the speed over the dense layout by share of neurons left out, beside the bundled model's quality at that share."""
     rows = read("sparse_cpu")
@@ -382,20 +366,16 @@ def sparse_cpu() -> str:
     )
 
 
+@section
 def kv_cache() -> str:
     rows = read("kv_cache")
     exact = next(row for row in rows if row["backend"] == "exact")
-    body = [
-        [
-            row["backend"] if row is exact else f"`{row['backend']}`",
-            row["bits"],
-            f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}",
-            "" if row is exact else f"{float(row['kl_nats']):.4f}",
-            "" if row is exact else f"{float(row['same_token']):.1%}",
-            f"{float(row['perplexity']):.2f}",
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        against = ["", ""] if row is exact else [f"{float(row['kl_nats']):.4f}", f"{float(row['same_token']):.1%}"]
+        size = f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}"
+        name = row["backend"] if row is exact else f"`{row['backend']}`"
+        body.append([name, row["bits"], size, *against, f"{float(row['perplexity']):.2f}"])
     return (
         f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of the same "
         "length (`benchmarks/kv_cache.py`; the latest tokens are not quantised yet, so short texts save less):\n\n"
@@ -403,6 +383,7 @@ def kv_cache() -> str:
     )
 
 
+@section
 def format_quality() -> str:
     """Return the cost of each format of files, with an importance matrix, without one, and by llama.cpp's quantiser."""
     rows = read("format_quality")
@@ -425,6 +406,7 @@ def format_quality() -> str:
     )
 
 
+@section
 def format_encoding() -> str:
     """Return the error and the speed of quantising a matrix to each type, beside llama.cpp's quantiser."""
     rows = read("format_encoding")
@@ -433,15 +415,9 @@ def format_encoding() -> str:
     def both(types: str, column: str, weights: str) -> str:
         return " / ".join(found[types, weights, provider][column] for provider in ("moegraft", "llama.cpp"))
 
-    body = [
-        [
-            types,
-            both(types, "relative_error", "normal"),
-            both(types, "relative_error", "student t, 4"),
-            both(types, "million_weights_per_second", "normal"),
-        ]
-        for types in dict.fromkeys(row["types"] for row in rows)
-    ]
+    columns = (("relative_error", "normal"), ("relative_error", "student t, 4"), ("million_weights_per_second", "normal"))
+    kinds = dict.fromkeys(row["types"] for row in rows)
+    body = [[types, *(both(types, column, weights) for column, weights in columns)] for types in kinds]
     head = ["types", "relative error, normal weights", "weights of Student's t, 4 degrees", "million weights/s"]
     return (
         "Quantising a matrix by one thread, moegraft / llama.cpp's `ggml_quantize_chunk`, with the same importance matrix, by which the "
@@ -449,6 +425,7 @@ def format_encoding() -> str:
     )
 
 
+@section
 def build_time() -> str:
     """Return the CPU seconds of full builds beside an earlier commit's, and of each unit."""
     rows = read("build_time")
@@ -458,29 +435,6 @@ def build_time() -> str:
         f"A full build takes {share}: medians of {rows[0]['rounds']} alternating builds with {rows[0]['compiler']}, compiler and linker "
         f"together. By unit:\n\n{table(['unit', 'CPU seconds'], [[row['unit'], row['cpu_s']] for row in units])}\n\n{provenance(units)}"
     )
-
-
-SECTIONS: dict[str, Callable[[], str]] = {
-    "build_time": build_time,
-    "speeds": speeds,
-    "cpu_model_pairs": cpu_model_pairs,
-    "cpu_model_pairs_stored": cpu_model_pairs_stored,
-    "step_programs": step_programs,
-    "cpu_experts": cpu_experts,
-    "cpu_model": cpu_model,
-    "kt_kernel": kt_kernel,
-    "hybrid_modelled": hybrid_modelled,
-    "demo_speed": demo_speed,
-    "serve": serve,
-    "grammar_cost": grammar_cost,
-    "loading": loading,
-    "load_memory": load_memory,
-    "sparse_cpu": sparse_cpu,
-    "families": families,
-    "kv_cache": kv_cache,
-    "format_quality": format_quality,
-    "format_encoding": format_encoding,
-}
 
 
 def rendered(text: str) -> str:

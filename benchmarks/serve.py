@@ -22,9 +22,7 @@ Without it, moegraft's server is measured alone.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import csv
 import itertools
 import json
 import os
@@ -37,19 +35,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import psutil
-from cpu_model import config, rule_file
-from llama_cpp_peer import Sizes, write_model
-from record import RESULTS, write_rows
+from harness.llama_cpp import cache_bytes, write_model
+from harness.models import VOCABULARY, cpu_rules, qwen3_config, rule_file
+from harness.record import Recorder, parser
 
 PLACES = 32
-LAYERS, VOCABULARY = 6, 8192
+LAYERS = 6
 SHORT, LONG, LONGEST = 32, 2048, 8000  # tokens of prompts
 PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
@@ -75,10 +73,10 @@ def make_model(folder: Path, layers: int = LAYERS) -> None:
     tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(vocabulary)}, unk_token=vocabulary[0]))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    made = config(layers)
-    made.save_pretrained(folder)
+    config = qwen3_config(layers)
+    config.save_pretrained(folder)
     unfinished = folder / "unfinished"
-    write_model(unfinished, Sizes(layers=layers, vocab=VOCABULARY, context=made.max_position_embeddings), "int8", vocabulary)
+    write_model(unfinished, config, "int8", vocabulary)
     unfinished.rename(folder / "model.gguf")
 
 
@@ -129,13 +127,12 @@ def servers(
         invariant: whether a second server of moegraft's runs, with `--batch-invariant`.
     """
     with ExitStack() as stack:
-        rules = stack.enter_context(rule_file("int8"))
+        rules = stack.enter_context(rule_file(cpu_rules("int8")))
         ports = [free_port(), free_port()]
-        token_bytes = key_value_bytes()
         model = str(folder / "model.gguf")
         ours = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--gguf", model, "--rules", rules]
         ours += ["--threads", str(threads), "--port", str(ports[0]), "--max-batch", str(places), "--prefix-cache", "0"]
-        ours += ["--kv-memory", str(context * places * token_bytes), "--max-client", "64"]
+        ours += ["--kv-memory", str(places * cache_bytes(qwen3_config(LAYERS), context)), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
         if invariant:
             ours[ours.index(str(ports[0]))] = str(ports[1])
@@ -156,12 +153,6 @@ def servers(
             theirs += ["--load-mode", "none", "--ignore-eos"]
             found.append(stack.enter_context(running("llama.cpp", theirs, ports[1], folder)))
         yield found
-
-
-def key_value_bytes() -> int:
-    """Return the bytes of a token's keys and values in 16 bits."""
-    made = config(LAYERS)
-    return int(2 * 2 * LAYERS * made.num_key_value_heads * made.head_dim)
 
 
 def free_port() -> int:
@@ -212,16 +203,8 @@ async def ask(port: int, prompt: int, tokens: int, seed: int, replies: list[Repl
         RuntimeError: it was refused, or ended early.
     """
     drawn = random.Random(seed)
-    body = {
-        "prompt": [drawn.randrange(VOCABULARY) for _ in range(prompt)],
-        "max_tokens": tokens,
-        "stream": True,
-        "seed": seed,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-    }
+    body = {"prompt": [drawn.randrange(VOCABULARY) for _ in range(prompt)], "max_tokens": tokens, "stream": True, "seed": seed}
+    body |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -423,7 +406,7 @@ async def held_bytes(server: Served, tokens: int) -> tuple[int, int, int]:
         done = [task for task in asking if task.done()]
         assert not done, f"an answer has ended before all have begun: {done[0].exception()}"
         await asyncio.sleep(0.05)
-    needed = sum(reply.prompt + reply.tokens for reply in replies) * key_value_bytes()
+    needed = cache_bytes(qwen3_config(LAYERS), sum(reply.prompt + reply.tokens for reply in replies))
     reported, after = await used_bytes(server.port), server.anonymous_bytes()
     for task in asking:
         task.cancel()
@@ -467,62 +450,43 @@ def measure_soak(server: Served, minutes: float, clients: int, tokens: int) -> d
     return {**row, "mib_per_minute": round(slope / 2**20, 3)}
 
 
-def add_rows(rows: Sequence[Mapping[str, object]]) -> Path:
-    """Add rows to the results; they replace earlier ones of the same case."""
-    path, key = RESULTS / "serve.csv", ("case", "server", "clients", "prompt")
-    earlier: list[dict[str, object]] = []
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            earlier = [dict(row) for row in csv.DictReader(file)]
-    new = {tuple(str(row[name]) for name in key) for row in rows}
-    kept = [row for row in earlier if tuple(str(row[name]) for name in key) not in new]
-    return write_rows("serve", [*kept, *rows], ("torch", "transformers", "fastapi", "uvicorn"))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program llama-server")
-    parser.add_argument("--folder", type=Path, help="where the model is, or is written to be used again; default: a temporary folder")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--threads", type=int, default=2, help="of each server")
-    parser.add_argument("--seconds", type=float, default=30, help="of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
-    parser.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
-    parser.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="measure the growth of memory under load instead")
-    parser.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    until_s = time.perf_counter() + (arguments.minutes * 60 if arguments.minutes else float("inf"))
-
-    def keep(rows: Sequence[Mapping[str, object]]) -> None:
-        for row in rows:
-            print(row, flush=True)
-        if rows and not arguments.no_write:
-            add_rows([{**row, "threads": arguments.threads} for row in rows])
-
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program llama-server")
+    options.add_argument("--folder", type=Path, help="where the model is, or is written to be used again; default: a temporary folder")
+    options.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    options.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    options.add_argument("--tokens", type=int, default=64, help="of each answer")
+    options.add_argument("--threads", type=int, default=2, help="of each server")
+    options.add_argument("--seconds", type=float, default=30, help="of a round")
+    options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
+    options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
+    options.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
+    options.add_argument("--soak", type=float, metavar="MINUTES", help="measure the growth of memory under load instead")
+    options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
+    given = options.parse_args()
+    until_s = time.perf_counter() + (given.minutes * 60 if given.minutes else float("inf"))
+    key, packages = ("case", "server", "clients", "prompt"), ("torch", "transformers", "fastapi", "uvicorn")
+    rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:
-        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
-        invariant = arguments.batch_invariant
-        llama_server = None if arguments.memory or arguments.soak or invariant else arguments.llama_server
-        context = LONGEST + 64 if arguments.beside else LONG + 512
-        places = 4 if arguments.beside else PLACES
-        found = stack.enter_context(servers(folder, llama_server, arguments.threads, context, places, invariant=invariant))
-        if arguments.beside:
+        alone = given.memory or given.soak or given.batch_invariant
+        context, places = (LONGEST + 64, 4) if given.beside else (LONG + 512, PLACES)
+        llama_server = None if alone else given.llama_server
+        found = stack.enter_context(servers(folder, llama_server, given.threads, context, places, invariant=given.batch_invariant))
+        if given.beside:
             for server in found:
-                keep([measure_beside(server, arguments.seconds)])
-        elif arguments.memory:
-            keep([measure_memory(found[0], 400)])
-        elif arguments.soak:
-            keep([measure_soak(found[0], arguments.soak, 8, arguments.tokens)])
+                rows.add({**measure_beside(server, given.seconds), **about})
+        elif given.memory:
+            rows.add({**measure_memory(found[0], 400), **about})
+        elif given.soak:
+            rows.add({**measure_soak(found[0], given.soak, 8, given.tokens), **about})
         else:
-            for clients, prompt in itertools.product(arguments.clients, arguments.prompts):
-                rows = measure_load(found, clients, prompt, arguments.tokens, arguments.seconds, arguments.rounds, until_s)
-                keep([{**row, "case": "invariant"} for row in rows] if invariant else rows)
+            case = {"case": "invariant"} if given.batch_invariant else {}
+            for clients, prompt in itertools.product(given.clients, given.prompts):
+                for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds, until_s):
+                    rows.add({**row, **case, **about})
 
 
 if __name__ == "__main__":

@@ -5,30 +5,30 @@
 
 - routed: neurons of routed experts are left out; routed+shared: also neurons of shared experts, where a model has them.
 - threshold: one threshold of |act(gate)| per layer from other text, the criterion of operators. topk: the largest neurons of each token and
-  expert are kept, an oracle that needs sorting. group-N: neurons are kept in groups of N, ranked by the group's largest, at the same share
-  of computed neurons; with `hot`, each expert's neurons are first sorted by how often they are active.
-- `sparse_groups.csv`: the share of neurons that a kernel computes if thresholds are applied to whole groups.
+  expert are kept, an oracle that needs sorting. (Older rows have groups of neurons, ranked by the group's largest.)
+- `sparse_groups.csv`: the share of neurons that a kernel computes if thresholds are applied to whole groups; with `hot_first`, each
+  expert's neurons are first sorted by how often they are active.
 
 The score is the share of correct next tokens. The cutoff is the sparsity up to which 95 % of the full model's score is kept.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
-from demo_recipe import split_text
-from masked_experts import Keep, Sites, find_sites, masked
-from record import RESULTS, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from harness.masked_experts import Keep, Sites, find_sites, masked
+from harness.plots import panels, save
+from harness.record import Recorder, parser
+from harness.texts import held_out, token_ids
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
 from moegraft.operators.activations import ActivationHistogram, quantiles
 
-TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 SPARSITIES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99)
 GROUPS = (4, 8, 16, 32)
 GROUP_SPARSITIES = (0.7, 0.85, 0.95)
@@ -84,9 +84,8 @@ class Counting:
 
 def load(name: str | None, text: Path | None, tokens: int, window: int) -> Bench:
     path = demo_path() if name is None else name
-    content = split_text(TEXT.read_text(encoding="utf-8"))[1] if text is None else text.read_text(encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval().requires_grad_(False)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(path)(content, verbose=False)["input_ids"][: 2 * tokens])
+    ids = token_ids(held_out() if text is None else text.read_text(encoding="utf-8"), path)[: 2 * tokens]
     if len(ids) < 4 * window:
         raise SystemExit(f"the text has {len(ids)} tokens; {4 * window} are needed")
     windows = list(ids.split(window))
@@ -161,21 +160,6 @@ class Grouping:
         return torch.empty_like(values).index_copy_(1, order, spread)
 
 
-def group_keep(bench: Bench, sparsity: float, grouping: Grouping) -> Keep:
-    """Return a criterion that keeps as many groups, ranked by their largest neuron, as the sparsity allows."""
-    histograms = {path: ActivationHistogram(1, 1) for path in bench.sites.routed}
-
-    def look(path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
-        if path in histograms:
-            largest = grouping.largest(path, expert, acted.abs())
-            histograms[path].add(torch.zeros(largest.numel(), 1, dtype=torch.int64), largest.view(-1, 1, 1))
-        return torch.ones_like(acted, dtype=torch.bool)
-
-    run(bench, look, bench.making)
-    found = {path: quantiles(histogram.bins, [sparsity])[0] for path, histogram in histograms.items()}
-    return lambda path, expert, acted: grouping.largest(path, expert, acted.abs()) >= found[path]
-
-
 def criteria(bench: Bench) -> Iterator[tuple[str, str, float, Keep, Sequence[str]]]:
     """Yield (criterion, scope, sparsity, keep, paths)."""
     scopes = {"routed": tuple(bench.sites.routed)} | ({"routed+shared": bench.sites.paths} if bench.sites.shared else {})
@@ -183,25 +167,16 @@ def criteria(bench: Bench) -> Iterator[tuple[str, str, float, Keep, Sequence[str
         for sparsity in SPARSITIES:
             yield "threshold", scope, sparsity, threshold_keep(bench, sparsity), paths
             yield "topk", scope, sparsity, topk_keep(sparsity), paths
-    for size in GROUPS:
-        for hot in (False, True):
-            grouping = Grouping(bench, size, hot)
-            for sparsity in GROUP_SPARSITIES:
-                name = f"group-{size}{'-hot' if hot else ''}"
-                yield name, "routed", sparsity, group_keep(bench, sparsity, grouping), scopes["routed"]
 
 
-def quality(bench: Bench, name: str) -> list[Row]:
+def quality(bench: Bench, name: str, rows: Recorder) -> None:
     whole_score, whole = judge(bench, lambda path, expert, acted: torch.ones_like(acted, dtype=torch.bool), None)
     none = {"target": 0.0, "routed_sparsity": 0.0, "total_sparsity": 0.0}
-    rows: list[Row] = [{"model": name, "criterion": "none", "scope": "", **none, **whole_score.row()}]
-    print(rows[0], flush=True)
+    rows.add({"model": name, "criterion": "none", "scope": "", **none, **whole_score.row()})
     for criterion, scope, sparsity, keep, paths in criteria(bench):
         counting = Counting(keep, paths)
         score, _ = judge(bench, counting, whole)
-        rows.append({"model": name, "criterion": criterion, "scope": scope, "target": sparsity, **counting.row(), **score.row()})
-        print(rows[-1], flush=True)
-    return rows
+        rows.add({"model": name, "criterion": criterion, "scope": scope, "target": sparsity, **counting.row(), **score.row()})
 
 
 def cutoff(rows: Sequence[Row], criterion: str, scope: str, measure: str = "right_next_token") -> float:
@@ -223,31 +198,20 @@ def grouped(keep: Keep, grouping: Grouping) -> Keep:
     return lambda path, expert, acted: grouping.largest(path, expert, keep(path, expert, acted).float()) > 0
 
 
-def groups(bench: Bench, name: str) -> list[Row]:
-    """Return the share of computed neurons if every neuron above the threshold includes its group."""
-    rows: list[Row] = []
-    for sparsity in GROUP_SPARSITIES:
-        keep = threshold_keep(bench, sparsity)
-        for size in (1, *GROUPS):
-            for hot in (False, True):
-                counting = Counting(grouped(keep, Grouping(bench, size, hot)), tuple(bench.sites.routed))
-                run(bench, counting, bench.judging)
-                active = 1 - counting.routed[0] / counting.routed[1]
-                rows.append({"model": name, "target": sparsity, "group": size, "hot_first": hot, "computed_share": round(active, 4)})
-                print(rows[-1], flush=True)
-    return rows
+def groups(bench: Bench, name: str, rows: Recorder) -> None:
+    """Record the share of computed neurons if every neuron above the threshold includes its group."""
+    for sparsity, size, hot in product(GROUP_SPARSITIES, (1, *GROUPS), (False, True)):
+        counting = Counting(grouped(threshold_keep(bench, sparsity), Grouping(bench, size, hot)), tuple(bench.sites.routed))
+        run(bench, counting, bench.judging)
+        active = 1 - counting.routed[0] / counting.routed[1]
+        rows.add({"model": name, "target": sparsity, "group": size, "hot_first": hot, "computed_share": round(active, 4)})
 
 
-def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], group_rows: Sequence[Row], name: str) -> None:
     """Plot the score and the perplexity by sparsity with the cutoffs, and the share of neurons that groups compute."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    score, perplexity, computed = figure.subplots(1, 3)
+    figure, ((score, perplexity, computed),) = panels(1, 3, (5, 4.5))
     for criterion, scope in dict.fromkeys((str(row["criterion"]), str(row["scope"])) for row in rows[1:]):
         points = [rows[0], *(row for row in rows if (row["criterion"], row["scope"]) == (criterion, scope))]
-        if criterion.startswith("group"):
-            continue
         at = cutoff(rows, criterion, scope)
         style = {"linestyle": "-" if criterion == "threshold" else "--", "marker": "o", "markersize": 3}
         sparsity = [100 * float(str(row["routed_sparsity"])) for row in points]
@@ -271,31 +235,28 @@ def draw(rows: Sequence[Row], group_rows: Sequence[Row], path: Path) -> None:
     for axes in (score, perplexity, computed):
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=80, format="png")
+    save(figure, name, dpi=80)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="hub id or folder; default: the bundled model")
-    parser.add_argument("--name", help="name of the model in results and their files")
-    parser.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="tokens of each half of the text: one for thresholds, the other for scores"
-    )
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    name = arguments.name or ("demo" if arguments.model is None else Path(arguments.model).name)
-    suffix = "" if arguments.model is None else f"_{name}"
-    bench = load(arguments.model, arguments.text, arguments.tokens, arguments.window)
-    rows, group_rows = quality(bench, name), groups(bench, name)
-    for criterion, scope in dict.fromkeys((str(row["criterion"]), str(row["scope"])) for row in rows[1:]):
-        if not criterion.startswith("group"):
-            print(f"{criterion}, {scope}: {KEPT_SCORE:.0%} of the score up to {cutoff(rows, criterion, scope):.1%} of the routed neurons")
-    if not arguments.no_write:
-        print(write_rows(f"sparse_quality{suffix}", rows))
-        print(write_rows(f"sparse_groups{suffix}", group_rows))
-        draw(rows, group_rows, RESULTS / f"sparse_quality{suffix}.png")
+    options = parser(__doc__)
+    options.add_argument("--model", help="hub id or folder; default: the bundled model")
+    options.add_argument("--name", help="name of the model in results and their files")
+    options.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
+    options.add_argument("--tokens", type=int, default=8192, help="of each half of the text: one for thresholds, the other for scores")
+    options.add_argument("--window", type=int, default=512)
+    given = options.parse_args()
+    name = given.name or ("demo" if given.model is None else Path(given.model).name)
+    suffix = "" if given.model is None else f"_{name}"
+    bench = load(given.model, given.text, given.tokens, given.window)
+    rows, group_rows = (Recorder(f"{kind}{suffix}", write=given.write) for kind in ("sparse_quality", "sparse_groups"))
+    quality(bench, name, rows)
+    groups(bench, name, group_rows)
+    for criterion, scope in dict.fromkeys((str(row["criterion"]), str(row["scope"])) for row in rows.rows[1:]):
+        at = cutoff(rows.rows, criterion, scope)
+        print(f"{criterion}, {scope}: {KEPT_SCORE:.0%} of the score up to {at:.1%} of the routed neurons")
+    if given.write:
+        draw(rows.rows, group_rows.rows, f"sparse_quality{suffix}")
 
 
 if __name__ == "__main__":

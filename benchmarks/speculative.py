@@ -1,45 +1,56 @@
-"""Does drafting with fewer experts pay? The acceptance rate, the cost of a round, and the speed compared with plain decoding.
+"""What makes a draft token acceptable, and does drafting pay? The method's observations (SS-MoE, Figure 2) on a checkpoint, and speed.
 
-    python benchmarks/speculative.py acceptance speed long lossy shapes
+    python benchmarks/speculative.py rounds quality tasks sparsity plot --text talk=questions.txt --text prose=essay.txt
+    python benchmarks/speculative.py speed
 
-- acceptance: the share of accepted tokens by number of drafting experts and position in the draft, when the bundled model continues
-  held-out text of the kind it was trained on.
-- speed: decoded tokens/s of draft configurations and of plain decoding, interleaved in one run. A draft of n tokens pays if the tokens per
-  round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures.
-- long: the same over long answers, plain and with the schedule that stops drafting where it does not pay.
-- lossy: the speed and the quality of the adaptive mode.
-- shapes: `needed` for one layer of Qwen3-30B-A3B's shapes in CPU memory, beside the n + 1 tokens per round of a draft that is always
-  accepted; weights and routing are random, so only costs are measured. Also `needed` by the bytes that are read, `(n * (c0 + r * g) + c0 +
-  U * g) / (c0 + K * g)`, where g is the bytes of one expert, c0 those of everything else, and U the number of distinct experts of n + 1
-  tokens, `E * (1 - (1 - K / E) ** (n + 1))`.
+- rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text with many draft configurations.
+  Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight that the drafting experts have,
+  and the share of a verification's experts that the draft's routers had chosen for the same token (`recall`, without the first layer).
+- quality (`speculative_quality.csv`): perplexity of held-out text with r experts per token, and the share of the router's weight of the
+  first r.
+- tasks (`speculative_tasks.csv`): rounds on each given text and on the held-out text. The demo model knows one kind of text; its drafts on
+  other texts say little about the tasks.
+- sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and with half of them.
+  `bytes_share` is the share of the routed experts' bytes that a draft reads: whole gates, and the remaining rows of up and down.
+- speed (`speculative_speed.csv`): decoded tokens/s of the bundled model with draft configurations and without, interleaved. A draft of n
+  tokens pays if the tokens per round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures.
+- plot: `speculative_drafts.png` from these files.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import percentiles, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
+from harness.models import injected
+from harness.plots import panels, save
+from harness.record import Recorder, parser, read_rows
+from harness.rounds import alternate, clock, median_ratio, percentiles, seconds
+from harness.texts import held_out, pieces
+from matplotlib.axes import Axes
+from support import emulated  # noqa: F401  the device that rules name
+from transformers import AutoConfig, PreTrainedModel
 
-from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.draft import DraftSettings
-from moegraft.operators.speculative.rollback import CacheMark
+from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.offload.gpu_layer import GpuLayer
+from moegraft.operators.speculative.schedule import Round
 
-TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
-HELD_OUT = 9 / 10  # the demo model was trained on the text before
-PROMPT_TOKENS, NEW_TOKENS, LONG_TOKENS = 48, 128, 900
+MAX_DRAFT = 8
+PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
+RATIOS = (0.125, 0.25, 0.5, 0.75)
+TOLERANCE = 0.3
+BINS = 10
+SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 TIMED_ROUNDS = 50  # the first of each length prepare programs and take many times as long; of fewer rounds no time is reported
-Providers = Mapping[str, Mapping[str, object] | None]  # None for plain decoding
-SPEED_PROVIDERS: Providers = {
+SPEED_PROVIDERS: Mapping[str, Mapping[str, object] | None] = {
     "plain": None,
     "1 expert, 1 token": {"draft_top_k": 1, "max_draft": 1, "schedule": "fixed"},
     "1 expert, 3 tokens": {"draft_top_k": 1, "max_draft": 3, "schedule": "fixed"},
@@ -48,47 +59,128 @@ SPEED_PROVIDERS: Providers = {
     "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
     "ngram, marginal": {"draft": "ngram", "max_draft": 5, "schedule": "marginal"},
 }
-LOSSY_PROVIDERS: Providers = {
-    "plain": None,
-    "lossless": {"mode": "lossless"},
-    "tolerance 0.3, confidence 0.3": {"mode": "adaptive", "tolerance": 0.3, "confidence": 0.3},
-    "tolerance 0.3": {"mode": "adaptive", "tolerance": 0.3},
-    "tolerance 0.6": {"mode": "adaptive", "tolerance": 0.6},
-}
 MEASURED = ("tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
 Row = dict[str, object]
 
 
-def prompts(count: int) -> list[torch.Tensor]:
-    """Return evenly spaced pieces of the held-out text, each (1, PROMPT_TOKENS)."""
-    text = TEXT.read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(demo_path(), model_max_length=len(text))(text[int(len(text) * HELD_OUT) :])["input_ids"]
-    step = (len(ids) - PROMPT_TOKENS) // count
-    return [torch.tensor([ids[start : start + PROMPT_TOKENS]]) for start in range(0, step * count, step)]
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One configuration of drafts.
+
+    Attributes:
+        ratio: share of experts with a slot on an emulated device; only these draft. None: any expert drafts, on the CPU.
+        sparsity: share of neurons that drafts leave out; None for none.
+    """
+
+    top_k: int
+    ratio: float | None = None
+    tolerance: float = 0.0
+    sampled: bool = False
+    sparsity: float | None = None
+
+    @property
+    def experts(self) -> str:
+        """The value of the option `experts` of `speculative_draft`."""
+        return "any" if self.ratio is None else "resident"
+
+    def rules(self) -> str:
+        draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": MAX_DRAFT, "schedule": "fixed"}
+        if self.tolerance:
+            draft |= {"mode": "adaptive", "tolerance": self.tolerance}
+        experts = "{}"
+        if self.ratio is not None:
+            draft |= {"experts": self.experts}
+            experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {{policy: none, promote: false}}}}"
+        if self.sparsity is not None:
+            draft |= {"draft_sparsity": self.sparsity}
+            experts = "{sparsity: {target: 0, scope: routed}}"
+        return f"rules:\n- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {experts}}}\n{draft_rule(draft)}"
+
+    def named(self) -> Row:
+        """Return the configuration as columns of a row."""
+        ratio, decoding = "" if self.ratio is None else self.ratio, "sampled" if self.sampled else "greedy"
+        about = {"draft_top_k": self.top_k, "experts": self.experts, "resident_ratio": ratio}
+        return {**about, "tolerance": self.tolerance, "decoding": decoding}
 
 
-def clock() -> float:
-    """Return the time in seconds; CPU time if there is one thread, which other processes hardly affect."""
-    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+def draft_rule(options: Mapping[str, object]) -> str:
+    kwargs = ", ".join(f"{name}: {value}" for name, value in options.items())
+    return f"- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{kwargs}}}}}\n"
 
 
-def load(
-    model: str | Path | PreTrainedModel, options: Mapping[str, object] | None, *, int4: bool = False, dtype: str | None = None
-) -> PreTrainedModel:
-    """Load the model with its experts on the CPU and, with `options`, a draft; `int4` for experts and attention in 4 bits."""
-    lines = ["version: 1", "extends: cpu", f"vars: {{weights: {'int4' if int4 else 'stored'}}}"]
-    if options is not None:
-        kwargs = ", ".join(f"{name}: {value}" for name, value in options.items())
-        lines += ["rules:", "- match: {kind: model}", f"  replace: {{class: speculative_draft, kwargs: {{{kwargs}}}}}"]
-        if int4:
-            lines += ["- match: {kind: linear, name: self_attn}", "  replace: {class: quantized_linear, kwargs: {weights: int4}}"]
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write("\n".join(lines) + "\n")
-        file.flush()
-        loaded = optimize_and_load(model, file.name, dtype=dtype, threads=torch.get_num_threads(), progress=False)
-    if operator_of(loaded) is not None:
-        operator_of(loaded).clock = clock
-    return loaded
+@dataclass(slots=True)
+class Rounds:
+    """The recorded rounds.
+
+    Attributes:
+        kept: the router's weight of a draft token's experts over the weight of those it chose, for every call of a layer.
+        recall: share of a verification's experts that the draft's routers had chosen for the same token, by layer.
+        left_out: share of neurons that drafts left out, by layer.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    recall: dict[int, list[float]] = field(default_factory=dict)
+    left_out: list[float] = field(default_factory=list)
+
+    @property
+    def kept_share(self) -> float:
+        return statistics.mean(self.kept)
+
+    def row(self) -> Row:
+        """Return the mean figures, and the acceptance by position."""
+        later = [statistics.mean(each) for layer, each in self.recall.items() if layer]
+        found: Row = {"kept_share": round(self.kept_share, 3), "recall": round(statistics.mean(later), 3)}
+        found |= {"tokens_per_round": round(statistics.mean(done.generated for done in self.rounds), 3)}
+        for at in range(MAX_DRAFT):
+            judged = sum(at < done.compared for done in self.rounds)
+            found[f"position_{at + 1}"] = round(sum(at < done.accepted for done in self.rounds) / judged, 3) if judged else ""
+        return {**found, "rounds": len(self.rounds)}
+
+    def judged(self) -> list[tuple[float, bool]]:
+        """Return the draft's confidence in each judged token, and whether it was accepted."""
+        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.compared)]
+
+
+class _Watch:
+    """Records every layer's routing before and after it is reduced for a draft."""
+
+    def __init__(self, model: PreTrainedModel, found: Rounds) -> None:
+        self._found = found
+        self._switch = model.moegraft.context.draft_switch
+        self._drafted: dict[int, list[torch.Tensor]] = {}
+        for number, operator in enumerate(module for module in model.modules() if isinstance(module, HybridExperts)):
+            self._look(operator, number)
+
+    def _look(self, operator: HybridExperts, number: int) -> None:
+        def watch(module: object, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+            _, top_k_index, top_k_weights = inputs
+            settings = self._switch.settings
+            layer = operator.backend if isinstance(operator.backend, GpuLayer) else None
+            if settings is not None:
+                narrow = self._switch.narrow if layer is None else partial(layer._narrow, settings=settings)
+                index, _ = narrow(top_k_index, top_k_weights)
+                scoring = None if layer is None else layer.router_calls.scoring()
+                self._found.kept.append(_kept(scoring, index, top_k_index, top_k_weights))
+                self._drafted.setdefault(number, []).append(top_k_index[0].clone())
+            else:
+                self._compare(number, top_k_index)
+
+        operator.register_forward_pre_hook(watch)
+
+    def _compare(self, number: int, chosen: torch.Tensor) -> None:
+        drafted = self._drafted.pop(number, [])
+        if len(drafted) == len(chosen) - 1:
+            pairs = zip(drafted, chosen, strict=False)  # the last token fed was not fed to the draft
+            self._found.recall.setdefault(number, []).extend(float(torch.isin(real, named).float().mean()) for named, real in pairs)
+
+
+def _kept(scoring: Any, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
+    """Return the share of the router's weight that the drafting experts have: of all experts' scores where drafts choose among these."""
+    if scoring is None:
+        return float(weights[index >= 0].sum() / weights.sum())
+    drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)
+    return float(drafting.sum() / scoring.scores.gather(-1, chosen).sum())
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
@@ -100,196 +192,242 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None,
     return found
 
 
-def operator_of(model: PreTrainedModel) -> Any:
-    return model.moegraft.model_operator
+def draft_rounds(model: str | Path, way: Way, prompts: Sequence[torch.Tensor], new_tokens: int) -> Rounds:
+    """Continue each prompt (1, P) by `new_tokens` tokens, and return the recorded rounds."""
+    loaded, found = injected(model, way.rules(), threads=torch.get_num_threads()), Rounds()
+    schedule: Any = loaded.moegraft.model_operator._schedule
+    record = schedule.record
+
+    def kept(done: Round) -> None:
+        record(done)
+        if done.confidences:
+            found.rounds.append(done)
+
+    schedule.record = kept
+    _Watch(loaded, found)
+    for seed, ids in enumerate(prompts):
+        generate(loaded, ids, seed if way.sampled else None, new_tokens)
+    if way.sparsity is not None:
+        layers: list[Any] = [module for module in loaded.modules() if isinstance(module, HybridExperts)]
+        found.left_out = [layer.statistics()["sparsity"]["draft_routed_sparsity"] for layer in layers]
+    return found
 
 
-def acceptance(count: int) -> list[Row]:
-    """Return acceptance by number of drafting experts, greedy and sampled, for positions 1 to 5."""
-    experts = AutoModelForCausalLM.from_pretrained(demo_path()).config.num_experts_per_tok
-    rows: list[Row] = []
+def ways(experts: int) -> Iterator[Way]:
     for top_k in range(1, experts):
-        for sampled in (False, True):
-            model = load(demo_path(), {"draft_top_k": top_k, "max_draft": 5, "schedule": "fixed"})
-            for number, ids in enumerate(prompts(count)):
-                generate(model, ids, seed=number if sampled else None)
-            found = operator_of(model).statistics()
-            positions = {f"position_{at + 1}": round(share, 3) for at, share in enumerate(found["acceptance_by_position"])}
-            way = {"draft_top_k": top_k, "of": experts, "decoding": "sampled" if sampled else "greedy"}
-            rows.append({**way, **positions, "tokens_per_round": round(found["tokens_per_round"], 3), "rounds": found["rounds"]})
-            print(rows[-1], flush=True)
-    return rows
+        yield from (Way(top_k), Way(top_k, sampled=True), Way(top_k, tolerance=TOLERANCE))
+    for ratio in RATIOS:
+        yield from (Way(experts, ratio), Way(experts, ratio, TOLERANCE))
 
 
-def check_lossless(providers: Providers) -> None:
-    """Check that lossless providers generate the greedy text of plain decoding in float32.
+def rounds(model: str, prompts: Sequence[torch.Tensor], new_tokens: int, *, write: bool) -> None:
+    by_way, by_confidence = (Recorder(name, write=write) for name in ("speculative_drafts", "speculative_confidence"))
+    for way in ways(AutoConfig.from_pretrained(model).num_experts_per_tok):
+        found = draft_rounds(model, way, prompts, new_tokens)
+        by_way.add({**way.named(), **found.row()})
+        for number in range(BINS):
+            stood = [each for confidence, each in found.judged() if min(int(confidence * BINS), BINS - 1) == number]
+            bounds = {"confidence_from": number / BINS, "confidence_to": (number + 1) / BINS, "judged": len(stood), "accepted": sum(stood)}
+            by_confidence.add({**way.named(), "kept_share": round(found.kept_share, 3), **bounds})
+
+
+def sparsity(model: str, prompts: Sequence[torch.Tensor], new_tokens: int, rows: Recorder) -> None:
+    experts = AutoConfig.from_pretrained(model).num_experts_per_tok
+    for top_k in dict.fromkeys((experts, max(1, experts // 2))):
+        for share in SPARSITIES:
+            for sampled in (False, True):
+                way = Way(top_k, sampled=sampled, sparsity=share)
+                found = draft_rounds(model, way, prompts, new_tokens)
+                left_out = statistics.mean(found.left_out)
+                bytes_share = round(top_k / experts * (1 + 2 * (1 - left_out)) / 3, 3)
+                about = {"draft_sparsity": share, "left_out": round(left_out, 3), "bytes_share": bytes_share}
+                rows.add({**about, **way.named(), **found.row()})
+
+
+def tasks(model: str, texts: Mapping[str, str], count: int, new_tokens: int, rows: Recorder) -> None:
+    top_k = max(1, AutoConfig.from_pretrained(model).num_experts_per_tok // 2)
+    for name, text in texts.items():
+        for way in (Way(top_k), Way(top_k, tolerance=TOLERANCE)):
+            found = draft_rounds(model, way, pieces(text, count, PROMPT_TOKENS, model), new_tokens)
+            rows.add({"text": name, **way.named(), **found.row()})
+
+
+@torch.inference_mode()
+def quality(model: str, texts: Sequence[torch.Tensor], rows: Recorder) -> None:
+    """Record perplexity and kept weight by number of experts per token."""
+    loaded = injected(model, "extends: cpu-exact\n", threads=torch.get_num_threads())
+    shares: list[torch.Tensor] = []
+    for operator in loaded.moegraft.operators.values():
+        operator.register_forward_pre_hook(lambda module, args: shares.append(_cumulative(args[2])))
+    for top_k in range(1, AutoConfig.from_pretrained(model).num_experts_per_tok + 1):
+        shares.clear()
+        with loaded.moegraft.context.draft_switch.drafting(DraftSettings(top_k)):
+            losses = [float(loaded(ids, labels=ids).loss) for ids in texts]
+        weight = round(float(torch.stack(shares).mean(0)[top_k - 1]), 4)
+        found = {"experts": top_k, "perplexity": round(math.exp(statistics.mean(losses)), 3), "weight_share": weight}
+        rows.add({**found, "tokens": sum(ids.numel() for ids in texts)})
+
+
+def _cumulative(top_k_weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean share of the first r experts, (K,)."""
+    ordered = top_k_weights.float().sort(-1, descending=True).values
+    return (ordered.cumsum(-1) / ordered.sum(-1, keepdim=True)).mean(0)
+
+
+def load(options: Mapping[str, object] | None, **more: Any) -> PreTrainedModel:
+    """Load the bundled model with the rules `cpu` and, with `options`, a draft."""
+    rules = "extends: cpu\nvars: {weights: stored}\n" + ("" if options is None else f"rules:\n{draft_rule(options)}")
+    loaded = injected(demo_path(), rules, threads=torch.get_num_threads(), **more)
+    if loaded.moegraft.model_operator is not None:
+        loaded.moegraft.model_operator.clock = clock
+    return loaded
+
+
+def speed(prompts: Sequence[torch.Tensor], rounds: int, rows: Recorder) -> None:
+    """Record each provider's tokens/s. Text is sampled, since the model's greedy text repeats itself.
 
     Raises:
-        AssertionError: the texts differ.
+        AssertionError: a draft changes the greedy text of plain decoding in float32.
     """
-    ids = prompts(1)[0]
-    expected = generate(load(demo_path(), None, dtype="float32"), ids)
-    for name, options in providers.items():
-        if options is not None and options.get("mode") != "adaptive":
-            assert torch.equal(generate(load(demo_path(), options, dtype="float32"), ids), expected), f"{name} changed the text"
+    expected = generate(load(None, dtype="float32"), prompts[0])
+    for name, options in SPEED_PROVIDERS.items():
+        if options is not None:
+            assert torch.equal(generate(load(options, dtype="float32"), prompts[0]), expected), f"{name} changed the text"
+    models = {name: load(options) for name, options in SPEED_PROVIDERS.items()}
 
+    def rates(model: PreTrainedModel) -> list[float]:
+        return [NEW_TOKENS / seconds(lambda: generate(model, ids, seed), clock) for seed, ids in enumerate(prompts)]  # noqa: B023
 
-def timed(
-    providers: Providers, count: int, rounds: int, new_tokens: int = NEW_TOKENS
-) -> tuple[dict[str, PreTrainedModel], dict[str, list[float]]]:
-    """Return tokens/s of each provider by round and prompt, interleaved; text is sampled, since the model's greedy text repeats itself."""
-    check_lossless(providers)
-    models = {name: load(demo_path(), options) for name, options in providers.items()}
-    texts = prompts(count)
-    for model in models.values():
-        generate(model, texts[0], seed=0)
-    rates: dict[str, list[float]] = {name: [] for name in models}
-    for round_number in range(rounds):
-        for ids in texts:
-            for name, model in models.items():
-                start = clock()
-                generate(model, ids, round_number, new_tokens)
-                rates[name].append(new_tokens / (clock() - start))
-    return models, rates
-
-
-def speed(providers: Providers, count: int, rounds: int, new_tokens: int = NEW_TOKENS) -> list[Row]:
-    models, rates = timed(providers, count, rounds, new_tokens)
-    plain_ms = 1000 / statistics.median(rates["plain"])
-    rows: list[Row] = []
+    taken = alternate({name: lambda model=model: rates(model) for name, model in models.items()}, rounds)  # type: ignore[misc]
+    by_name = {name: [rate for each in found for rate in each] for name, found in taken.items()}
+    plain_ms = 1000 / statistics.median(by_name["plain"])
     for name, model in models.items():
-        against = [one / plain for one, plain in zip(rates[name], rates["plain"], strict=True)]
-        row: Row = {"provider": name, "new_tokens": new_tokens, **percentiles(rates[name], "tokens_s", 1)}
-        row |= {"against_plain": round(statistics.median(against), 3), "plain_ms": round(plain_ms, 3)}
+        row: Row = {"provider": name, "new_tokens": NEW_TOKENS, **percentiles(by_name[name], "tokens_s", 1)}
+        row |= {"against_plain": round(median_ratio(by_name[name], by_name["plain"]), 3), "plain_ms": round(plain_ms, 3)}
         row |= dict.fromkeys(MEASURED, "")
-        found = operator_of(model).statistics() if operator_of(model) is not None else {"rounds": 0}
+        operator = model.moegraft.model_operator
+        found = {"rounds": 0} if operator is None else operator.statistics()
         if found["rounds"]:
             row |= {"tokens_per_round": round(found["tokens_per_round"], 3)}
             row |= {"drafted_share": round(found["round_tokens"] / (found["round_tokens"] + found["plain_tokens"]), 3)}
         if found["rounds"] >= TIMED_ROUNDS:
-            per_round = (found["draft_ms"] + found["verify_ms"]) / found["rounds"]
-            row |= {"needed": round(per_round / plain_ms, 3)}
+            row |= {"needed": round((found["draft_ms"] + found["verify_ms"]) / found["rounds"] / plain_ms, 3)}
             row |= {"draft_step_ms": round(found["draft_ms"] / found["drafted_tokens"], 3)}
             row |= {"verify_ms": round(found["verify_ms"] / found["rounds"], 3)}
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        rows.add({**row, "threads": torch.get_num_threads(), "clock": "CPU time" if torch.get_num_threads() == 1 else "wall"})
 
 
-def lossy(count: int, rounds: int) -> list[Row]:
-    base = {"draft_top_k": 2, "max_draft": 3, "schedule": "fixed"}
-    providers = {name: None if options is None else {**base, **options} for name, options in LOSSY_PROVIDERS.items()}
-    models, rates = timed(providers, count, rounds)
-    reference = [generate(models["plain"], ids) for ids in prompts(count)]
-    rows: list[Row] = []
-    for name, model in models.items():
-        texts = [generate(model, ids) for ids in prompts(count)]
-        same = [float((text == other)[0, PROMPT_TOKENS:].float().mean()) for text, other in zip(texts, reference, strict=True)]
-        against = [one / plain for one, plain in zip(rates[name], rates["plain"], strict=True)]
-        found = operator_of(model).statistics() if operator_of(model) is not None else {}
-        row: Row = {"provider": name, **percentiles(rates[name], "tokens_s", 1), "against_plain": round(statistics.median(against), 3)}
-        row |= {"tokens_per_round": _rounded(found.get("tokens_per_round")), "agreement": _rounded(found.get("agreement"))}
-        row |= {"same_tokens_as_plain": round(statistics.mean(same), 3), "perplexity": round(perplexity(models["plain"], texts), 3)}
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+def label(row: Mapping[str, str]) -> str:
+    who = f"{row['experts']}, {row['resident_ratio']}" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
+    return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
 
 
-def _rounded(value: float | None) -> float | str:
-    return "" if value is None else round(value, 3)
+def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
+    for row in rows:
+        if row["decoding"] == "greedy":
+            shares = [float(row[f"position_{at + 1}"] or "nan") for at in range(MAX_DRAFT)]
+            style = ("--" if float(row["tolerance"]) else "-") + ("s" if row["resident_ratio"] else "o")
+            axes.plot(range(1, MAX_DRAFT + 1), shares, style, markersize=3, linewidth=1, label=label(row))
+    axes.set(title="Drafted tokens that stand, by position (greedy)", xlabel="position in the draft", ylim=(0, 1.02))
 
 
-@torch.inference_mode()
-def perplexity(model: PreTrainedModel, texts: list[torch.Tensor]) -> float:
-    """Return the perplexity of the continuations under the full model."""
-    losses = []
-    for text in texts:
-        log_p = model(text).logits[0, PROMPT_TOKENS - 1 : -1].float().log_softmax(-1)
-        losses.append(-log_p.gather(1, text[0, PROMPT_TOKENS:, None]).mean())
-    return float(torch.stack(losses).mean().exp())
+def draw_confidence(axes: Axes, rows: list[dict[str, str]]) -> None:
+    rows = [row for row in rows if row["decoding"] == "greedy" and not float(row["tolerance"]) and int(row["judged"]) >= 10]
+    for name in dict.fromkeys(label(row) for row in rows):
+        mine = [row for row in rows if label(row) == name]
+        x = [(float(row["confidence_from"]) + float(row["confidence_to"])) / 2 for row in mine]
+        axes.plot(x, [int(row["accepted"]) / int(row["judged"]) for row in mine], "-o", markersize=3, label=name)
+    axes.set(title="... by the draft's confidence", xlabel="q of the drafted token", ylim=(0, 1.02))
 
 
-@torch.inference_mode()
-def shapes(rounds: int) -> list[Row]:
-    """Return the times of a draft step with r experts and of verifying n tokens, in plain steps, for a layer of Qwen3-30B-A3B's shapes."""
-    config = Qwen3MoeConfig(
-        hidden_size=2048, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=1024,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, intermediate_size=768,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    stock = empty.to_empty(device="cpu").eval()
-    for parameter in stock.parameters():
-        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-    stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
-    rows: list[Row] = []
-    model = load(stock, {"draft_top_k": 1}, int4=True)
-    held = {swap.module: swap.footprint.total_bytes for swap in model.moegraft.plan.swaps}
-    expert_bytes = next(size for path, size in held.items() if path.endswith(".experts")) / 128
-    rest_bytes = sum(size for path, size in held.items() if not path.endswith(".experts"))
-    switch = model.moegraft.context.draft_switch
-    cache = model(input_ids=torch.arange(64)[None], use_cache=True).past_key_values
-
-    def step(tokens: int) -> Callable[[], object]:
-        def run() -> None:
-            mark = CacheMark(cache)
-            with torch.no_grad():
-                model(input_ids=torch.randint(1024, (1, tokens)), past_key_values=cache, use_cache=True)
-            mark.rewind(keep=1)  # a program is made of two steps at other positions
-
-        return run
-
-    actions = {("verify", tokens): step(tokens) for tokens in range(1, 7)} | {("draft", top_k): step(1) for top_k in (1, 2, 4)}
-    times: dict[tuple[str, int], list[float]] = {action: [] for action in actions}
-    for _ in range(rounds):
-        for (kind, number), run in actions.items():
-            with switch.drafting(DraftSettings(number)) if kind == "draft" else nullcontext():
-                start = clock()
-                run()
-                times[kind, number].append((clock() - start) * 1e3)
-    ms = {action: statistics.median(taken) for action, taken in times.items()}
-    for top_k in (1, 2, 4):
-        for length in (1, 2, 3, 5):
-            needed = (length * ms["draft", top_k] + ms["verify", length + 1]) / ms["verify", 1]
-            row: Row = {"shape": "1 layer of Qwen3-30B-A3B, int4", "draft_top_k": top_k, "max_draft": length}
-            row |= {"plain_ms": round(ms["verify", 1], 3), "draft_step_ms": round(ms["draft", top_k], 3)}
-            row |= {"verify_ms": round(ms["verify", length + 1], 3), "needed": round(needed, 3)}
-            row |= {"needed_by_bytes": round(_needed_by_bytes(length, top_k, rest_bytes, expert_bytes), 3)}
-            row |= {"best_gain": round((length + 1) / needed, 3)}
-            rows.append(row)
-            print(rows[-1], flush=True)
-    return rows
+def draw_quality(axes: Axes, rows: list[dict[str, str]]) -> None:
+    experts = [int(row["experts"]) for row in rows]
+    axes.plot(experts, [float(row["perplexity"]) for row in rows], "-o", color="tab:red", label="perplexity")
+    axes.set(title="Quality and router weight by experts per token", xlabel="experts per token, r", xticks=experts)
+    axes.set_ylabel("perplexity of held-out text", color="tab:red")
+    right = axes.twinx()
+    right.plot(experts, [float(row["weight_share"]) for row in rows], "-s", color="tab:blue")
+    right.set_ylabel("share of the router's weight", color="tab:blue")
+    right.set_ylim(0, 1.02)
 
 
-def _needed_by_bytes(length: int, top_k: int, rest: float, expert: float, experts: int = 128, chosen: int = 8) -> float:
-    union = experts * (1 - (1 - chosen / experts) ** (length + 1))
-    return (length * (rest + top_k * expert) + rest + union * expert) / (rest + chosen * expert)
+def draw_tasks(axes: Axes, rows: list[dict[str, str]]) -> None:
+    names = list(dict.fromkeys(row["text"] for row in rows))
+    for shift, tolerance in ((-0.2, 0.0), (0.2, TOLERANCE)):
+        mine = [row for row in rows if float(row["tolerance"]) == tolerance]
+        bars = [float(row["tokens_per_round"]) for row in mine]
+        axes.bar([names.index(row["text"]) + shift for row in mine], bars, 0.38, label=f"tolerance {tolerance}")
+    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted, by text", xticks=range(len(names)), xticklabels=names)
+
+
+def draw_sparsity(axes: Axes, rows: list[dict[str, str]], by_experts: list[dict[str, str]]) -> None:
+    """Plot drafts that leave neurons out beside drafts of fewer experts, by the share of bytes read."""
+    for top_k in dict.fromkeys(row["draft_top_k"] for row in rows):
+        mine = [row for row in rows if row["draft_top_k"] == top_k and row["decoding"] == "greedy"]
+        x = [float(row["bytes_share"]) for row in mine]
+        axes.plot(x, [float(row["tokens_per_round"]) for row in mine], "-o", markersize=3, label=f"{top_k} experts, neurons left out")
+        for row, at in zip(mine, x, strict=True):
+            axes.annotate(row["draft_sparsity"], (at, float(row["tokens_per_round"])), fontsize=6)
+    whole = max(int(row["draft_top_k"]) for row in rows)
+    fewer = [row for row in by_experts if row["experts"] == "any" and row["decoding"] == "greedy" and not float(row["tolerance"])]
+    x = [int(row["draft_top_k"]) / whole for row in fewer]
+    axes.plot(x, [float(row["tokens_per_round"]) for row in fewer], "-s", markersize=4, label="fewer experts, whole")
+    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy), by what a draft reads", xlabel="share of the experts' bytes")
+
+
+def draw_resident(axes: Axes, rows: list[dict[str, str]]) -> None:
+    mine = [row for row in rows if row["resident_ratio"]]
+    for tolerance in dict.fromkeys(row["tolerance"] for row in mine):
+        line = [row for row in mine if row["tolerance"] == tolerance]
+        x, y = ([float(row[column]) for row in line] for column in ("resident_ratio", "tokens_per_round"))
+        axes.plot(x, y, "-o", markersize=4, label="adaptive" if float(tolerance) else "lossless")
+    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy)", xlabel="share of experts with a slot, which alone draft")
+
+
+def plot() -> None:
+    figure, grid = panels(2, 3, (5.6, 4.2))
+    ways = read_rows("speculative_drafts")
+    draw_positions(grid[0][0], ways)
+    draw_confidence(grid[0][1], read_rows("speculative_confidence"))
+    draw_sparsity(grid[0][2], read_rows("speculative_sparsity"), ways)
+    draw_quality(grid[1][0], read_rows("speculative_quality"))
+    draw_tasks(grid[1][1], read_rows("speculative_tasks"))
+    draw_resident(grid[1][2], ways)
+    for axes in grid.flat:
+        axes.legend(fontsize=6)
+    save(figure, "speculative_drafts", dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("acceptance", "speed", "long", "lossy", "shapes"))
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="use 1 on a shared machine, for CPU time")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for part in arguments.parts:
+    options = parser(__doc__)
+    options.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "speed", "plot"))
+    options.add_argument("--model", default=str(demo_path()))
+    options.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text for tasks; may be repeated")
+    options.add_argument("--prompts", type=int, default=12)
+    options.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    options.add_argument("--rounds", type=int, default=3, help="of speed")
+    options.add_argument("--threads", type=int, default=torch.get_num_threads(), help="use 1 on a shared machine, for CPU time")
+    given = options.parse_args()
+    torch.set_num_threads(given.threads)
+    prompts = pieces(held_out(), given.prompts, PROMPT_TOKENS, given.model)
+    for part in given.parts:
         match part:
-            case "acceptance":
-                rows = acceptance(4 * arguments.prompts)
-            case "speed":
-                rows = speed(SPEED_PROVIDERS, arguments.prompts, arguments.rounds)
-            case "long":
-                providers = {name: options for name, options in SPEED_PROVIDERS.items() if name == "plain" or "marginal" in name}
-                rows = speed(providers, arguments.prompts, arguments.rounds, LONG_TOKENS)
-            case "lossy":
-                rows = lossy(arguments.prompts, arguments.rounds)
+            case "rounds":
+                rounds(given.model, prompts, given.new_tokens, write=given.write)
+            case "plot":
+                plot()
             case _:
-                rows = shapes(20 * arguments.rounds)
-        timing = {"threads": arguments.threads, "clock": "CPU time" if arguments.threads == 1 else "wall"}
-        print(write_rows(f"speculative_{part}", [{**row, **timing} for row in rows]))
+                rows = Recorder(f"speculative_{part}", write=given.write)
+        match part:
+            case "quality":
+                quality(given.model, pieces(held_out(), 2 * given.prompts, QUALITY_TOKENS, given.model), rows)
+            case "sparsity":
+                sparsity(given.model, prompts, given.new_tokens, rows)
+            case "tasks":
+                texts = {name: Path(path).read_text(encoding="utf-8") for name, _, path in (each.partition("=") for each in given.text)}
+                tasks(given.model, {"held out": held_out(), **texts}, given.prompts, given.new_tokens, rows)
+            case "speed":
+                speed(prompts[: max(1, given.prompts // 3)], given.rounds, rows)
 
 
 if __name__ == "__main__":

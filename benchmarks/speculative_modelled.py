@@ -5,7 +5,7 @@
     python benchmarks/speculative_modelled.py --models mixtral-8x7b --ratios 0.25 --tokens 128 --name speculative_modelled_long --append
 
 The product's engine, prefetchers and schedules run on the virtual clock with synthetic routing and the bundled model's acceptance (run
-`speculative_drafts.py rounds` first). Each row has its speed over two baselines without drafts:
+`speculative.py rounds` first). Each row has its speed over two baselines without drafts:
 
 - `over_load_on_demand`: every expert is transferred for every token and none is kept, the baseline of SS-MoE (WWW 2026), whose table has
   6.92 tokens/s for DeepSeek-V2-Lite and 6.22 for Moonlight. The model gives 6.8 for 16-bit experts over 19 GB/s, which agrees.
@@ -15,38 +15,26 @@ The product's engine, prefetchers and schedules run on the virtual clock with sy
 `speculative_modelled_long.csv` has longer answers with a quarter of the experts in slots: in a few dozen tokens, chance and the schedule's
 first probes have much influence.
 
-The draft configurations: `draft`, the top-k experts; `resident`, the likeliest of all experts with a slot, as many as a token has or half
-of them; `+ ahead`, the verification's experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a
-fixed length. Rows of ways that were removed since are the reason: drafts without `+ ahead`, with `resident_chosen` (only those of the
-token's own experts that have a slot) and `scaled` (weights scaled to the sum of all) were slower. `over_predicted` is `over_plain` over the
-formula with the run's own tau, U and misses, where c0 is the time of a layer without experts, g of an expert, and t of a miss in plain
-decoding:
-`tau * (c0 + k * g + k * m * t) / (n * (c0 + r * g + r * m_d * t) + c0 + U * g + U * m_v * t)`, with m_v after prefetches.
+The draft configurations: `draft`, the top-k experts; `resident`, the likeliest of all experts with a slot; `+ ahead`, the verification's
+experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a fixed length. Rows of ways that were
+removed since are the reason: drafts without `+ ahead`, with `resident_chosen` (only those of the token's own experts that have a slot) and
+`scaled` (weights scaled to the sum of all) were slower.
 
-The upper bounds of the hybrid engine, by the arithmetic of `_draft_bounds.py` at the run's `acceptance` per token: `bound` for drafts of
-the best length; `foreseen` if the acceptance of each drafted token were known at once. `needed` is the acceptance at which `bound` reaches
-the target of 1.15.
+The upper bounds of the hybrid engine, by the arithmetic of `harness/draft_simulation.py` at the run's `acceptance` per token: `bound` for
+drafts of the best length. `needed` is the acceptance at which `bound` reaches the target of 1.15.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import numpy as np
-from _draft_bounds import Costs, DraftBound, Verification
-from _draft_simulation import DraftSimulation, DraftWay, Played, Text
-from _hybrid_simulation import Simulation, System, rest_layer_ms
-from _model_shapes import MODELS, ModelShape
-from _synthetic_routing import synthetic_trace
-from matplotlib.figure import Figure
-from record import RESULTS, write_rows
+from harness.draft_simulation import Costs, DraftBound, DraftSimulation, DraftWay, Played, Text, Verification
+from harness.plots import panels, save
+from harness.record import Recorder, parser, read_rows
+from harness.routing import MODELS, ModelShape, synthetic_trace
+from harness.simulation import Simulation, System, rest_layer_ms
 from support.virtual_device import PROFILES
 
 from moegraft.operators.experts.forecast import MachineProfile
@@ -67,10 +55,6 @@ TOLERANCE = 0.3
 TARGET = 1.15
 BOUND_TOKENS = 48
 NAME = "speculative_modelled"
-SHOWN = (
-    *("model", "cache_ratio", "engine", "way", "tolerance", "tokens_s", "over_load_on_demand", "over_plain", "over_predicted"),
-    *("tokens_per_round", "kept_share", "verify_experts", "verify_missing", "acceptance", "bound", "foreseen", "needed"),
-)
 Row = dict[str, object]
 
 
@@ -105,8 +89,6 @@ def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedul
             yield f"draft + ahead, {FIXED} tokens", DraftWay(half, "any", tolerance), FixedSchedule(FIXED)
             yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, "resident", tolerance), FixedSchedule(FIXED)
             yield "resident + ahead, 1 token", DraftWay(top_k, "resident", tolerance), FixedSchedule(1)
-            if not tolerance:
-                yield "resident + ahead, half the experts, 1 token", DraftWay(half, "resident"), FixedSchedule(1)
         yield "draft + ahead, marginal", DraftWay(half, "any", tolerance), MarginalSchedule(LONGEST)
         yield "resident + ahead, marginal", DraftWay(top_k, "resident", tolerance), MarginalSchedule(LONGEST)
 
@@ -114,19 +96,15 @@ def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedul
 def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
     warm, text = case.traces()
     baseline = DraftSimulation(case.simulation(LOAD_ON_DEMAND, warm, 0.0), text, None, None).run(BASELINE_TOKENS)
-    yield _row(case, "gpu", "load_on_demand", 0.0, baseline, baseline, baseline, "")
+    yield _row(case, "gpu", "load_on_demand", 0.0, baseline, baseline, baseline)
     for engine in (each for each in ENGINES if each.name in engines):
         plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
-        yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline, "")
+        yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline)
         bound = bound_of(case, engine, warm, text, plain) if engine.schedule == "two_threshold" else None
         for name, way, schedule in ways(case.model.top_k, case.ratio):
             played = DraftSimulation(case.simulation(engine, warm, case.ratio), text, way, schedule, case.seed).run(case.tokens)
-            fixed = isinstance(schedule, FixedSchedule)
-            share = played.statistics.tokens_per_round is not None and fixed
-            predicted = predicted_gain(case, plain, played) if share else None
-            over = "" if predicted is None else round(plain.ms_per_token / played.ms_per_token / predicted, 3)
             limits = limits_of(bound, played) if bound is not None and way.resident else {}
-            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline, over) | limits
+            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline) | limits
 
 
 def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) -> DraftBound:
@@ -151,30 +129,11 @@ def limits_of(bound: DraftBound, played: Played) -> Row:
         return {}
     bound = dataclasses.replace(bound, top_k=played.parts["draft"].experts / played.parts["draft"].layers)
     acceptance, needed = sum(played.statistics.accepted_at) / judged, bound.acceptance_for(TARGET)
-    limits = {"bound": round(bound.best_gain(acceptance), 3), "foreseen": round(bound.foreseen_gain(acceptance), 3)}
-    return {"acceptance": round(acceptance, 3), **limits, "needed": "none" if needed is None else round(needed, 3)}
+    limits = {"acceptance": round(acceptance, 3), "bound": round(bound.best_gain(acceptance), 3)}
+    return {**limits, "needed": "none" if needed is None else round(needed, 3)}
 
 
-def predicted_gain(case: Case, plain: Played, played: Played) -> float:
-    """Return the formula's gain for one layer."""
-    model, alone = case.model, np.ones(1)
-    rest = rest_layer_ms(model, case.machine, 1)
-    drafted = played.statistics.drafted // played.statistics.rounds
-    rest_more = rest_layer_ms(model, case.machine, drafted + 1)
-    expert = float(case.machine.gpu_ms(alone, model.expert_bytes(case.bits), case.bits)[0])
-    each = {name: (part.experts / max(part.layers, 1), part.missing / max(part.layers, 1)) for name, part in played.parts.items()}
-    missing = plain.parts["plain"].missing / plain.parts["plain"].layers
-    plain_ms = plain.ms_per_token / model.layers
-    miss_ms = (plain_ms - rest - model.top_k * expert) / missing if missing else 0.0
-    draft_ms = rest + each["draft"][0] * expert + each["draft"][1] * miss_ms
-    verify_ms = rest_more + each["verify"][0] * expert + each["verify"][1] * miss_ms
-    assert played.statistics.tokens_per_round is not None, "it drafted"
-    return played.statistics.tokens_per_round * plain_ms / (drafted * draft_ms + verify_ms)
-
-
-def _row(
-    case: Case, engine: str, way: str, tolerance: float, played: Played, plain: Played, baseline: Played, over_predicted: float | str
-) -> Row:
+def _row(case: Case, engine: str, way: str, tolerance: float, played: Played, plain: Played, baseline: Played) -> Row:
     verify, found = played.parts["verify"], played.statistics
     tokens_per_round = found.tokens_per_round
     return {
@@ -190,7 +149,6 @@ def _row(
         "tokens_s": round(1e3 / played.ms_per_token, 2),
         "over_load_on_demand": round(baseline.ms_per_token / played.ms_per_token, 3),
         "over_plain": round(plain.ms_per_token / played.ms_per_token, 3),
-        "over_predicted": over_predicted,
         "tokens_per_round": "" if tokens_per_round is None else round(tokens_per_round, 3),
         "drafted_share": round(found.round_tokens / played.tokens, 3),
         "kept_share": round(float(np.mean(played.kept)), 3) if played.kept else "",
@@ -199,15 +157,14 @@ def _row(
         "verify_missing": round(verify.missing / verify.layers, 2) if verify.layers else "",
         "tokens": played.tokens,
         "schedule": played.schedule,
-        **dict.fromkeys(("acceptance", "bound", "foreseen", "needed"), ""),
+        **dict.fromkeys(("acceptance", "bound", "needed"), ""),
     }
 
 
-def plot(rows: list[dict[str, str]]) -> Path:
+def plot(rows: list[dict[str, str]]) -> None:
     """Plot the speed over loading on demand, and over the same engine without drafts, by cache ratio."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(5.2 * len(models), 8.5), layout="constrained")
-    panels = figure.subplots(2, len(models), squeeze=False)
+    figure, grid = panels(2, len(models), (5.2, 4.25))
     for column, model in enumerate(models):
         mine = [row for row in rows if row["model"] == model and ("marginal" in row["way"] or row["way"] == "plain")]
         for engine, style in (("gpu", "--o"), ("hybrid", "-s")):
@@ -215,59 +172,43 @@ def plot(rows: list[dict[str, str]]) -> Path:
                 line = sorted((row for row in mine if (row["way"], row["tolerance"]) == way and row["engine"] == engine), key=ratio_of)
                 label = f"{engine}: {way[0]}{', adaptive' if float(way[1]) else ''}"
                 x = [float(row["cache_ratio"]) for row in line]
-                panels[0][column].plot(x, [float(row["over_load_on_demand"]) for row in line], style, markersize=3, label=label)
-                panels[1][column].plot(x, [float(row["over_plain"]) for row in line], style, markersize=3, label=label)
+                grid[0][column].plot(x, [float(row["over_load_on_demand"]) for row in line], style, markersize=3, label=label)
+                grid[1][column].plot(x, [float(row["over_plain"]) for row in line], style, markersize=3, label=label)
         facts = mine[0]
-        panels[0][column].set(title=f"{model}: {facts['bits_per_weight']} bits, {facts['link_gb_s']} GB/s", ylabel="over load on demand")
-        panels[0][column].legend(fontsize=5)
-        panels[1][column].set(xlabel="share of experts with a slot", ylabel="over the same engine without drafts")
-        panels[1][column].axhline(1, color="grey", linewidth=0.5)
+        grid[0][column].set(title=f"{model}: {facts['bits_per_weight']} bits, {facts['link_gb_s']} GB/s", ylabel="over load on demand")
+        grid[0][column].legend(fontsize=5)
+        grid[1][column].set(xlabel="share of experts with a slot", ylabel="over the same engine without drafts")
+        grid[1][column].axhline(1, color="grey", linewidth=0.5)
     figure.suptitle("Drafts where experts must be brought (modelled)")
-    path = RESULTS / f"{NAME}.png"
-    figure.savefig(path, dpi=110)
-    return path
+    save(figure, NAME, dpi=110)
 
 
 def ratio_of(row: dict[str, str]) -> float:
     return float(row["cache_ratio"])
 
 
-def _read(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
-    parser.add_argument("--link", type=float, help="GB/s of the link; default: the machine's")
-    parser.add_argument("--bits", type=float, default=4.5, help="bits per weight")
-    parser.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
-    parser.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default=NAME, help="name of the file; only the default one is plotted")
-    parser.add_argument("--append", action="store_true", help="keep rows of other conditions in the file")
-    parser.add_argument("--no-write", action="store_true")
-    arguments = parser.parse_args()
-    machine = PROFILES[arguments.machine]
-    if arguments.link is not None:
-        machine = dataclasses.replace(machine, link_gb_s=arguments.link)
-    rows: list[Row] = []
-    for model in arguments.models:
-        for ratio in arguments.ratios:
-            case = Case(MODELS[model], machine, arguments.bits, ratio, arguments.tokens, arguments.seed)
-            for row in rows_of(case, arguments.engines):
-                print(*(row[name] for name in SHOWN), flush=True)
-                rows.append(row)
-            if not arguments.no_write:  # after each case, since a run is long
-                again = {(row["model"], row["engine"], row["cache_ratio"]) for row in rows}
-                before = _read(arguments.name) if arguments.append else []
-                kept = [row for row in before if (row["model"], row["engine"], float(row["cache_ratio"])) not in again]
-                write_rows(arguments.name, [*rows, *kept], ("torch", "numpy"))
-    if not arguments.no_write and arguments.name == NAME:
-        print(plot(_read(NAME)))
+    options = parser(__doc__, tokens=96, seed=0)
+    options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
+    options.add_argument("--link", type=float, help="GB/s of the link; default: the machine's")
+    options.add_argument("--bits", type=float, default=4.5, help="bits per weight")
+    options.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
+    options.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
+    options.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
+    options.add_argument("--name", default=NAME, help="name of the file; only the default one is plotted")
+    options.add_argument("--append", action="store_true", help="keep rows of other conditions in the file")
+    given = options.parse_args()
+    machine = PROFILES[given.machine]
+    if given.link is not None:
+        machine = dataclasses.replace(machine, link_gb_s=given.link)
+    replaces = ("model", "engine", "cache_ratio") if given.append else ()
+    rows = Recorder(given.name, ("torch", "numpy"), replaces=replaces, write=given.write)
+    for model in given.models:
+        for ratio in given.ratios:
+            for row in rows_of(Case(MODELS[model], machine, given.bits, ratio, given.tokens, given.seed), given.engines):
+                rows.add(row)
+    if given.write and given.name == NAME:
+        plot(read_rows(NAME))
 
 
 if __name__ == "__main__":

@@ -17,50 +17,26 @@ from typing import Any
 import torch
 from demo_recipe import (
     CONTEXT,
-    TEXT,
     Evaluation,
     build_model,
     evaluate,
     expert_share,
     export,
     router_logits,
-    split_text,
     to_bfloat16,
     train_tokenizer,
 )
-from record import write_rows
+from harness.record import write_rows
+from harness.texts import TEXT, split_text
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """The options of a training run, whose learning rate reaches zero after `steps` steps or `minutes` minutes, whichever is first."""
-
-    out: Path
-    work: Path
-    minutes: float = 60.0
-    steps: int = 2000
-    seed: int = 1623
-    resume: bool = False
-    step_tokens: int = 2048
-    peak_rate: float = 1.5e-3
-    warmup: float = 0.03  # share of the run
-    weight_decay: float = 0.1
-    dropout: float = 0.2
-    balance: float = 0.02  # weight of the load-balancing loss
-    eval_every: int = 100  # steps
-
-    def __post_init__(self) -> None:
-        for name in ("minutes", "steps", "peak_rate", "eval_every"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"TrainOptions.{name} is {getattr(self, name)}; give a number above 0")
-        if self.step_tokens < CONTEXT or self.step_tokens % CONTEXT:
-            raise ValueError(f"TrainOptions.step_tokens is {self.step_tokens}; give a multiple of {CONTEXT}, the longest window")
-        for name in ("warmup", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"TrainOptions.{name} is {getattr(self, name)}; give a share in [0, 1)")
+STEP_TOKENS = 2 * CONTEXT
+PEAK_RATE, WEIGHT_DECAY, DROPOUT = 1.5e-3, 0.1, 0.2
+WARMUP = 0.03  # share of the run
+BALANCE = 0.02  # weight of the load-balancing loss
+EVAL_EVERY = 100  # steps
 
 
 @dataclass(slots=True)
@@ -88,11 +64,11 @@ def cut_scenes(speeches: list[list[int]], end: int, seed: int) -> Tensor:
     return torch.tensor(stream)
 
 
-def draw_windows(stream: Tensor, step_tokens: int, seed: int) -> Tensor:
+def draw_windows(stream: Tensor, seed: int) -> Tensor:
     """Draw random windows `(B, S + 1)`: one batch in eight has the whole context, to train its positions, others a quarter of it."""
     draw = random.Random(seed)
     size = CONTEXT if draw.random() < 1 / 8 else CONTEXT // 4
-    starts = [draw.randrange(len(stream) - size) for _ in range(step_tokens // size)]
+    starts = [draw.randrange(len(stream) - size) for _ in range(STEP_TOKENS // size)]
     return torch.stack([stream[start : start + size + 1] for start in starts])
 
 
@@ -121,27 +97,27 @@ def balance_loss(layers: list[Tensor], top_k: int) -> Tensor:
     return torch.stack(terms).mean()
 
 
-def share_done(progress: Progress, options: TrainOptions) -> float:
+def share_done(progress: Progress, options: argparse.Namespace) -> float:
     """Return the share of the run that is done, by steps or by time, whichever is larger."""
     return max(progress.step / options.steps, progress.elapsed_s / 60 / options.minutes)
 
 
-def learning_rate(options: TrainOptions, done: float) -> float:
+def learning_rate(done: float) -> float:
     """Return the learning rate at the share `done` of the run: linear warm-up, then a cosine to zero."""
-    if done < options.warmup:
-        return options.peak_rate * (done + 1e-3) / options.warmup
-    return options.peak_rate * 0.5 * (1 + math.cos(math.pi * (done - options.warmup) / (1 - options.warmup)))
+    if done < WARMUP:
+        return PEAK_RATE * (done + 1e-3) / WARMUP
+    return PEAK_RATE * 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 
 
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW without weight decay of the norms."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=options.peak_rate, betas=(0.9, 0.95), fused=True)
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
 
 
-def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: Tensor, options: TrainOptions) -> Tensor:
+def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: Tensor) -> Tensor:
     """Update `model` in float32 with the gradients of `twin`, its copy in bfloat16, on windows `(B, S + 1)`.
 
     Returns the cross-entropy in nats per token, without the balancing loss.
@@ -150,7 +126,7 @@ def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: 
     with router_logits(twin) as layers:
         logits = twin(input_ids=windows[:, :-1], use_cache=False).logits  # (B, S, V)
     loss = functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-    (loss + options.balance * balance_loss(layers, twin.config.num_experts_per_tok)).backward()
+    (loss + BALANCE * balance_loss(layers, twin.config.num_experts_per_tok)).backward()
     pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
     for weight, low in pairs:
         weight.grad, low.grad = low.grad.float(), None
@@ -181,42 +157,42 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return Progress(**{name: state[name] for name in Progress.__slots__})
 
 
-def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: TrainOptions) -> Progress:
+def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> Progress:
     """Train until the schedule or the time ends; the returned progress has the weights of the best validation."""
     training, validation = split_text(TEXT.read_text())
     speeches = [tokenizer.encode(speech + "\n\n", verbose=False) for speech in training.rstrip("\n").split("\n\n")]
-    pass_steps = sum(map(len, speeches)) // options.step_tokens
-    optimizer = make_optimizer(model, options)
+    pass_steps = sum(map(len, speeches)) // STEP_TOKENS
+    optimizer = make_optimizer(model)
     checkpoint = options.work / "state.pt"
     progress = load_state(checkpoint, model, optimizer) if options.resume else Progress()
     twin = to_bfloat16(deepcopy(model))
-    add_dropout(twin, options.dropout)
+    add_dropout(twin, DROPOUT)
     since, losses, stream = time.monotonic(), [], torch.empty(0)
     done = share_done(progress, options)
     while done < 1:
         if not len(stream) or progress.step % pass_steps == 0:
             stream = cut_scenes(speeches, tokenizer.eos_token_id, options.seed + progress.step // pass_steps)
-        windows = draw_windows(stream, options.step_tokens, options.seed + progress.step)
+        windows = draw_windows(stream, options.seed + progress.step)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, done)
-        losses.append(take_step(model, twin, optimizer, windows, options))
+            group["lr"] = learning_rate(done)
+        losses.append(take_step(model, twin, optimizer, windows))
         progress.step += 1
         now = time.monotonic()
         progress.elapsed_s += now - since
         since = now
         done = share_done(progress, options)
-        if progress.step % options.eval_every == 0 or done >= 1:
-            record(twin, evaluate(twin, tokenizer, validation), progress, torch.stack(losses).mean().item(), options)
+        if progress.step % EVAL_EVERY == 0 or done >= 1:
+            record(twin, evaluate(twin, tokenizer, validation), progress, torch.stack(losses).mean().item())
             losses.clear()
             save_state(checkpoint, model, optimizer, progress)
     return progress
 
 
-def record(model: Any, result: Evaluation, progress: Progress, train_loss: float, options: TrainOptions) -> None:
+def record(model: Any, result: Evaluation, progress: Progress, train_loss: float) -> None:
     """Add a point to the curve, print it, and keep the weights if they are the best so far."""
     point = {
         "steps": progress.step,
-        "tokens": progress.step * options.step_tokens,
+        "tokens": progress.step * STEP_TOKENS,
         "minutes": round(progress.elapsed_s / 60, 2),
         "train_loss": round(train_loss, 4),
         "validation_loss": round(result.loss, 4),
@@ -232,19 +208,15 @@ def record(model: Any, result: Evaluation, progress: Progress, train_loss: float
         progress.best_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-def parse_options() -> TrainOptions:
-    parser = argparse.ArgumentParser(description="Train the bundled demo model.")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint to resume from")
-    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of the schedule")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit; the learning rate reaches zero at it, or after all steps")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1623)
     parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --work")
-    return TrainOptions(**vars(parser.parse_args()))
-
-
-def main() -> None:
-    options = parse_options()
+    options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     training, validation = split_text(TEXT.read_text())

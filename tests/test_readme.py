@@ -1,10 +1,9 @@
 """The README says what is so: its tables are the committed results', its example rules are valid, what it names is there."""
 
-import importlib.util
 import re
 from pathlib import Path
 
-from support import ROOT
+from support import ROOT, import_benchmark
 
 from moegraft.injection.rules import read_rules
 from moegraft.operators.registry import load_registry
@@ -13,10 +12,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_tables_are_those_of_the_results() -> None:
-    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_benchmark("readme_tables")
     for page in module.PAGES:
         text = page.read_text(encoding="utf-8")
         assert re.findall(r"<!-- results: (\w+) -->", text), f"{page.name} has no tables"

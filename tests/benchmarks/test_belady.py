@@ -26,7 +26,7 @@ from moegraft.operators.offload.cache import (
 )
 from moegraft.operators.routing_trace import Trace
 
-_cache_replay = import_benchmark("_cache_replay")
+_cache_replay = import_benchmark("harness.cache_replay")
 Belady, ReplaySettings, replay, used_by_step = (
     getattr(_cache_replay, name) for name in ("Belady", "ReplaySettings", "replay", "used_by_step")
 )

@@ -24,7 +24,7 @@ from moegraft.operators.offload.cache import (
 )
 from moegraft.operators.routing_trace import Trace
 
-_cache_replay = import_benchmark("_cache_replay")
+_cache_replay = import_benchmark("harness.cache_replay")
 ReplayCounts, ReplaySettings = _cache_replay.ReplayCounts, _cache_replay.ReplaySettings
 replay, used_by_step = _cache_replay.replay, _cache_replay.used_by_step
 after_admission, after_prefetch = _cache_replay.after_admission, _cache_replay.after_prefetch

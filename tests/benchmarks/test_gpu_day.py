@@ -203,7 +203,7 @@ def test_the_calls_on_the_emulated_device(long: bool, tmp_path: Path) -> None:
 
 def test_large_models_have_random_experts_without_packing_all() -> None:
     """A few are packed and the others repeat their bytes, in memory that can be page-locked as that of other models."""
-    made, shape = import_benchmark("_random_model"), ExpertsShape(8, 64, 32)
+    made, shape = import_benchmark("harness.models"), ExpertsShape(8, 64, 32)
     few, packed = made.distinct_experts(shape, GateSpec(), "int4"), made.RandomExperts(shape, GateSpec(), "int4")
     assert packed.weights_ready and packed.buffer.flags.writeable
     for expert in range(8):

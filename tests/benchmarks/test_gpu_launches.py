@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_launches
-from _counted_gpu import Counts, GpuTensor, counting
+from support.counted_gpu import Counts, GpuTensor, counting
 
 
 @pytest.fixture

@@ -36,12 +36,12 @@ def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: p
 def test_the_files_for_llama_cpp_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek's, which has rows that are no multiple of a block, a dense layer, and keys and values in two tensors."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from llama_cpp_peer import write_family
+    from harness.llama_cpp import write_model
     from load_memory import stored_config
 
     config = stored_config("fp8", scale=16, layers=2)
     config.save_pretrained(tmp_path)
-    read = write_family(tmp_path / "model.gguf", config, "q4_k")
+    read = write_model(tmp_path / "model.gguf", config, "q4_k")
     assert 0 < read < (tmp_path / "model.gguf").stat().st_size
     model = optimize_and_load(tmp_path, "cpu", gguf=tmp_path / "model.gguf", progress=False)
     with torch.inference_mode():

@@ -22,7 +22,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_runs_in_a_separate_process_until_it_is_closed() -> None:
-    from _peer_process import PeerProcess
+    from harness.peers import PeerProcess
 
     with PeerProcess("peer", fake_peers.working) as peer:
         ids = {peer.call(fake_peers.process_id) for _ in range(2)}
@@ -42,7 +42,7 @@ def test_a_peer_runs_in_a_separate_process_until_it_is_closed() -> None:
     ],
 )
 def test_a_failure_is_named(work: Callable[[Any, Any], None], argument: object, reason: str) -> None:
-    from _peer_process import PeerFailed, PeerProcess
+    from harness.peers import PeerFailed, PeerProcess
 
     with PeerProcess("peer", fake_peers.working) as peer:
         with pytest.raises(PeerFailed) as failed:
@@ -56,7 +56,7 @@ def test_a_failure_is_named(work: Callable[[Any, Any], None], argument: object, 
     ("opened", "reason"), [(fake_peers.dying_when_opened, "SIGILL"), (fake_peers.unloadable, "RuntimeError: cannot load model.gguf")]
 )
 def test_a_peer_that_cannot_be_opened(opened: Callable[[], Any], reason: str) -> None:
-    from _peer_process import PeerFailed, PeerProcess
+    from harness.peers import PeerFailed, PeerProcess
 
     with pytest.raises(PeerFailed) as failed, PeerProcess("peer", opened):
         pass
@@ -66,7 +66,7 @@ def test_a_peer_that_cannot_be_opened(opened: Callable[[], Any], reason: str) ->
 def test_a_model_that_crashes_has_a_row_beside_its_earlier_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`cpu_model.py` from its command line: the first of two providers dies in its second phase."""
     import cpu_model
-    import record
+    from harness import record
 
     opened = {"dies": (fake_peers.dying_at, "decode after 512"), "works": (fake_peers.working,)}
     monkeypatch.setattr(cpu_model, "openers", lambda layers: opened)
@@ -85,16 +85,17 @@ def test_pairs_name_the_crashed_provider(monkeypatch: pytest.MonkeyPatch) -> Non
     import cpu_model_pairs
 
     opened = {"ours-int4": (fake_peers.working,), "llama.cpp-int4": (fake_peers.dying_at, "decode after 512")}
-    rows = cpu_model_pairs.measure("int4", opened, rounds=2, tokens=4, contexts=(8, 512, 2048), limit=lambda context: 1000)
+    rows = cpu_model_pairs.measure(opened, rounds=2, tokens=4, contexts=(8, 512, 2048), limit=lambda context: 1000)
     assert [(row["context"], row.get("failure")) for row in rows] == [(8, None), (512, "llama.cpp-int4: SIGILL")]
 
 
 def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kt_kernel_peer
+    import cpu_layer_pairs
 
-    monkeypatch.setattr(kt_kernel_peer, "open_provider", fake_peers.layer_provider)
-    monkeypatch.setattr(kt_kernel_peer, "measured", fake_peers.measured_layer)
-    rows = kt_kernel_peer.rows_of("int4", threads=2, rounds=3)
+    monkeypatch.setattr(cpu_layer_pairs, "open_provider", fake_peers.layer_provider)
+    monkeypatch.setattr(cpu_layer_pairs, "measured", fake_peers.measured_layer)
+    runs = {("moegraft", 2): None, ("kt-kernel", 2): None, ("kt-kernel", 1): None}
+    rows = list(cpu_layer_pairs.rows_of("int4", runs, rounds=3))
     failed = [row for row in rows if row.get("failure")]
     assert [(row["provider"], row["threads"], row["failure"]) for row in failed] == [("kt-kernel", 2, "SIGILL")]
     found = {(row["provider"], row["threads"]): row["p50_ms"] for row in rows if row.get("tokens") == 512}

@@ -17,7 +17,7 @@ BENCHMARKS = ROOT / "benchmarks"
 def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The benchmarks' module with a temporary folder for results."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import record
+    from harness import record
 
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "commit", lambda: "new")
@@ -39,7 +39,7 @@ def test_a_row_has_its_provenance(record: Any) -> None:
 
 def test_new_results_are_no_change_of_the_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import record
+    from harness import record
 
     def git(*arguments: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""`python benchmarks/run.py`: the list, a run with its tables, the report, and the error for a wrong name."""
+"""`python benchmarks/run.py`: the list, a run with its rows and files, and the error for a wrong name."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from support import ROOT
 PROGRAM = """\
 \"\"\"How many rows are asked for? As many as come.\"\"\"
 
-import argparse
 import sys
 
-from record import write_rows
+from harness.record import Recorder, parser
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--fail", action="store_true")
-    arguments = parser.parse_args()
-    print("printed while it ran", flush=True)
-    if arguments.rows:
-        write_rows("rows", [{"number": n, "name": f"[b]row {n}", "always": "same", "empty": ""} for n in range(arguments.rows)])
-    if arguments.fail:
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=2)
+    options.add_argument("--fail", action="store_true")
+    given = options.parse_args()
+    rows = Recorder("rows", replaces=("number",), write=given.write)
+    for number in range(given.rows):
+        rows.add({"number": number, "name": f"row {number}", "empty": ""})
+    if given.fail:
         sys.exit(3)
 """
-PLAIN = '"""Draws existing results."""\nif __name__ == "__main__":\n    raise SystemExit("not to be run for its help")\n'
 SLOW = """\
 import time
 
@@ -51,9 +49,9 @@ def folder(tmp_path: Path) -> Path:
     """A benchmarks folder with programs that take no time."""
     made = tmp_path / "benchmarks"
     made.mkdir()
-    for name in ("run.py", "_report.py", "record.py"):
-        shutil.copy(ROOT / "benchmarks" / name, made)
-    for name, text in (("rows", PROGRAM), ("plain", PLAIN), ("slow", SLOW)):
+    shutil.copy(ROOT / "benchmarks" / "run.py", made)
+    shutil.copytree(ROOT / "benchmarks" / "harness", made / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in (("rows", PROGRAM), ("slow", SLOW)):
         (made / f"{name}.py").write_text(text)
     return made
 
@@ -66,24 +64,35 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_benchmarks_are_listed_with_the_questions_they_answer() -> None:
     result = run(ROOT / "benchmarks", "--list")
     assert result.returncode == 0
-    assert "serve                 How does `moegraft serve` compare with llama.cpp's server under load?" in result.stdout
-    measured, drawn = result.stdout.split("Plots and tables of results")
-    assert "\ncpu_experts " in measured and "\nreadme_tables " in drawn and "\nreport " in drawn
-    assert "\nrecord " not in result.stdout and "\nrun " not in result.stdout
+    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in result.stdout.splitlines() if len(line.split()) > 1}
+    assert listed["serve"].startswith("How does `moegraft serve` compare with llama.cpp's server under load?")
+    assert {"cpu_experts", "readme_tables", "gpu_day"} <= set(listed) and "run" not in listed and "harness" not in listed
 
 
-def test_a_run_prints_its_tables_and_their_paths(folder: Path) -> None:
-    result = run(folder, "rows", "--rows", "50")
+def test_a_run_prints_its_rows_and_the_paths_that_it_wrote(folder: Path) -> None:
+    result = run(folder, "rows", "--rows", "3")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("printed while it ran\nrows\nnumber  name\n     0  [b]row 0\n")
-    assert "[b]row 39" in result.stdout and "[b]row 40" not in result.stdout and "and 10 more rows, in the file" in result.stdout
-    assert "the same in every row: always same, hardware " in result.stdout and "empty" not in result.stdout
-    assert result.stdout.endswith(f"written: {folder / 'results' / 'rows.csv'}\n")
+    written = f"written: {folder / 'results' / 'rows.csv'}\n"
+    assert result.stdout == "".join(f"number={n} name=row {n}\n" for n in range(3)) + written
+    assert run(folder, "rows", "--rows", "3", "--no-write").stdout == result.stdout.removesuffix(written)
+
+
+def test_an_interrupted_or_a_partial_run_keeps_other_rows(folder: Path) -> None:
+    """Rows are written as they are measured, and those of other conditions stay."""
+    run(folder, "rows", "--rows", "3")
+    path = folder / "results" / "rows.csv"
+    path.write_text(path.read_text().replace("row 2", "an earlier row 2").replace("row 0", "an earlier row 0"))
+    assert run(folder, "rows", "--rows", "1", "--fail").returncode == 1
+    assert [line.split(",")[:2] for line in path.read_text().splitlines()[1:]] == [
+        ["1", "row 1"],
+        ["2", "an earlier row 2"],
+        ["0", "row 0"],
+    ]
 
 
 def test_exit_codes(folder: Path) -> None:
     nothing = run(folder, "rows", "--rows", "0")
-    assert (nothing.returncode, nothing.stdout) == (0, "printed while it ran\n")
+    assert (nothing.returncode, nothing.stdout) == (0, "")
     failed = run(folder, "rows", "--fail")
     assert failed.returncode == 1 and failed.stderr == "rows failed with exit code 3\n" and "written: " in failed.stdout
     assert run(folder, "rows", "--wrong").returncode == 2
@@ -91,9 +100,7 @@ def test_exit_codes(folder: Path) -> None:
 
 def test_the_help_of_a_benchmark_is_its_own(folder: Path) -> None:
     assert "--rows ROWS" in run(folder, "rows", "--help").stdout
-    plain = run(folder, "plain", "--help")
-    assert (plain.returncode, plain.stdout) == (0, "Draws existing results.\n\nplain has no options.\n")
-    assert "report --out report.html" in run(folder, "--help").stdout
+    assert "--list" in run(folder, "--help").stdout
 
 
 def test_ctrl_c_waits_for_the_benchmark_to_clean_up(folder: Path) -> None:
@@ -106,23 +113,11 @@ def test_ctrl_c_waits_for_the_benchmark_to_clean_up(folder: Path) -> None:
     assert (running.returncode, output, errors) == (130, "cleaned up\n", "")
 
 
-@pytest.mark.parametrize(("name", "near"), [("plane", "plain"), ("reports", "report"), ("qqqq", None)])
+@pytest.mark.parametrize(("name", "near"), [("row", "rows"), ("qqqq", None)])
 def test_the_nearest_name_is_suggested_for_an_unknown_one(folder: Path, name: str, near: str | None) -> None:
     result = run(folder, name)
     assert result.returncode == 2
-    assert f"no benchmark '{name}'; " + (f"did you mean '{near}'?" if near else "known are: plain, rows, slow, report") in result.stderr
-
-
-def test_the_report_is_written_to_the_given_file(folder: Path) -> None:
-    run(folder, "rows")
-    out = folder.parent / "page.html"
-    result = run(folder, "report", "--out", str(out))
-    assert result.returncode == 0 and result.stdout == f"{out}: 1 results and 0 plots, {out.stat().st_size:,} bytes\n"
-    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert run(folder, "report", "--out", str(folder / "no" / "page.html")).returncode == 2
-    (folder / "results" / "rows.csv").write_text("a,b\n1\n")
-    damaged = run(folder, "report", "--out", str(out))
-    assert damaged.returncode == 2 and "rows.csv:2: 1 cells under 2 columns" in damaged.stderr
+    assert f"no benchmark '{name}'; " + (f"did you mean '{near}'?" if near else "known are: rows, slow") in result.stderr
 
 
 def test_the_commands_of_the_readme_work(tmp_path: Path) -> None:
@@ -133,11 +128,10 @@ def test_the_commands_of_the_readme_work(tmp_path: Path) -> None:
     documents = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
     text = "\n".join(path.read_text(encoding="utf-8") for path in documents if path.is_file())
     lines = [line for line in text.splitlines() if line.startswith(start)]
-    assert len(lines) >= 3
+    assert len(lines) >= 2
     for line in lines:
         arguments = shlex.split(line.removeprefix(start), comments=True)
         less = ["--rounds", "2", "--prompt", "32", "--new", "4"] if "demo_speed" in arguments else []
         result = run(copied, *arguments, *less)
         assert result.returncode == 0, (line, result.stderr)
         assert not less or (f"written: {copied / 'results' / 'demo_speed.csv'}" in result.stdout and "cpu-exact" in result.stdout)
-    assert (tmp_path / "report.html").is_file()

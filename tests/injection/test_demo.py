@@ -1,27 +1,21 @@
 """The bundled model is what its card says: trained, small, evenly routed, and a whole chat model to stock transformers."""
 
-import importlib.util
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from support import ROOT
+from support import import_benchmark
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moegraft.injection.demo import demo_path
 
-RECIPE = ROOT / "benchmarks" / "demo_recipe.py"
 EXCERPT = 24_000  # characters of the held-out text; about 9,000 tokens
 
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None, f"{RECIPE} is not a Python file"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_benchmark("demo_recipe")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +30,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def held_out(recipe: ModuleType) -> str:
-    text: str = recipe.split_text(recipe.TEXT.read_text())[1]
+    text: str = import_benchmark("harness.texts").held_out()
     return text[:EXCERPT]
 
 

@@ -17,7 +17,7 @@ from moegraft.operators.routing import RoutedCall, watch_routing
 from moegraft.operators.routing_trace import Trace, TraceError, record_trace
 
 pytest.importorskip("matplotlib", reason="the benchmark of traces draws its figures: pip install 'moegraft[bench]'")
-recall_share = import_benchmark("traces").recall_share
+recall_share = import_benchmark("harness.routing").recall_share
 
 
 def model_of(model_type: str) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The interface of `cpu_model.Phases`; a `deadly` phase ends the process like an illegal instruction."""
+    """The interface of `whole_models.Phases`; a `deadly` phase ends the process like an illegal instruction."""
 
     deadly: str = ""
 
@@ -69,7 +69,7 @@ def refuse(peer: Phases, text: str) -> None:
 
 @contextmanager
 def layer_provider(name: str, weight_type: str, threads: int) -> Iterator[str]:
-    """A layer for `kt_kernel_peer`; the peer with two threads ends its process."""
+    """A layer for `cpu_layer_pairs`; the peer with two threads ends its process."""
     yield "dies" if (name, threads) == ("kt-kernel", 2) else "works"
 
 

@@ -2,4 +2,4 @@
 
 from support import import_benchmark
 
-MODELS = import_benchmark("_model_shapes").MODELS
+MODELS = import_benchmark("harness.routing").MODELS

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import asdict, fields, replace
 from types import ModuleType
 
 import pytest
-from support import ROOT
+from support import import_benchmark
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 import triton
+from support.compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording
 
 from moegraft.operators.kernels import epilogue, routing, slots, units
 from moegraft.operators.kernels.packed_layout import packed_matrix
-
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-from _compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording  # noqa: E402
 
 AGAIN = "run: python benchmarks/compiled_kernels.py"
 # Bytes that the assembler parks in memory to keep to 128 registers, by Triton, capability, case and kernel: nothing else may.
@@ -36,13 +31,7 @@ MAX_COMPILED = 12  # binaries without a record that one run compiles; of more, a
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compiled_kernels", BENCHMARKS / "compiled_kernels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compiled_kernels"] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_benchmark("compiled_kernels")
 
 
 def recorded(row: dict[str, str]) -> Compiled:
@@ -52,7 +41,7 @@ def recorded(row: dict[str, str]) -> Compiled:
 
 @pytest.fixture(scope="module")
 def rows(tool: ModuleType) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = tool.recorded_rows()
+    found: list[dict[str, str]] = tool.read_rows(tool.NAME)
     return found
 
 

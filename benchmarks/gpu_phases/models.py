@@ -1,0 +1,382 @@
+"""Whole models on a device: that each way to run them answers as stock transformers does, and what the hybrid engine's systems take."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import logging
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_day import MOST_BYTES, TRACE, Case, Row, Session, SkippedError
+from harness.models import VOCABULARY, injected, move_all_but_experts, random_model
+from harness.rounds import alternate
+from harness.texts import held_out, pieces
+from harness.work_floor import SHAPES
+from torch.profiler import ProfilerActivity, schedule
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
+
+from gpu_phases.systems import RULES, Model, Stamps, compared_logits, engines_of, measure, system, token_ms
+from moegraft.injection.calibration import collect, sparse_layers
+from moegraft.injection.demo import demo_path
+from moegraft.operators.activations import quantiles
+from moegraft.operators.experts_layer import experts_layer
+from moegraft.operators.kernels.launch import interpreted, why_unavailable
+from moegraft.operators.sparsity import achieved, total_counts
+from moegraft.operators.thresholds import SparsityOptions
+
+DEMO = "demo"  # the bundled model
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")  # a router, or a form of attention, of its own each
+PROMPT, NEW = 12, 24
+TOLERANCE = 0.1  # of the median token of a deep model: where two experts' scores nearly tie, a token may take the other
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative, of logits whose sums have another order
+DRAFT = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{options}}}}}"
+DRAFTS: Mapping[str, Mapping[str, object] | None] = {
+    "2 resident experts, 3 tokens": {"draft_top_k": 2, "max_draft": 3, "schedule": "fixed", "experts": "resident"},
+    "plain": None,
+    "1 expert, 3 tokens": {"draft_top_k": 1, "max_draft": 3, "schedule": "fixed"},
+    "2 experts, marginal": {"draft_top_k": 2, "max_draft": 5, "schedule": "marginal"},
+    "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Systems on one model of random weights.
+
+    Attributes:
+        prompts: tokens; a text is decoded after the first.
+        runs: a system, and the share of the experts that have a slot on the GPU; the most important ones first.
+        profiled: those of which a step is profiled; the last one's trace is kept.
+        rounds: of the shorter prompts; of those above 512 tokens there is one.
+        least_s: with less time a run is left; about what it takes.
+    """
+
+    shape: str
+    layers: int
+    prompts: tuple[int, ...]
+    runs: tuple[tuple[str, float], ...]
+    profiled: tuple[tuple[str, float], ...] = ()
+    weights: str = "int4"
+    rounds: int = 3
+    new_tokens: int = 32
+    scale: int = 1
+    least_s: float = 25.0
+
+    def small(self) -> Comparison:
+        """The same for an emulated device."""
+        sizes: dict[str, Any] = {"layers": 2, "scale": 16, "prompts": (4,), "rounds": 1, "new_tokens": 3, "least_s": 1.0}
+        return replace(self, **sizes)
+
+    def model(self, gpu: str) -> Model:
+        return Model(self.shape, self.layers, gpu, self.weights, self.scale)
+
+
+SYSTEMS = ("all, captured", "fixed, captured", "all", "fixed")
+LENGTHS = (32, 128, 512, 1024, 2048)
+# HybriMoE's systems; its Table III, between `fixed` and `all`.
+PAPER = tuple(product(("all, captured", "all", "fixed", "all_cpu", "on_demand", "layer_map"), (0.25,)))
+ABLATION = tuple(product(("scheduling", "scheduling+prefetch", "scheduling+cache", "greedy"), (0.25,)))
+QWEN3 = partial(Comparison, "qwen3-30b-a3b", 48)
+DEEPSEEK, MIXTRAL = partial(Comparison, "deepseek-v2-lite", 16), partial(Comparison, "mixtral-8x7b", 8)
+COMPARISONS: Mapping[str, tuple[Comparison, ...]] = {
+    "models": (QWEN3((32,), (("all, captured", 0.25),)),),
+    "qwen3": (
+        QWEN3((32, 512), tuple((name, 0.25) for name in SYSTEMS), profiled=(("all", 0.25), ("all, captured", 0.25))),
+        QWEN3((32, 512), (("stock", 1.0),)),
+        QWEN3((32, 512), tuple((name, ratio) for ratio, name in product((0.5, 1.0), SYSTEMS))),
+        QWEN3((32, 512), (("all, captured", 1.0),), weights="bfloat16", least_s=90.0),  # the weights that stock has
+    ),
+    "shapes": (
+        DEEPSEEK(LENGTHS, PAPER, rounds=2),
+        MIXTRAL(LENGTHS, PAPER, rounds=2),
+        DEEPSEEK(LENGTHS, (*ABLATION, *product(("all", "fixed"), (0.5, 0.75))), rounds=2),
+        MIXTRAL(LENGTHS, (*ABLATION, *product(("all", "fixed"), (0.5, 0.75))), rounds=2),
+    ),
+}
+
+
+@contextmanager
+def on_both(name: str, gpu: str, decode: str = "eager", more: str = "") -> Iterator[PreTrainedModel]:
+    """The bundled model, or a tiny one of a family with float32 weights, with its experts on both devices, half of them in slots."""
+    with tempfile.TemporaryDirectory() as folder:
+        rules = RULES.format(weights="stored", gpu=gpu, options=f"cache: {{ratio: 0.5}}, decode: {decode}", more=more)
+        where: dict[str, Any] = {"device_map": gpu} if gpu.startswith("cuda") else {"threads": 1}
+        source = demo_path()
+        if name != DEMO:
+            source, (families, case) = Path(folder), _tiny(name)
+            families.save_checkpoint(case, source)
+        model = injected(source, rules, **where)
+        try:
+            yield model
+        finally:
+            model.moegraft.close()
+            del model
+            gc.collect()
+
+
+def _tiny(name: str) -> tuple[Any, Any]:
+    """The tests' tiny models, and a family's."""
+    from support import families
+
+    return families, next(case for case in families.served_cases() if case.model_type == name)
+
+
+def _stock(name: str, gpu: str) -> PreTrainedModel:
+    if name == DEMO:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_path())
+    else:
+        families, case = _tiny(name)
+        model = families.build_model(case)
+    return model.to(gpu if gpu.startswith("cuda") else "cpu").eval()
+
+
+def answer(model: PreTrainedModel, ids: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor, float]:
+    """`count` greedy tokens, their logits (count, vocabulary) float32, and the milliseconds of one."""
+    lengths, outputs = {"min_new_tokens": count, "max_new_tokens": count}, {"output_logits": True, "return_dict_in_generate": True}
+    start = time.perf_counter()
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths, **outputs)
+    tokens = made.sequences[0, ids.shape[1] :].tolist()
+    return tokens, torch.cat(made.logits).float().cpu(), 1e3 * (time.perf_counter() - start) / count
+
+
+@contextmanager
+def notices() -> Iterator[list[str]]:
+    """Collect what moegraft logs, such as why steps are not captured."""
+    found: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("moegraft")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@torch.inference_mode()
+def same_answers(session: Session, name: str) -> Iterator[Row]:
+    """Stock, layer by layer and captured.
+
+    Raises:
+        RuntimeError: logits are off, or no step was captured.
+    """
+    gpu, count = session.gpu, 6 if session.emulated else NEW
+    stock = _stock(name, gpu)
+    vocabulary, dtype = stock.config.get_text_config().vocab_size, stock.dtype
+    ids = torch.randint(3, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(stock.device)
+    answer(stock, ids, 2)
+    tokens, logits, ms = answer(stock, ids, count)
+    yield {"mode": "stock", "dtype": str(dtype), "token_ms": round(ms, 3), "text": tokens}
+    del stock
+    wrong: list[str] = []
+    for decode in ("eager", "graph"):
+        with on_both(name, gpu, decode) as model, notices() as messages:
+            answer(model, ids, 4)
+            found, found_logits, ms = answer(model, ids, count)
+            same = next((at for at, (one, other) in enumerate(zip(found, tokens, strict=True)) if one != other), count)
+            compared = slice(0, min(same + 1, count))  # afterwards the texts differ
+            error = float((found_logits[compared] - logits[compared]).norm() / logits[compared].norm())
+            replayed = sum(engine.statistics.replayed for engine in engines_of(model))
+            sampled = [
+                model.generate(ids, do_sample=True, max_new_tokens=8, min_new_tokens=8)[0].tolist() for _ in map(torch.manual_seed, (1, 1))
+            ]
+            statistics = [engine.statistics for engine in engines_of(model)]
+            counts = {name: sum(getattr(each, name) for each in statistics) for name in ("on_cpu", "used", "recoveries")}
+            about = {"mode": decode, "token_ms": round(ms, 3), "same_tokens": same, "of": count, "logits_error": error}
+            repeats = {"replayed": replayed, "sampling_repeats": sampled[0] == sampled[1]}
+            yield {**about, **counts, **repeats, "notices": sorted(set(messages))}
+            if not error <= LIMITS[dtype]:
+                wrong.append(f"{decode}: logits are {error:.2%} off")
+            if decode == "graph" and not replayed:
+                wrong.append(f"no step was captured: {'; '.join(messages) or 'no reason is logged'}")
+    if wrong:
+        raise RuntimeError(f"{name}: {'; '.join(wrong)}")
+
+
+def models(session: Session) -> list[Case]:
+    """Answers of whole models, then a first look at a large one."""
+    names = (DEMO, *FAMILIES[: 1 if session.emulated else None])
+    return [*(Case(name, partial(same_answers, session, name), 120) for name in names), *compared(session)]
+
+
+def compared(session: Session) -> list[Case]:
+    """The comparisons of the session's phase."""
+    found = [each.small() if session.emulated else each for each in COMPARISONS[session.phase]]
+    runs = [(each, *run, max(150.0, 2 * each.least_s)) for each in found for run in each.runs]
+    return [
+        Case(f"{each.shape}, {each.weights}: {name}, {ratio}", partial(one_system, session, each, name, ratio), limit_s, each.least_s)
+        for each, name, ratio, limit_s in runs
+    ]
+
+
+def _probe(model: PreTrainedModel) -> torch.Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, 9), generator=torch.Generator().manual_seed(2))
+    return model(ids.to(model.device)).logits.float().cpu()
+
+
+@cache
+def _expected(model: Model) -> torch.Tensor:
+    """The logits of `all_cpu`, once a process."""
+    with system("all_cpu", model, 0.25) as loaded:
+        return _probe(loaded)
+
+
+@torch.inference_mode()
+def one_system(session: Session, comparison: Comparison, name: str, ratio: float) -> Iterator[Row]:
+    """
+    Raises:
+        RuntimeError: its logits are not those of `all_cpu`.
+    """
+    wanted = comparison.model(session.gpu)
+    about = {"model": wanted.about, "system": name, "cache_ratio": ratio, "weights": "bfloat16" if name == "stock" else wanted.weights}
+    expected = None if name == "stock" else _expected(wanted)
+    start = time.perf_counter()
+    with system(name, wanted, ratio) as model, notices() as messages:
+        found = _probe(model)
+        answer = {} if expected is None else compared_logits(found, expected)
+        error = 0.0 if expected is None else float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+        yield {**about, **answer, "median_error": round(error, 5), "load_s": round(time.perf_counter() - start, 1)}
+        for number, tokens in enumerate(comparison.prompts):
+            rounds, new_tokens = comparison.rounds if tokens <= 512 else 1, comparison.new_tokens if number == 0 else 1
+            yield from ({**about, **row} for row in measure(model, tokens, new_tokens, rounds))
+        for engine in engines_of(model):
+            yield {**about, **{f"engine: {key}": value for key, value in engine.report().items()}}
+        if messages:
+            yield {**about, "notices": sorted(set(messages))}
+        if (name, ratio) in comparison.profiled:
+            yield from profile(session, model, about)
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"{name}: the median token's logits are {error:.1%} off those of all_cpu")
+
+
+def profile(session: Session, model: PreTrainedModel, about: Row) -> Iterator[Row]:
+    """One decoded token: what takes the time on either side; its trace is kept."""
+    activities = [ProfilerActivity.CPU] if session.emulated else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    ids = torch.arange(3, 19, device=model.device)[None]
+    waited = 6  # the prompt, and tokens until steps are captured
+
+    class Steps(Stamps):
+        def __call__(self, *arguments: Any, **kwargs: Any) -> torch.Tensor:
+            done = super().__call__(*arguments, **kwargs)
+            seen.step()
+            return done
+
+    with torch.profiler.profile(activities=activities, schedule=schedule(wait=waited, warmup=1, active=1)) as seen:
+        token_ms(model, ids, waited + 3, Steps())
+    events = seen.key_averages()
+    for side, time_us in (("host", "self_cpu_time_total"), ("device", "self_device_time_total")):
+        ordered = sorted(events, key=lambda event, time_us=time_us: getattr(event, time_us, 0.0), reverse=True)  # type: ignore[misc]
+        for event in ordered[: 8 if session.emulated else 25]:
+            us = getattr(event, time_us, 0.0)
+            if us:
+                yield {**about, "side": side, "name": event.key[:120], "count": event.count, "us_a_token": round(us, 2)}
+    with tempfile.TemporaryDirectory() as folder:
+        plain, packed = Path(folder) / "trace.json", Path(folder) / TRACE
+        seen.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb") as target:
+            shutil.copyfileobj(source, target)
+        size = packed.stat().st_size
+        if size <= MOST_BYTES:
+            shutil.copyfile(packed, session.out / TRACE)
+        yield {**about, "trace_bytes": size, "kept": size <= MOST_BYTES}
+
+
+def whole(session: Session) -> list[Case]:
+    """Drafts of a large model with random weights, and of the bundled one, whose drafts are accepted as often as a real one's; sparsity."""
+    few, names = session.emulated, list(DRAFTS)[: 1 if session.emulated else None]
+    large = [Case(f"48 layers, {name}", partial(draft, session, name, large=True), 90, 1 if few else 20) for name in names[:4]]
+    demo = [Case(f"{DEMO}, {name}", partial(draft, session, name, large=False)) for name in names]
+    return [*large, Case("sparsity", partial(sparse, session), 90, 1 if few else 30), *demo]
+
+
+@torch.inference_mode()
+def draft(session: Session, name: str, *, large: bool) -> Iterator[Row]:
+    """One way to draft: SS-MoE's acceptance and costs, and the rate against that of `plain` in its rows."""
+    options, gpu = DRAFTS[name], session.gpu
+    more = "" if options is None else DRAFT.format(options=", ".join(f"{key}: {value}" for key, value in options.items()))
+    count, number = (8, 1) if session.emulated else (48, 2) if large else (96, 4)
+    comparison = QWEN3((), ()).small() if session.emulated else QWEN3((), ())
+    with system("all", comparison.model(gpu), 0.5, more) if large else on_both(DEMO, gpu, more=more) as model:
+        generator = torch.Generator().manual_seed(5)
+        random = [torch.randint(0, 4096, (1, 32), generator=generator) for _ in range(number)]
+        texts = [ids.to(model.device) for ids in (random if large else pieces(held_out(), number, 48))]
+
+        def generate(seed: int, ids: torch.Tensor) -> float:
+            torch.manual_seed(seed)
+            start = time.perf_counter()
+            model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, min_new_tokens=count, max_new_tokens=count)
+            return time.perf_counter() - start
+
+        generate(0, texts[0])
+        for seed, ids in enumerate(texts):
+            yield {"provider": name, "new_tokens": count, "tokens_s": round(count / generate(seed, ids), 2)}
+        operator = model.moegraft.model_operator
+        if operator is not None:
+            found: Callable[[], Mapping[str, Any]] = operator.statistics
+            yield {"provider": name, **{key: value for key, value in found().items() if isinstance(value, (int, float, list, tuple, str))}}
+
+
+SPARSE_RULES = "rules:\n- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: total}}}\n"
+SHARES = (0.0, 0.7, 0.8, 0.85)  # of all neurons, the shared expert's included; 0: every neuron, by the fastest dense path
+
+
+@torch.inference_mode()
+def sparse(session: Session) -> Iterator[Row]:
+    """A whole model in slots without the neurons that a token does not need (the published study's Table 3), by requests and lengths.
+
+    Sizes are those of Qwen3.5-35B-A3B's experts; attention is plain and weights are random, so only speed is measured. One model serves
+    all rows; thresholds come from a calibration on random tokens.
+    """
+    gpu, reason = session.gpu, None if interpreted() else why_unavailable()
+    if reason is not None:
+        raise SkippedError(reason)
+    few = session.emulated
+    shape, layers, rounds = SHAPES["tiny" if few else "qwen3.5-35b-a3b"], 1 if few else 16, 1 if few else 2
+    sizes: dict[str, Any] = {"hidden_size": shape.hidden, "num_attention_heads": max(1, shape.hidden // 128), "num_key_value_heads": 1}
+    sizes |= {"moe_intermediate_size": shape.intermediate, "shared_expert_intermediate_size": shape.shared_intermediate}
+    sizes |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.top_k, "num_hidden_layers": layers}
+    dtype = torch.float32 if few else torch.bfloat16  # which Triton's interpreter lacks
+    model = random_model(Qwen2MoeConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=4096, dtype=dtype))
+    move_all_but_experts(model, "cpu" if few else gpu)
+    found = [experts_layer(f"model.layers.{layer}.mlp.experts", model) for layer in range(layers)]
+    model = injected(model, SPARSE_RULES)
+    states = sparse_layers(model)
+    tokens = torch.randint(0, VOCABULARY, (64 if few else 512,), generator=torch.Generator().manual_seed(3))
+    bins = {path: layer.bins for path, layer in collect(model, found, [tokens]).layers.items()}
+
+    def seconds(share: float, requests: int, given: int, made: int) -> tuple[float, float]:
+        """Return the seconds of generating, and the share of routed neurons that was left out."""
+        for layer in found:
+            routed = layer.routed_target(SparsityOptions(share, "total"))
+            states[layer.path].set_threshold(quantiles(bins[layer.path], [routed])[0] if routed else 0.0, routed)
+        ids = torch.randint(0, VOCABULARY, (requests, given), generator=torch.Generator().manual_seed(1)).to(model.device)
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=made, max_new_tokens=made)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, achieved(total_counts(states.values())) or 0.0
+
+    for requests, given, made in [(2, 2, 2)] if few else [(requests, given, 128) for given in (128, 1024) for requests in (1, 16)]:
+        # The first round compiles, and times the paths.
+        calls = {share: partial(seconds, share, requests, given, made) for share in SHARES}
+        medians: dict[float, float] = {}
+        for share, runs in alternate(calls, rounds).items():
+            medians[share] = statistics.median(taken for taken, _ in runs)
+            about = {"layers": layers, "requests": requests, "input": given, "output": made, "total_sparsity": share}
+            speed = {"p50_s": round(medians[share], 4), "output_tokens_per_s": round(requests * made / medians[share], 1)}
+            yield {**about, "routed_left_out": round(runs[-1][1], 4), **speed, "speedup": round(medians[0.0] / medians[share], 3)}

@@ -1,0 +1,205 @@
+r"""llama.cpp on random models, through the packages `llama-cpp-python` and `gguf`: models of Qwen3-MoE, gpt-oss and DeepSeek-V2.
+
+On CPUs with AMX, llama.cpp's AMX kernels (version 0.3.36 of the package) end the process with an illegal instruction on int4 experts.
+There, build it without them:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON \
+        -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF" \
+        pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # a start of llama.cpp is timed, and needs neither
+    from transformers import PreTrainedConfig
+
+BATCH = 2048  # tokens of one call
+# The type of experts, of all other matrices, and of both where rows are no multiple of 256 columns, as llama.cpp's converter chooses them.
+TYPES = {
+    **{name: (kind,) * 3 for name, kind in (("int4", "Q4_0"), ("int8", "Q8_0"), ("bfloat16", "BF16"))},
+    **{"mxfp4": ("MXFP4", "Q8_0", "Q8_0"), "q4_k": ("Q4_K", "Q4_K", "Q5_0"), "iq3_s": ("IQ3_S", "IQ3_S", "IQ4_NL")},
+}
+
+
+def is_installed() -> bool:
+    return find_spec("llama_cpp") is not None and find_spec("gguf") is not None
+
+
+def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: Sequence[str] | None = None, distinct: int = 8) -> int:
+    """Write a GGUF file of a model with random weights of one of `TYPES`, whose experts repeat `distinct` ones.
+
+    Return the bytes of weights that a token reads, without the row of its embedding.
+    """
+    import gguf
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from moegraft.injection.checkpoint.gguf.families import family_of
+    from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
+    from moegraft.operators.layout import read_layout
+    from moegraft.operators.weight_formats import FORMATS
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names, rng, read = Names(config), np.random.default_rng(0), 0
+    writer = gguf.GGUFWriter(str(path), family_of(config).architecture)
+    describe(writer, config, vocabulary)
+
+    def add(name: str, *shape: int, experts: int = 0) -> int:
+        """Add a tensor, of several experts where there are any; return the bytes that moegraft reads of it."""
+        drawn = (distinct, *shape) if experts else shape
+        router = name.endswith("ffn_gate_inp.weight")
+        kind = None
+        if name.endswith("_norm.weight"):
+            values: Any = np.ones(drawn, np.float32)
+        elif len(shape) == 1 or router:
+            values = rng.standard_normal(drawn, np.float32) * 0.02
+        else:
+            of_experts, others, narrow = TYPES[weights]
+            kind = gguf.GGMLQuantizationType[of_experts if experts else others]
+            if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+                kind = gguf.GGMLQuantizationType[narrow]
+            random = next((found for found in FORMATS.values() if found.gguf == kind.name and found.stored), None)
+            if random is not None:
+                values = random.random_blocks(drawn, rng)
+            else:
+                values = gguf.quants.quantize(rng.standard_normal(drawn, np.float32) / np.float32(shape[-1] ** 0.5), kind)
+        if experts:
+            values = np.tile(values, (experts // distinct, *[1] * (values.ndim - 1)))
+        writer.add_tensor(name, values, raw_dtype=kind)
+        return int(values.nbytes) // (2 if router else 1)  # in bfloat16
+
+    for module_name, module in model.named_modules():
+        if hasattr(module, "down_proj") and not isinstance(module.down_proj, torch.nn.Module):
+            layout = read_layout(module)
+            for part in layout.parts():
+                size = add(experts_name(layer_of(module_name), part), *layout.part_shape(part), experts=layout.num_experts)
+                read += size * config.num_experts_per_tok // layout.num_experts
+            continue
+        for parameter, tensor in module.named_parameters(recurse=False):
+            name = names.stored(f"{module_name}.{parameter}")
+            assert name is not None, f"GGUF files have no tensor for {module_name}.{parameter}"
+            if name.endswith("attn_kv_b.weight"):
+                heads, rank, value = config.num_attention_heads, config.kv_lora_rank, config.v_head_dim
+                read += add(name.replace("kv_b", "k_b"), heads, rank, config.qk_nope_head_dim)
+                read += add(name.replace("kv_b", "v_b"), heads, value, rank)
+            else:
+                size = add(name, *tensor.shape)
+                read += 0 if name == "token_embd.weight" else size
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read
+
+
+def describe(writer: Any, config: PreTrainedConfig, vocabulary: Sequence[str] | None = None) -> None:
+    """Write the fields of a model's sizes, and the texts of its tokens if given."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab" if vocabulary is None else "llama")
+    if vocabulary is not None:
+        writer.add_token_list(vocabulary)
+        writer.add_token_scores([0.0] * len(vocabulary))
+        writer.add_token_types([1] * len(vocabulary))  # all are normal: none is a byte, and none ends a text
+    if config.model_type != "deepseek_v2":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        if config.model_type == "gpt_oss":
+            writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_count(config.num_local_experts if config.model_type == "gpt_oss" else config.num_experts)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        return
+    writer.add_head_count_kv(1)  # of the compressed keys and values
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_q_lora_rank(config.q_lora_rank or 0)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(bool(config.norm_topk_prob))
+
+
+def cache_bytes(config: Any, context: int) -> int:
+    """Return the bytes of bfloat16 keys and values that transformers' caches hold after `context` tokens."""
+    if config.model_type == "deepseek_v2":
+        return int(2 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * context)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    held = sum(min(context, config.sliding_window) if kind == "sliding_attention" else context for kind in kinds)
+    return int(4 * config.num_key_value_heads * config.head_dim * held)
+
+
+class LlamaCpp:
+    """A model loaded by llama.cpp, with one sequence.
+
+    Raises:
+        RuntimeError: llama.cpp cannot load or evaluate it.
+    """
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import llama_cpp
+
+        self._api: Any = llama_cpp
+        self._log = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = 4096, BATCH, 512
+        settings.n_threads = settings.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, settings) if self._model else None
+        if not self._context:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        self.vocab = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)))
+
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._api.llama_free(self._context)
+        self._api.llama_model_free(self._model)
+
+    def _evaluate(self, tokens: list[int]) -> None:
+        ids = (self._api.llama_token * len(tokens))(*tokens)
+        if self._api.llama_decode(self._context, self._api.llama_batch_get_one(ids, len(tokens))) != 0:
+            raise RuntimeError("llama.cpp cannot evaluate")
+
+    def prefill(self, tokens: list[int]) -> None:
+        """Evaluate a prompt from an empty cache."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        for first in range(0, len(tokens), BATCH):
+            self._evaluate(tokens[first : first + BATCH])
+
+    def logits(self) -> NDArray[np.float32]:
+        """Return those of the token that was evaluated last."""
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(self.vocab,))
+
+    def decode(self, steps: int) -> None:
+        """Evaluate `steps` tokens one at a time after those in the cache; each is the most likely successor of the last."""
+        token = 1
+        for _ in range(steps):
+            self._evaluate([token])
+            token = int(self.logits().argmax())

@@ -1,0 +1,130 @@
+"""Models and experts with random weights of any size, in host memory, on a GPU, or experts in the packed form alone; and rules for them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
+from moegraft.injection import optimize_and_load
+from moegraft.operators.weight_formats import FORMATS
+
+DISTINCT_EXPERTS = 4  # the other experts are copies at other addresses
+VOCABULARY = 8192
+CPU_RULES = """
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {experts}}}}}
+- match: {{kind: attention}}
+  replace: {{class: cpu_attention}}
+- match: {{kind: norm}}
+  replace: {{class: cpu_norm}}
+- match: {{kind: router}}
+  replace: {{class: cpu_router}}
+"""
+LINEAR_RULE = """
+- match: {{kind: linear}}
+  replace: {{class: quantized_linear, kwargs: {{weights: {weights}}}}}
+"""
+
+
+def qwen3_config(layers: int) -> Qwen3MoeConfig:
+    """Return Qwen3-30B-A3B's config with few layers and a small vocabulary."""
+    sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
+
+
+def cpu_rules(weights: str, *, linear: bool = True) -> str:
+    """Return rules with experts, and linear layers if asked, in a weight type, or with `experts` options such as `int8, sparsity: ...`."""
+    return CPU_RULES.format(experts=weights) + (LINEAR_RULE.format(weights=weights) if linear else "")
+
+
+@contextmanager
+def rule_file(rules: str) -> Iterator[str]:
+    """Yield the path of a file with the rules of a text."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(rules)
+        file.flush()
+        yield file.name
+
+
+def injected(model: str | Path | PreTrainedModel, rules: str, **options: Any) -> PreTrainedModel:
+    """Load a model with the rules of a text."""
+    with rule_file(rules) as path:
+        loaded: PreTrainedModel = optimize_and_load(model, path, progress=False, **options)
+    return loaded
+
+
+def random_model(config: PreTrainedConfig, device: torch.device | str = "cpu", *, experts: bool = True) -> PreTrainedModel:
+    """Return a model in the config's dtype, with random weights from a fixed seed.
+
+    Args:
+        experts: without, they have shapes and no memory, for operators that are given `RandomExperts`.
+    """
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not experts and any(parameter.dim() == 3 for parameter in own.values()):
+            for name, parameter in own.items():
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+            continue
+        module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            distinct = min(DISTINCT_EXPERTS, parameter.shape[0]) if parameter.dim() == 3 else parameter.shape[0]
+            drawn = torch.empty(distinct, *parameter.shape[1:], device=device)
+            drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
+            parameter.data.unflatten(0, (-1, distinct)).copy_(drawn)
+    model.model.rotary_emb.__init__(config=model.config)  # recreates its buffers, which `to_empty` cleared
+    model.model.rotary_emb.to(device)
+    return model.eval()
+
+
+def move_all_but_experts(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Move everything except experts, which operators take from host memory."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dim() < 3:
+            tensor.data = tensor.data.to(device)
+
+
+@lru_cache(maxsize=1)
+def distinct_experts(shape: ExpertsShape, gate: GateSpec, weight_type: str, *, sparse: bool = False) -> PackedExperts:
+    """Return the few experts that are drawn and packed, with the sizes of `shape`."""
+    packed = PackedExperts(ExpertsShape(DISTINCT_EXPERTS, shape.hidden, shape.intermediate), gate, weight_type, sparse=sparse)
+    random, generator, wide = np.random.default_rng(0), torch.Generator().manual_seed(0), (shape.intermediate, shape.hidden)
+    for expert in range(DISTINCT_EXPERTS):
+        for part, size in {"gate": wide, "up": wide, "down": wide[::-1]}.items():
+            if FORMATS[weight_type].stored:
+                packed.pack_blocks(expert, part, FORMATS[weight_type].random_blocks(size, random))
+            else:
+                packed.pack(expert, part, (torch.randn(size, generator=generator) * size[1] ** -0.5).numpy())
+    return packed
+
+
+class RandomExperts(PackedExperts):
+    """All experts of a layer in memory of their own, with the bytes of `distinct_experts`: gigabytes in the time that a copy takes."""
+
+    def __init__(self, shape: ExpertsShape, gate: GateSpec, weight_type: str) -> None:
+        self._held = PackedExperts(shape, gate, weight_type)
+        few, complete = distinct_experts(shape, gate, weight_type), self._held.buffer
+        whole = torch.from_numpy(self._held.buffer).view(-1, DISTINCT_EXPERTS, few.expert_bytes)
+        whole.copy_(torch.from_numpy(few.buffer).view(DISTINCT_EXPERTS, -1))
+        complete.flags.writeable = False  # counts as completely packed
+        super().__init__(shape, gate, weight_type, complete)
+
+    @property
+    def buffer(self) -> NDArray[np.uint8]:
+        return self._held.buffer  # writable: page-locked as the experts of a checkpoint are

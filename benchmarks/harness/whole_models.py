@@ -1,0 +1,121 @@
+"""Whole models on the CPU as providers: a prompt, tokens after it and logits, by moegraft, transformers and llama.cpp."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from harness.llama_cpp import LlamaCpp, write_model
+from harness.models import cpu_rules, injected, qwen3_config, random_model
+
+LONGEST = 4096  # tokens of the longest prompt of a benchmark
+Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context` and returns the seconds from the first
+    to the last, `prefill(n)` reads a prompt of n tokens, and `logits(context)` returns those of the token after a prompt."""
+
+    decode: Callable[[int, int], float]
+    prefill: Callable[[int], object]
+    logits: Callable[[int], NDArray[np.float32]]
+
+
+class _Clock(BaseStreamer):
+    """The times at which `generate` passes on a prompt and each new token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def random_tokens(vocab: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (LONGEST,), generator=torch.Generator().manual_seed(1))
+
+
+def phases_of(model: PreTrainedModel) -> Phases:
+    """Return the phases of a transformers model, with our operators or without."""
+    prompt = random_tokens(model.config.vocab_size)[None]
+
+    def decode(tokens: int, context: int) -> float:
+        clock = _Clock()
+        model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
+        _, first, *_, last = clock.times
+        return last - first
+
+    def logits(context: int) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = model(prompt[:, :context]).logits[0, -1].float().numpy()
+        return found
+
+    return Phases(decode, lambda count: model(prompt[:, :count], logits_to_keep=1), logits)
+
+
+@contextmanager
+def provider(name: str, layers: int) -> Iterator[PreTrainedModel]:
+    """Yield a model of Qwen3-30B-A3B's shapes: `stock`, or `ours-` and a weight type; with `-experts`, of experts alone."""
+    model, weights = random_model(qwen3_config(layers)), name.removeprefix("ours-")
+    if name != "stock":
+        model = injected(model, cpu_rules(weights.removesuffix("-experts"), linear=not weights.endswith("-experts")))
+    try:
+        yield model
+    finally:
+        del model
+        gc.collect()
+
+
+@contextmanager
+def ours_or_stock(name: str, layers: int) -> Iterator[Phases]:
+    with provider(name, layers) as model, torch.inference_mode():
+        yield phases_of(model)
+
+
+@contextmanager
+def ours_from_file(folder: Path, rules: str) -> Iterator[Phases]:
+    """The model of a folder with a config and a GGUF file, with the rules of a text."""
+    with torch.inference_mode():
+        yield phases_of(injected(folder, rules, gguf=folder / "model.gguf"))
+
+
+@contextmanager
+def llama_cpp(folder: Path) -> Iterator[Phases]:
+    with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
+        tokens = random_tokens(peer.vocab).tolist()
+
+        def decode(count: int, context: int) -> float:
+            peer.prefill(tokens[:context])
+            start = time.perf_counter()
+            peer.decode(count - 1)
+            return time.perf_counter() - start
+
+        def logits(context: int) -> NDArray[np.float32]:
+            peer.prefill(tokens[:context])
+            return peer.logits().copy()
+
+        yield Phases(decode, lambda count: peer.prefill(tokens[:count]), logits)
+
+
+@contextmanager
+def llama_cpp_of(weights: str, layers: int) -> Iterator[Phases]:
+    """llama.cpp on a model of Qwen3-30B-A3B's shapes."""
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name) / "model.gguf", qwen3_config(layers), weights)
+        with llama_cpp(Path(name)) as phases:
+            yield phases
