@@ -22,7 +22,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/coded_formats.h"
+#include "formats/coded_formats.h"
 #include "core/types.h"
 
 namespace moegraft {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/coded_formats.h"
+#include "formats/coded_formats.h"
 
 namespace moegraft {
 

@@ -39,7 +39,7 @@
 #include <type_traits>
 
 #include "core/float_conversion.h"
-#include "core/grids.h"
+#include "formats/grid_points.h"
 #include "core/types.h"
 
 namespace moegraft {
