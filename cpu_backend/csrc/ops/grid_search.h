@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "formats/coded_formats.h"
+#include "formats/format_list.h"
 
 namespace moegraft {
 
