@@ -68,8 +68,10 @@ UNITS = {
     "program": (["program/*.cpp", "sparse/*.cpp"], []),
     # Weights are quantised to the same codes on every CPU: ARM64's compilers would fuse products and sums.
     "experts": (["core/*.cpp", "experts/*.cpp", "scheduler/*.cpp"], ["-ffp-contract=off"]),
-    "ops": (["attention/*.cpp", "ops/*.cpp"], []),
-    "scalar": (["simd/scalar.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
+    "ops": (["attention/*.cpp", "ops/*.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
+    # These and the instruction sets' include the descriptions of formats; the units above do not.
+    "formats": (["formats/*.cpp"], ["-ffp-contract=off"]),
+    "scalar": (["simd/scalar.cpp"], []),
 }
 
 

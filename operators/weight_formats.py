@@ -1,6 +1,6 @@
 """The formats of weights: bytes, blocks, scales, kernels and encoders. Every other table of formats derives from `FORMATS`.
 
-What the CPU's kernels need of a format is a struct in cpu_backend/csrc/core/coded_formats.h, and what a GPU's need a row of `DECODERS` in
+What the CPU's kernels need of a format is a struct in cpu_backend/csrc/formats/, and what a GPU's need a row of `DECODERS` in
 kernels/units.py.
 """
 

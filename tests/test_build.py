@@ -47,7 +47,7 @@ def test_a_compiler_that_cannot(tmp_path: Path, message: str, says: str) -> None
     assert says in sentences[0] and "Traceback" not in done.stderr
 
 
-# Stands for the compiler: it logs the sources of a unit, reports its includes, the first level alone, and writes an object.
+# Stands for the compiler: it logs the sources of a unit, reports what they include, and writes an object.
 RECORDING_COMPILER = f"""#!{sys.executable}
 import pathlib, sys
 args = sys.argv[1:]
@@ -59,47 +59,67 @@ if "-c" in args:
     sources = [line.split('"')[1] for line in pathlib.Path(args[args.index("-c") + 1]).read_text().splitlines()]
     paths = [pathlib.Path("cpu_backend/csrc") / source for source in sources]
     if any("#error" in path.read_text() for path in paths): sys.exit("an error")
-    inputs = [line.split('"')[1] for path in paths for line in path.read_text().splitlines() if line.startswith('#include "')]
-    names = [*map(str, paths), *("cpu_backend/csrc/" + name for name in inputs)]
+    found = list(paths)
+    for path in found:
+        names = [line.split('"')[1] for line in path.read_text().splitlines() if line.startswith('#include "')]
+        found += [other for name in names if (other := pathlib.Path("cpu_backend/csrc") / name) not in found]
+    names = map(str, found)
     pathlib.Path(args[args.index("-MF") + 1]).write_text(" ".join(["unit.o:", args[args.index("-c") + 1], *names]))
     with open("compiled.log", "a") as log: log.write(" ".join(sources) + chr(10))
 """
 
 
-def test_what_has_not_changed_is_not_compiled_again(tmp_path: Path) -> None:
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    """Copy what is built into a folder of its own, with a compiler that records what it compiles."""
     shutil.copy(ROOT / "setup.py", tmp_path)
-    csrc = tmp_path / "cpu_backend" / "csrc"
-    shutil.copytree(ROOT / "cpu_backend" / "csrc", csrc)
+    shutil.copytree(ROOT / "cpu_backend" / "csrc", tmp_path / "cpu_backend" / "csrc")
     compiler = tmp_path / "c++"
     compiler.write_text(RECORDING_COMPILER)
     compiler.chmod(0o755)
+    return tmp_path / "cpu_backend" / "csrc"
 
-    def compiled() -> set[str]:
-        log = tmp_path / "compiled.log"
-        log.unlink(missing_ok=True)
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"CC": str(compiler), "CXX": str(compiler)}, text=True, check=False)
-        assert done.returncode == 0
-        return set(log.read_text().split()) if log.exists() else set()
 
-    everything = compiled()
+def build_recorded(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = os.environ | {"CC": str(folder / "c++"), "CXX": str(folder / "c++")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def compiled(folder: Path) -> set[str]:
+    """Build, and return the sources that were compiled."""
+    log = folder / "compiled.log"
+    log.unlink(missing_ok=True)
+    done = build_recorded(folder)
+    assert done.returncode == 0, done.stderr
+    return set(log.read_text().split()) if log.exists() else set()
+
+
+def test_what_has_not_changed_is_not_compiled_again(tmp_path: Path, csrc: Path) -> None:
+    everything = compiled(tmp_path)
     others = {name for name in everything if name.startswith("simd/")}
     own = {path.relative_to(csrc).as_posix() for path in csrc.rglob("*.cpp") if not path.is_relative_to(csrc / "simd")}
     assert everything == own | others and "simd/scalar.cpp" in others
-    assert compiled() == set()
+    assert compiled(tmp_path) == set()
     (csrc / "ops" / "norm.h").touch()  # the same content
-    assert compiled() == set()
+    assert compiled(tmp_path) == set()
     with (csrc / "scheduler" / "scheduler.h").open("a") as header:
         header.write("// changed")
-    changed = compiled()
+    changed = compiled(tmp_path)
     assert {"scheduler/greedy.cpp", "bindings/scheduler.cpp"} <= changed and not any(name.startswith("simd/") for name in changed)
     (csrc / "ops" / "another.cpp").write_text("")
-    assert {"ops/another.cpp", "ops/norm.cpp"} <= compiled()
+    assert {"ops/another.cpp", "ops/norm.cpp"} <= compiled(tmp_path)
     (csrc / "ops" / "another.cpp").write_text("#error")
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"CC": str(compiler), "CXX": str(compiler)}, capture_output=True, text=True, check=False
-    )
+    done = build_recorded(tmp_path)
     assert done.returncode == 1 and "ops/another.cpp" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
     (csrc / "ops" / "another.cpp").unlink()
-    assert compiled() == set()
+    assert compiled(tmp_path) == set()
+
+
+def test_a_formats_traits_compile_the_kernels_alone(tmp_path: Path, csrc: Path) -> None:
+    kernels = {name for name in compiled(tmp_path) if name.startswith(("formats/", "simd/"))}
+    for name in ("integer_formats.h", "float_formats.h", "grid_formats.h"):
+        with (csrc / "formats" / name).open("a") as header:
+            header.write("// changed")
+        changed = compiled(tmp_path)
+        assert {"formats/coded_formats.cpp", "simd/scalar.cpp"} <= changed <= kernels, name

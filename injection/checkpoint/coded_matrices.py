@@ -127,7 +127,7 @@ def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uint8] | None:
-    """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; coded_formats.h has the same."""
+    """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; integer_formats.h has the same."""
     scales = matrix.of_columns(matrix.scales, group)
     if matrix.codes.dtype != torch.int8 or scales is None or not scales.half().isfinite().all():
         return None

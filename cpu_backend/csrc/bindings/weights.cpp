@@ -315,19 +315,12 @@ py::tuple search(const std::string& weight_type, const py::array& x, const py::a
   return py::make_tuple(match, norm, points, signs);
 }
 
-template <class Coded, class = void>
-constexpr bool kHasPoints = false;
-template <class Coded>
-constexpr bool kHasPoints<Coded, std::void_t<decltype(Coded::kBytes)>> = true;
-
-template <class Coded>
-void add_points(py::dict& found) {
-  if constexpr (kHasPoints<Coded>) found[Coded::kName] = py::array_t<std::uint64_t>(std::size(Coded::kBytes.bytes), Coded::kBytes.bytes);
-}
-template <class... Formats>
-py::dict points_of(FormatList<Formats...>) {
+py::dict grid_points() {
   py::dict found;
-  (add_points<Formats>(found), ...);
+  for (int i = kFirstCoded; i < kWeightTypes; ++i) {
+    const CodedFormat& format = coded_format(static_cast<WeightType>(i));
+    if (format.grid.bytes != nullptr) found[format.name] = py::array_t<std::uint64_t>(format.grid.count, format.grid.bytes);
+  }
   return found;
 }
 
@@ -340,7 +333,7 @@ PyExperts::PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std:
       buffer(buffer_or_none) {}
 
 void bind_weights(py::module_& module) {
-  module.def("grid_points", [] { return points_of(CodedFormats()); });
+  module.def("grid_points", &grid_points);
   bind_experts(module);
   bind_linear(module);
   module.def("search_grid", &search, "weight_type"_a, py::arg("x").noconvert(), py::arg("weight").noconvert(),

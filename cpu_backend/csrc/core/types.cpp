@@ -3,17 +3,12 @@
 #include <array>
 #include <stdexcept>
 
-#include "core/coded_formats.h"
+#include "formats/format_list.h"
 
 namespace moegraft {
 namespace {
 
-constexpr std::array<const char*, kWeightTypes> weight_type_names() {
-  std::array<const char*, kWeightTypes> names = {"float32", "float16", "bfloat16"};
-  for (int i = 0; i < kCodedFormats; ++i) names[static_cast<std::size_t>(kFirstCoded + i)] = kCodedTable.formats[i].name;
-  return names;
-}
-constexpr std::array<const char*, kWeightTypes> kWeightTypeNames = weight_type_names();
+constexpr std::array<const char*, kFirstCoded> kPlainNames = {"float32", "float16", "bfloat16"};
 constexpr std::array<const char*, kActivations> kActivationNames = {"silu",  "gelu",     "gelu_tanh", "relu",
                                                                     "relu2", "identity", "sigmoid",   "tanh"};
 constexpr std::array<const char*, 3> kPartNames = {"gate", "up", "down"};
@@ -30,8 +25,12 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
 
 }  // namespace
 
-WeightType parse_weight_type(const std::string& name) { return static_cast<WeightType>(index_of(kWeightTypeNames, name, "weight type")); }
-const char* name_of(WeightType type) { return kWeightTypeNames[static_cast<std::size_t>(type)]; }
+WeightType parse_weight_type(const std::string& name) {
+  std::array<const char*, kWeightTypes> names;
+  for (std::size_t i = 0; i < names.size(); ++i) names[i] = name_of(static_cast<WeightType>(i));
+  return static_cast<WeightType>(index_of(names, name, "weight type"));
+}
+const char* name_of(WeightType type) { return is_coded(type) ? coded_format(type).name : kPlainNames[static_cast<std::size_t>(type)]; }
 
 WeightTypes parse_weight_types(const std::string& name) {
   const std::size_t plus = name.find('+');

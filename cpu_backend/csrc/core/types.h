@@ -8,7 +8,7 @@
 
 namespace moegraft {
 
-// From kInt8 on, the formats of coded_formats.h in their order; those without a name here come from files alone.
+// From kInt8 on, the formats of formats/format_list.h in their order; those without a name here come from files alone.
 enum class WeightType : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
 enum class ActivationType : int { kFloat32, kFloat16, kBFloat16 };  // of hidden_states and out
 

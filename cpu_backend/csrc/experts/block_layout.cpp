@@ -194,89 +194,18 @@ float element(const RowsView& source, int row, int col) {
   return source.type == WeightType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
 }
 
-// The formats of files.
-
-template <class Coded>
-void pack_stored(HalfBlock target, const StoredRowsView& source, int first_row) {
-  static constexpr std::uint8_t kZeros[Coded::kFileBytes] = {};
-  const int blocks = source.cols / Coded::kColumns;
-  for (int index = 0; index < blocks; ++index) {
-    std::byte* block = target.block + static_cast<std::size_t>(Derived<Coded>::kBytes) * static_cast<std::size_t>(index);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const int row = kLanes * target.half + lane;
-      const std::size_t at =
-          static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(blocks) + static_cast<std::size_t>(index);
-      const std::uint8_t* file = first_row + lane < source.rows ? source.blocks + at * Coded::kFileBytes : kZeros;
-      std::byte* lines = block;
-      for (const Field& field : Coded::kHeader) {
-        std::memcpy(lines + row * field.bytes, file + field.offset, static_cast<std::size_t>(field.bytes));
-        lines += field.bytes * kBlockRows;
-      }
-      for (int group = 0; group < Derived<Coded>::kGroups; ++group, lines += Derived<Coded>::kLinesBytes) {
-        if constexpr (kIsGrid<Coded>) {
-          for (int word = 0; word < Coded::kLowBits; ++word)
-            std::memcpy(lines + word * kWordsBytes + row * 4, file + Coded::word_offset(group, word), 4);
-        } else {
-          GroupCodes codes;
-          Coded::stored_codes(file, group, codes);
-          store_codes<Coded>(codes, lines, row);
-        }
-      }
-    }
-  }
-}
-
-template <class Coded>
-void unpack_stored(HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
-  for (int index = 0; index < cols / Coded::kColumns; ++index) {
-    const std::byte* block = source.block + static_cast<std::size_t>(Derived<Coded>::kBytes) * static_cast<std::size_t>(index);
-    for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
-      const int row = kLanes * source.half + lane;
-      float* values = rows_out + static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(cols) + index * Coded::kColumns;
-      const PackedRow<Coded> packed(block, row);
-      for (int group = 0; group < Derived<Coded>::kGroups; ++group) {
-        GroupCodes codes;
-        const GroupScales scales = packed.group(group, codes);
-        for (int k = 0; k < kGroup; ++k, ++values) {
-          const int part = k / (kGroup / Coded::kParts);
-          const float product = scales.scale[part] * number_of<Coded>(codes[k]);
-          *values = Coded::kMinimum ? product + scales.minimum[part] : product;
-        }
-      }
-    }
-  }
-}
-
-// Replaces the scales in a file's block by small ones.
-template <class Coded>
-void make_small(std::uint8_t* block) {
-  constexpr std::uint16_t kHalf = 0x0c00;  // 2^-12
-  for (const Field& field : Coded::kHeader) {
-    if (kIsFloat8<Coded> || (kRowsOfScale<Coded> > 1 && field.bytes == 1)) {
-      std::memset(block + field.offset, 0x39, static_cast<std::size_t>(field.bytes));  // four of them are 0.00018
-      continue;
-    }
-    if (field.bytes == 2) std::memcpy(block + field.offset, &kHalf, 2);
-    if (field.bytes == 1) block[field.offset] = 127 - 12;
-  }
-}
-
-struct StoredPacker {
-  void (*pack)(HalfBlock target, const StoredRowsView& source, int first_row);
-  void (*unpack)(HalfBlock source, float* rows_out, int rows, int cols, int first_row);
-  void (*make_small)(std::uint8_t* block);
-};
-struct StoredPackers {
-  StoredPacker functions[kCodedFormats];
-};
-template <class... Formats>
-constexpr StoredPackers packers_of(FormatList<Formats...>) {
-  return {{{pack_stored<Formats>, unpack_stored<Formats>, make_small<Formats>}...}};
-}
-constexpr StoredPackers kStoredPackers = packers_of(CodedFormats());
-const StoredPacker& packer_of(WeightType type) { return kStoredPackers.functions[static_cast<int>(type) - kFirstCoded]; }
-
 }  // namespace
+
+std::size_t block_bytes(WeightType type, int cols) {
+  if (!is_coded(type)) return static_cast<std::size_t>(round_up(cols, kGroup)) * kBlockRows * (type == WeightType::kFloat32 ? 4 : 2);
+  const CodedFormat& format = coded_format(type);
+  const auto blocks = static_cast<std::size_t>(round_up(cols, format.columns) / format.columns);
+  return (blocks * static_cast<std::size_t>(format.file_bytes * kBlockRows) + 63) / 64 * 64;
+}
+
+std::size_t file_row_bytes(WeightType type, int cols) {
+  return static_cast<std::size_t>(cols / coded_format(type).columns) * static_cast<std::size_t>(coded_format(type).file_bytes);
+}
 
 void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row) {
   GroupTile tile;
@@ -295,23 +224,8 @@ void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView&
   }
 }
 
-void pack_half_block(WeightType type, HalfBlock target, const StoredRowsView& source, int first_row) {
-  packer_of(type).pack(target, source, first_row);
-}
-
-std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, unsigned seed) {
-  std::vector<std::uint8_t> all(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
-  for (std::uint8_t& byte : all) {
-    seed = seed * 1664525u + 1013904223u;
-    byte = static_cast<std::uint8_t>(seed >> 24);
-  }
-  const auto step = static_cast<std::size_t>(coded_format(type).file_bytes);
-  for (std::size_t at = 0; at < all.size(); at += step) packer_of(type).make_small(&all[at]);
-  return all;
-}
-
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
-  if (is_stored(type)) return packer_of(type).unpack(source, rows_out, rows, cols, first_row);
+  if (is_stored(type)) return unpack_stored(type, source, rows_out, rows, cols, first_row);
   GroupTile tile;
   const int present = std::min(kLanes, rows - first_row);
   for (int group = 0; group * kGroup < cols; ++group) {

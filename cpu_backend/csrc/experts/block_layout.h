@@ -10,7 +10,7 @@
 //   int4      [group]{scale f16 [32 rows]; nibbles, code + 8, [kk / 8][half][lane][kk % 4], low nibble kk % 8 < 4, high otherwise}
 // Scales are stored with their weights so that one stream is read in order. Every line is 64 bytes.
 //
-// Those two and all formats of files (coded_formats.h) are [block]{fields of the header, each [32 rows]; [group] codes}. Of a file's format,
+// Those two and all formats of files (formats/) are [block]{fields of the header, each [32 rows]; [group] codes}. Of a file's format,
 // columns must be whole blocks, and a row has the bytes of the file.
 //
 // In the sparse layout each row is read separately, so lanes are groups of columns: 16 groups of 32 columns (a chunk) take the place of 16
@@ -22,8 +22,8 @@
 #include <cstring>
 #include <vector>
 
-#include "core/coded_formats.h"
 #include "core/types.h"
+#include "formats/format_list.h"
 
 namespace moegraft {
 
@@ -31,12 +31,7 @@ constexpr int kScaleBytes = kBlockRows * 2;  // one line of float16 scales per g
 constexpr int kLayoutVersion = 1;  // increased whenever the meaning of packed bytes changes: caches on disk are keyed by it
 
 // Of 32 rows, in whole lines. Every 256th column begins at a line.
-constexpr std::size_t block_bytes(WeightType type, int cols) {
-  if (!is_coded(type)) return static_cast<std::size_t>(round_up(cols, kGroup)) * kBlockRows * (type == WeightType::kFloat32 ? 4 : 2);
-  const CodedFormat& format = coded_format(type);
-  const auto blocks = static_cast<std::size_t>(round_up(cols, format.columns) / format.columns);
-  return (blocks * static_cast<std::size_t>(format.file_bytes * kBlockRows) + 63) / 64 * 64;
-}
+std::size_t block_bytes(WeightType type, int cols);
 
 constexpr int kChunk = kLanes * kGroup;  // columns of a sparse row that share their lines
 constexpr int chunks_of(int cols) { return round_up(cols, kChunk) / kChunk; }
@@ -84,9 +79,7 @@ struct StoredRowsView {
 };
 
 // Bytes of a row in a file.
-constexpr std::size_t file_row_bytes(WeightType type, int cols) {
-  return static_cast<std::size_t>(cols / coded_format(type).columns) * static_cast<std::size_t>(coded_format(type).file_bytes);
-}
+std::size_t file_row_bytes(WeightType type, int cols);
 
 // Packs rows [first_row, first_row + 16) of the source into half a block of `type`; rows past the end become zeros.
 void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, int first_row);
@@ -98,6 +91,7 @@ std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, uns
 
 // Unpacks half a block without rounding: writes its existing rows, dequantised, into `rows_out` (rows, cols) float32.
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);
+void unpack_stored(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);  // where is_stored(type)
 
 // Packs one row of the sparse layout from a row of the source or, if `transposed`, from a column of it.
 void pack_sparse_row(WeightType type, std::byte* target, const RowsView& source, int index, bool transposed);

@@ -44,8 +44,8 @@ ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, Act
       phases_(phases),
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
-      hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
-      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records_of(format_))),
+      hidden_words_(static_cast<std::size_t>(hidden_groups_) * group_words(format_)),
+      matrix_words_(static_cast<std::size_t>(hidden_groups_) * group_words(kernels.matrix.records_of(format_))),
       starts_(static_cast<std::size_t>(workers)) {}
 
 int ExpertsJob::segment_pairs() const {
@@ -149,7 +149,7 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
   auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data());
   const auto encode = [&](Format format, std::size_t words) {
     kernels_.encode[static_cast<int>(format)](mine.sums, hidden_groups_, records + static_cast<std::size_t>(token) * words,
-                                              static_cast<std::size_t>(words_per_group(format)));
+                                              static_cast<std::size_t>(group_words(format)));
   };
   if (by_tiles_) {
     encode(format_, hidden_words_);

@@ -55,7 +55,7 @@ void gather_segment(const Records& records, const Pair* pairs, const Tiling& til
 
 void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target) {
   static constexpr std::uint32_t kZeros[kGroup] = {};
-  const int words = words_per_group(format);
+  const int words = group_words(format);
   for (int first = 0; first < groups; first += kLanes, target += words * kLanes) {
     const std::uint32_t* sources[kLanes];
     for (int lane = 0; lane < kLanes; ++lane)

@@ -29,7 +29,7 @@ class SegmentProduct {
   // Of all tokens' records; tiles of the matrix kernel have rows without a token.
   std::size_t words() const { return static_cast<std::size_t>(rows()) * record_words(); }
   std::size_t record_words() const { return static_cast<std::size_t>(groups_) * group_words(); }
-  std::size_t group_words() const { return static_cast<std::size_t>(words_per_group(records())); }
+  std::size_t group_words() const { return static_cast<std::size_t>(moegraft::group_words(records())); }
 
   // Of a tile: where its first token's record begins, and the words from a group to the next. Tokens are group_words() apart.
   std::size_t tile_start(int tile) const { return static_cast<std::size_t>(first_row(tile)) * record_words(); }

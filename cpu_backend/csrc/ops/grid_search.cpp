@@ -7,7 +7,6 @@
 #include <string>
 #include <system_error>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 namespace moegraft {
@@ -31,56 +30,31 @@ struct Grid {
   std::vector<float> numbers;  // (count, columns)
 };
 
-template <int Levels, std::size_t Count>
-Grid make_grid(const GridForm& form, const std::uint16_t (&points)[Count], const std::uint8_t (&levels)[Levels], float shift) {
-  Grid grid{form, static_cast<int>(Count), Levels, 1, {}, {}, {}, {}};
-  for (int i = 0; i < Levels; ++i) grid.level[i] = static_cast<float>(levels[i]) + shift;
-  for (int k = 0; k < form.columns / 2; ++k) grid.halves *= Levels;
-  constexpr int kBits = Levels == 3 ? 2 : 3;
-  for (const unsigned point : points) {
-    int half[2] = {};
-    for (int k = form.columns - 1; k >= 0; --k) {
-      int& number = half[2 * k / form.columns];
-      number = number * Levels + static_cast<int>(point >> kBits * k & ((1 << kBits) - 1));
-    }
-    for (int k = 0; k < form.columns; ++k) grid.numbers.push_back(grid.level[point >> kBits * k & ((1 << kBits) - 1)]);
-    grid.first.push_back(static_cast<std::uint8_t>(half[0]));
-    grid.second.push_back(static_cast<std::uint8_t>(half[1]));
-  }
-  return grid;
-}
-
-template <class Coded, class = void>
-constexpr bool kIsSearched = false;
-template <class Coded>
-constexpr bool kIsSearched<Coded, std::void_t<decltype(Coded::kSearch)>> = true;
-
-// Calls `use` with the format of a type, whose grid is searched.
-template <class Use, class... Formats>
-void with_format(WeightType type, const Use& use, FormatList<Formats...>) {
-  const std::string name = name_of(type);
-  bool found = false;
-  const auto offer = [&](auto format) {
-    using Coded = decltype(format);
-    if constexpr (kIsSearched<Coded>) {
-      if (name != Coded::kName) return;
-      use(format);
-      found = true;
-    }
-  };
-  (offer(Formats()), ...);
-  if (!found) throw std::invalid_argument("weight type '" + name + "' has no grid");
+// Throws std::invalid_argument where numbers are not quantised to a grid of this type.
+const GridTable& table_of(WeightType type) {
+  if (!is_coded(type) || coded_format(type).grid.search == nullptr)
+    throw std::invalid_argument("weight type '" + std::string(name_of(type)) + "' has no grid");
+  return coded_format(type).grid;
 }
 
 Grid grid_of(WeightType type, float shift) {
-  Grid grid{};
-  with_format(
-      type,
-      [&](auto format) {
-        using Coded = decltype(format);
-        grid = make_grid(Coded::kSearch, Coded::kPoints, Coded::kLevels, shift);
-      },
-      CodedFormats());
+  const GridTable& table = table_of(type);
+  const GridForm& form = *table.search;
+  Grid grid{form, table.count, table.level_count, 1, {}, {}, {}, {}};
+  for (int i = 0; i < grid.levels; ++i) grid.level[i] = static_cast<float>(table.levels[i]) + shift;
+  for (int k = 0; k < form.columns / 2; ++k) grid.halves *= grid.levels;
+  const int bits = grid.levels == 3 ? 2 : 3;
+  for (int i = 0; i < grid.count; ++i) {
+    const auto digit = [&](int column) { return table.points[i] >> bits * column & ((1 << bits) - 1); };
+    int half[2] = {};
+    for (int k = form.columns - 1; k >= 0; --k) {
+      int& number = half[2 * k / form.columns];
+      number = number * grid.levels + digit(k);
+    }
+    for (int k = 0; k < form.columns; ++k) grid.numbers.push_back(grid.level[digit(k)]);
+    grid.first.push_back(static_cast<std::uint8_t>(half[0]));
+    grid.second.push_back(static_cast<std::uint8_t>(half[1]));
+  }
   return grid;
 }
 
@@ -97,7 +71,7 @@ struct Tables {
 
 // The cost of a number g in a column is its error over the squared scale, without what does not depend on g: w g^2 - 2 w x g / scale.
 template <bool Turned>
-MOEGRAFT_INLINE void fill_tables(const Grid& grid, const Block& block, Tables& tables) {
+inline __attribute__((always_inline)) void fill_tables(const Grid& grid, const Block& block, Tables& tables) {
   const int columns = grid.form.columns / 2;
   for (int half = 0; half < 2; ++half) {
     Floats *plain = tables.plain[half], *turned = tables.turned[half];
@@ -128,7 +102,7 @@ struct Nearest {
 };
 
 template <bool Turned>
-MOEGRAFT_INLINE void find_nearest(const Grid& grid, const Tables& tables, Nearest& found) {
+inline __attribute__((always_inline)) void find_nearest(const Grid& grid, const Tables& tables, Nearest& found) {
   Floats least = Floats{} + kInfinity;
   Ints point = {}, number = {};
   const std::uint8_t *first = grid.first.data(), *second = grid.second.data();
@@ -152,7 +126,7 @@ struct Range {
   std::int64_t first, end;
 };
 
-MOEGRAFT_INLINE void search(const Grid& grid, const GridGroups& groups, const GridChoice& choice, Range range) {
+inline __attribute__((always_inline)) void search(const Grid& grid, const GridGroups& groups, const GridChoice& choice, Range range) {
   const int columns = grid.form.columns, of_group = grid.form.group / columns, of_octet = kMostColumns / columns;
   Block block;
   Tables tables;
@@ -237,11 +211,7 @@ Search fastest_search() {
 
 }  // namespace
 
-GridForm grid_form(WeightType type) {
-  GridForm form{};
-  with_format(type, [&](auto format) { form = decltype(format)::kSearch; }, CodedFormats());
-  return form;
-}
+GridForm grid_form(WeightType type) { return *table_of(type).search; }
 
 void search_grid(WeightType type, float shift, const GridGroups& groups, const GridChoice& choice, int threads) {
   const Grid grid = grid_of(type, shift);

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/coded_formats.h"
+#include "formats/format_list.h"
 
 namespace moegraft {
 

@@ -41,7 +41,7 @@ void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   scratch_ = scratch;
   int segment_tokens = batch.tokens;
   if (kernels_.matrix.serves(format_, batch.tokens)) {
-    const int part_bytes = part_groups_ * words_per_group(kernels_.matrix.records_of(format_)) * 4, tile = kernels_.matrix.tile_tokens;
+    const int part_bytes = part_groups_ * group_words(kernels_.matrix.records_of(format_)) * 4, tile = kernels_.matrix.tile_tokens;
     segment_tokens = std::max(1, static_cast<int>(kernels_.matrix.segment_bytes) / part_bytes / tile) * tile;
   }
   segments_ = Tiling(batch.tokens, segment_tokens);

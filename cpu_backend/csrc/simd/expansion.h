@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "formats/coded_formats.h"
 #include "simd/avx512_traits.h"
 #include "simd/kernels.h"
 #include "simd/vector_tiles.h"

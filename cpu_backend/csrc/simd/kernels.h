@@ -17,42 +17,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 #include "core/types.h"
 #include "experts/block_layout.h"
+#include "formats/format_list.h"
 
 namespace moegraft {
-
-// A weight type together with the arithmetic of its products: the weight types, and bfloat16 with products of bfloat16.
-enum class Format : int { kFloat32, kFloat16, kBFloat16, kInt8, kInt4, kBFloat16Dot = kWeightTypes };
-constexpr int kFormats = kWeightTypes + 1;
-
-constexpr bool is_coded(Format format) { return format != Format::kBFloat16Dot && is_coded(static_cast<WeightType>(format)); }
-// Whether activations are rounded to codes.
-constexpr bool has_codes(Format format) { return is_coded(format) && !coded_format(static_cast<WeightType>(format)).float8; }
-constexpr int first_code_word(Format format) { return 1 + coded_format(static_cast<WeightType>(format)).parts; }
-constexpr int words_per_group(Format format) {
-  return format == Format::kBFloat16Dot ? kGroup / 2 : has_codes(format) ? first_code_word(format) + kGroup / 4 : kGroup;
-}
-constexpr WeightType weights_of(Format format) {
-  return format == Format::kBFloat16Dot ? WeightType::kBFloat16 : static_cast<WeightType>(format);
-}
-
-// bfloat16 weights and activations multiply in bfloat16; all other pairs multiply in float or, with coded weights, in integers.
-constexpr Format format_of(WeightType weights, ActivationType activations) {
-  const bool both = weights == WeightType::kBFloat16 && activations == ActivationType::kBFloat16;
-  return both ? Format::kBFloat16Dot : static_cast<Format>(weights);
-}
-
-namespace {
-// The description of a coded format.
-template <Format Kind>
-using CodedOf = typename FormatAt<static_cast<int>(Kind) - kFirstCoded, CodedFormats>::Type;
-// For tables: entry i is that of static_cast<Format>(kFirstCoded + i).
-using CodedIndexes = std::make_integer_sequence<int, kCodedFormats>;
-constexpr Format coded(int index) { return static_cast<Format>(kFirstCoded + index); }
-}  // namespace
 
 struct TileArgs {
   const std::byte* block;  // one block of 32 rows

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "formats/coded_formats.h"
 #include "simd/kernels.h"
 #include "simd/neon_traits.h"
 

@@ -10,6 +10,7 @@
 #include "core/float_conversion.h"
 #include "core/types.h"
 #include "experts/block_layout.h"
+#include "formats/coded_formats.h"
 #include "simd/elementwise.h"
 #include "simd/kernels.h"
 

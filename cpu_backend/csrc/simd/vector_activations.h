@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/float_conversion.h"
+#include "formats/coded_formats.h"
 #include "simd/kernels.h"
 
 namespace moegraft {

@@ -10,6 +10,7 @@
 
 #include <type_traits>
 
+#include "formats/coded_formats.h"
 #include "simd/elementwise.h"
 #include "simd/kernels.h"
 #include "simd/vector_activations.h"

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "formats/coded_formats.h"
 #include "simd/kernels.h"
 #include "simd/vector_tiles.h"
 

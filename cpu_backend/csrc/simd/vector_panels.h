@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "formats/coded_formats.h"
 #include "simd/kernels.h"
 #include "simd/vector_tiles.h"
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "formats/coded_formats.h"
 #include "simd/kernels.h"
 
 namespace moegraft {

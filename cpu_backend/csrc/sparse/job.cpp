@@ -138,9 +138,9 @@ SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, Activ
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       chunks_(chunks_of(experts.shape().hidden)),
-      hidden_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(format_)),
-      matrix_words_(static_cast<std::size_t>(hidden_groups_) * words_per_group(kernels.matrix.records_of(format_))),
-      lane_words_(static_cast<std::size_t>(chunks_) * kLanes * words_per_group(format_)),
+      hidden_words_(static_cast<std::size_t>(hidden_groups_) * group_words(format_)),
+      matrix_words_(static_cast<std::size_t>(hidden_groups_) * group_words(kernels.matrix.records_of(format_))),
+      lane_words_(static_cast<std::size_t>(chunks_) * kLanes * group_words(format_)),
       scale_bytes_(row_scale_bytes(type_, experts.shape().hidden)),
       chunk_bytes_(static_cast<std::size_t>(lines_per_chunk(type_)) * static_cast<std::size_t>(line_bytes(type_))) {}
 
@@ -265,13 +265,13 @@ void SparseJob::encode_token(int token, Worker& mine) {
                  hidden);
   std::memset(mine.values + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
   auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-  kernels_.encode[static_cast<int>(format_)](mine.values, hidden_groups_, record, static_cast<std::size_t>(words_per_group(format_)));
+  kernels_.encode[static_cast<int>(format_)](mine.values, hidden_groups_, record, static_cast<std::size_t>(group_words(format_)));
   transpose_to_lanes(record, hidden_groups_, format_, lanes_of(token));
   if (!by_matrix_) return;
   const Format format = kernels_.matrix.records_of(format_);
   auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(batch_.tokens) * hidden_words_;
   kernels_.encode[static_cast<int>(format)](mine.values, hidden_groups_, records + static_cast<std::size_t>(token) * matrix_words_,
-                                            static_cast<std::size_t>(words_per_group(format)));
+                                            static_cast<std::size_t>(group_words(format)));
 }
 
 // The neurons phase computes the gate for all tokens, then up for the active neurons. Up is computed one unit later, when its rows have
