@@ -77,6 +77,7 @@ class _Rows:
     Attributes:
         bytes: the buffer as (bytes,) uint8.
         view: what the cache holds, `length` tokens from `start`.
+        form: what the latest program expects of it, to which it was compared.
         anchor: `start` before the first token, which is constant while the cache only grows: a window that is full (`moves`) moves on with
             each token.
     """
@@ -84,7 +85,7 @@ class _Rows:
     def __init__(self, buffer: torch.Tensor, length: int, each: CacheTensor, held: int) -> None:
         self.buffer = buffer
         self.bytes = storage_bytes(buffer)
-        self.dim, self.moves = each.dim, each.start_slope > 0
+        self.dim, self.moves, self.form = each.dim, each.start_slope > 0, each
         self.start, self.length = 0, length
         self.anchor = -held if self.moves else 0
         self.view = buffer.narrow(self.dim, 0, length)
@@ -178,7 +179,11 @@ class CacheBuffers:
             ):
                 each.require_form(held, length)
                 moved.append((each, held))
-            elif rows.moves and rows.start - held_tokens != rows.anchor:
+                continue
+            if rows.form is not each:  # another program, perhaps of another model
+                each.require_form(held, length)
+                rows.form = each
+            if rows.moves and rows.start - held_tokens != rows.anchor:
                 rows.anchor = rows.start - held_tokens
                 self.version += 1
         if not moved:

@@ -36,7 +36,7 @@ from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, buf
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.paged_cache import PagedCache
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.structure import is_library
@@ -223,10 +223,15 @@ class StepReplay:
         continuation.done += done
         self._count(program, started_ns, continuation.position - 1, done)
 
-    def continued(self, steps: int) -> None:
-        """Note the steps of a continuation that is over."""
+    @property
+    def draft_settings(self) -> DraftSettings | None:
+        """The settings of the draft that the calling thread draws, if it does."""
+        return self._draft.settings
+
+    def continued(self, tokens: int) -> None:
+        """Note tokens that continuations have fed."""
         if self._sparse is not None:
-            self._sparse.begin(steps)
+            self._sparse.begin(tokens)
 
     def release(self) -> None:
         """Free the programs, which are recorded again where steps follow."""
@@ -514,7 +519,8 @@ class Continuation:
     """Steps of one token of each sequence, each after the other, in the program of the step before them.
 
     A decoding loop does nothing else to the cache between two of them: neither the arguments nor the model are looked at again, and the
-    cache receives the tokens by `close` alone. A forward pass of another thread may end a continuation at any time.
+    cache receives the tokens by `close` alone. A forward pass of another thread may end a continuation at any time, and so does a draft,
+    or its end, as fewer experts run in it.
     """
 
     def __init__(self, replay: StepReplay, program: StepProgram, cache: Cache, buffers: CacheBuffers, first: int, count: int) -> None:
@@ -524,6 +530,7 @@ class Continuation:
         self.buffers = buffers
         self._first, self._count = first, count
         self.done = 0  # steps
+        self._draft_settings = replay.draft_settings
         self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
         self._logits_tensor = torch.from_numpy(self._logits)
 
@@ -573,7 +580,13 @@ class Continuation:
 
     def _is_over(self) -> bool:
         """Whether a forward pass is needed: at the end, and while another thread computes a step, which nothing waits for."""
-        return self.left < 1 or self._replay.lock.locked() or torch._C._len_torch_dispatch_stack() > 0
+        replay = self._replay
+        return (
+            self.left < 1
+            or replay.lock.locked()
+            or replay.draft_settings is not self._draft_settings
+            or torch._C._len_torch_dispatch_stack() > 0
+        )
 
     def close(self) -> None:
         """Let the cache have the tokens."""

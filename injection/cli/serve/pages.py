@@ -142,12 +142,13 @@ class SequencePool:
     def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each sequence; return the logits of the next ones, (B, V) float32."""
         continuation, self._continuation = self._continuation, None
-        if continuation is not None and self._stepped == list(sequences):
+        if self._steps is not None and continuation is not None and self._stepped == list(sequences):
             self._begin(sequences, 1)
             continued: torch.Tensor | None = continuation.step(tokens) if continuation.position == self._cache.longest else None
             if continued is not None:
                 self._cache.finish()
                 self._continuation = continuation
+                self._steps.continued(len(tokens))
                 return continued.clone()
         logits = self.forward(sequences, [[token] for token in tokens])[:, -1].float()
         if self._steps is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, open_pool
+from moegraft.operators.draft import DraftSettings
+from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.paged_cache import PAGE_TOKENS, PagedSequence
+from moegraft.operators.sparsity import WINDOW_TOKENS
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")  # of which two have sliding windows, and one a latent cache
 LENGTHS = [3, 40, 17, 9, 64, 25, 1, 33]
@@ -24,6 +28,13 @@ rules:
 - id: stock attention
   match: {kind: attention, layers: "1"}
   replace: {class: default}
+"""
+SPARSE = """
+version: 1
+extends: cpu-exact
+rules:
+- match: {kind: experts}
+  replace: {class: hybrid_experts, kwargs: {weights: stored, sparsity: {target: 0, scope: routed}}}
 """
 Models = Callable[[str, str], PreTrainedModel]
 
@@ -292,3 +303,43 @@ def test_cropped_sequences_grow_into_other_pages(qwen: PreTrainedModel) -> None:
         found = [pool.step([sequence], one[-1:]) for sequence, one in zip((first, second), ids, strict=True)]
     for one, logits in zip(ids, found, strict=True):
         assert_close(logits, expected(qwen, one, PAGE_TOKENS + 1))
+
+
+def test_a_draft_after_native_steps_has_its_own_experts(models: Models) -> None:
+    """The steps before it are those of the full model, which the draft does not go on with."""
+    model = models("qwen3_moe", "native")
+    pool = opened(model)
+    sequence = begun(pool, prompt(10)[0].tolist())
+    drafting = model.moegraft.context.draft_switch.drafting
+    with torch.inference_mode():
+        for token in range(12):
+            pool.step([sequence], [token])
+        with drafting(DraftSettings(1)):
+            found = pool.step([sequence], [50])
+        pool.crop(sequence, sequence.tokens - 1)
+        with drafting(DraftSettings(1)):
+            wanted = pool.forward([sequence], [[50]])[:, -1]
+        pool.crop(sequence, sequence.tokens - 1)
+        full = pool.forward([sequence], [[50]])[:, -1]
+    assert_close(found, wanted)
+    assert float((full - wanted).abs().max()) > 100 * CLOSE * float(wanted.abs().max())
+
+
+def test_drift_of_sparsity_is_reported_in_steps_of_several_sequences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rules = tmp_path / "sparse.yaml"
+    rules.write_text(SPARSE)
+    stock = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    model = optimize_and_load(stock, rules, progress=False, threads=1)
+    pool = opened(model)
+    sequences = [begun(pool, prompt(10, seed=seed)[0].tolist(), 90) for seed in range(2)]
+    with torch.inference_mode():
+        for _ in range(12):  # makes the program, whose steps then follow each other
+            pool.step(sequences, [1, 2])
+    assert not caplog.messages
+    for layer in (module.sparsity for module in model.modules() if isinstance(module, HybridExperts)):
+        layer.set_threshold(layer.threshold, 0.999)
+        layer._window_tokens = WINDOW_TOKENS - 20
+    with torch.inference_mode():
+        for _ in range(12):
+            pool.step(sequences, [1, 2])
+    assert any("routed neurons are left out" in message for message in caplog.messages)

@@ -690,6 +690,18 @@ def test_two_models_in_turn_and_in_threads() -> None:
         assert found[index] == [expected[index]] * 3
 
 
+def test_a_cache_of_a_model_in_another_dtype_is_refused_as_by_transformers(qwen: PreTrainedModel) -> None:
+    """Few new tokens, which no prompt's pass stands before: both models have programs for their steps."""
+    other = new_model("qwen3_moe", "cpu", torch.bfloat16)
+    for model in (qwen, other):
+        own(model)
+    cache = new_cache(qwen)
+    text = own(qwen, past_key_values=cache, max_new_tokens=30)
+    assert replayed(qwen)
+    with pytest.raises(RuntimeError, match="dtype"):
+        own(other, text, past_key_values=cache, max_new_tokens=30)
+
+
 def test_caches_are_freed(qwen: PreTrainedModel) -> None:
     for arguments in ({}, SAMPLED):
         result = own(qwen, return_dict_in_generate=True, **arguments)
