@@ -136,9 +136,7 @@ def _step_replay(plan: Plan, context: InjectionContext) -> tuple[StepReplay | No
         from moegraft.operators.decode.captured import CapturedSteps
 
         return None, CapturedSteps(engines, context.draft_switch) if engines.captures else None
-    # An operator of the model's own may use caches that are not replayed; other caches are.
-    replacing = [swap for swap in plan.swaps if swap.operator_type.kind != "model"]
-    if "runtime" not in vars(context) or not all(swap.traits.replays_steps for swap in replacing):
+    if "runtime" not in vars(context) or not all(swap.traits.replays_steps for swap in plan.swaps):
         return None, None
     from moegraft.operators.decode.replay import StepReplay
 

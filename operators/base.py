@@ -56,7 +56,7 @@ class Traits:
 
     Attributes:
         identity: the options that change the model's output; a model with other ones does not reuse stored keys and values.
-        devices: the GPUs that are asked for, such as `auto` or `cuda:1`; empty for the CPU and for emulated devices.
+        devices: the GPUs that are asked for, such as `auto` or `cuda:1`; empty for the CPU.
         slots: how experts in host memory share slots on GPUs; None where they use no GPU.
         sparsity: which neurons of experts are left out; None where all are computed. It is the option `sparsity`.
         draft_sparsity: the share of neurons that drafts leave out; None where drafts leave out no more than other steps.

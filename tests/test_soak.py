@@ -248,14 +248,14 @@ def test_interrupted_steps(long: bool) -> None:
     """Ctrl-C at each point of what replays steps, from the recording of the first to their replay, has no lasting effect."""
     name, rules = MODELS[0]
     ids = prompt(7)
-    place = ("/steps.py", None if long else "forward")  # where a step begins and ends
+    place = ("/decode/replay.py", None if long else "forward")  # where a step begins and ends
     every = Points(None, *place)
     model = injected(build_model(case_of(name)), rules)
     expected = generated(model, ids)
     stopped(lambda: generated(model, ids), every)
     for at in range(1, (every.count if long else 8) + 1):
         points = Points(at, *place)
-        stopped(lambda points=points: generated(model, ids), points)  # type: ignore[misc]
+        assert stopped(lambda points=points: generated(model, ids), points), at  # type: ignore[misc]
         before = replayed(model)
         assert generated(model, ids) == expected and replayed(model) > before, at
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from moegraft.injection import build_meta_model, graft, grafting, load, optimize
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.planning import Plan
 from moegraft.operators import machine
+from moegraft.operators.base import ModelOperator, Traits
+from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.machine import Gpu, Machine
+from moegraft.operators.registry import load_registry
 
 IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
 
@@ -101,6 +106,42 @@ def test_the_steps_are_functions_of_the_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedOptions:
+    replays: bool
+
+
+class Watched(ModelOperator):
+    """An operator of another package, which may have to see each module compute."""
+
+    name, options_type, summary = "watched", WatchedOptions, "generates as the stock model does"
+
+    @classmethod
+    def traits(cls, options: WatchedOptions) -> Traits:
+        return Traits("", replays_steps=options.replays)
+
+    @classmethod
+    def build(cls, module: torch.nn.Module, options: WatchedOptions, context: InjectionContext) -> Self:
+        return cls(options)
+
+    def placement(self) -> str:
+        return "steps: watched"
+
+    def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_an_operator_of_the_model_decides_whether_steps_are_replayed(replays: bool, stock: PreTrainedModel, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    options = f"{{class: watched, kwargs: {{replays: {str(replays).lower()}}}}}"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {{match: {{kind: model}}, replace: {options}}}\n")
+    registry = load_registry().with_operators(Watched)
+    model = optimize_and_load(copy.deepcopy(stock), rules, registry=registry, threads=1, progress=False)
+    model.generate(IDS, max_new_tokens=12, do_sample=False)
+    assert (model.moegraft.statistics()["decode_steps"] != {}) == replays
 
 
 def test_a_model_in_memory_is_unchanged_before_load(stock: PreTrainedModel) -> None:
