@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from moegraft.operators.errors import UnsupportedModelError
 
@@ -118,7 +118,8 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     Raises:
         UnsupportedModelError: the model makes another cache in its first forward pass.
     """
-    if isinstance(model, GenerationMixin) and not model._supports_default_dynamic_cache():
+    has_default: Any = getattr(type(model), "_supports_default_dynamic_cache", None)  # only generating classes have it
+    if has_default is not None and not has_default():
         raise UnsupportedModelError(
             f"{type(model).__name__} makes a cache of its own in its first forward pass: pass no cache to that one, and the cache that it "
             "returns as past_key_values to later ones"
