@@ -333,6 +333,9 @@ def new_cache(model: PreTrainedModel) -> Any:
     """Return an empty key-value cache of the kind that the model's `generate` creates, for several calls of one conversation.
 
     Decode steps are replayed over it, which they are not over a cache that the caller has made.
+
+    Raises:
+        UnsupportedModelError: only the model itself can make its cache, in a forward pass.
     """
     injection = injection_of(model)
     operator = None if injection is None else injection.model_operator

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from moegraft.operators.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from moegraft.operators.decode.native.fit import CacheTensor
 
@@ -111,7 +113,17 @@ class _Rows:
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Return an empty cache of moegraft's own, for a model whose `generate` would create transformers' `DynamicCache`."""
+    """Return an empty cache of moegraft's own, for a model whose `generate` would create transformers' `DynamicCache`.
+
+    Raises:
+        UnsupportedModelError: the model makes another cache in its first forward pass.
+    """
+    has_default: Any = getattr(type(model), "_supports_default_dynamic_cache", None)  # only generating classes have it
+    if has_default is not None and not has_default():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} makes a cache of its own in its first forward pass: pass no cache to that one, and the cache that it "
+            "returns as past_key_values to later ones"
+        )
     return own(DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 

@@ -35,6 +35,7 @@ from moegraft.operators.decode.native.lower import Lowering, Node
 from moegraft.operators.decode.native.program import NativeStep
 from moegraft.operators.decode.replay import StepReplay
 from moegraft.operators.draft import DraftSettings
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.speculative.rollback import CacheMark
 from moegraft.operators.speculative.schedule import FixedSchedule
@@ -456,6 +457,18 @@ def test_states_that_are_replaced(models: Callable[[str], PreTrainedModel]) -> N
                     states[key] = 0.5 * state if step == 6 else state.mT.contiguous().mT
 
     assert_equal_steps(model, prompt(30), [7, *[1] * 20], between=at((6, 12), between), least=5)
+
+
+def test_a_model_that_makes_its_cache_itself(models: Callable[[str], PreTrainedModel]) -> None:
+    """As MiniMax, which refuses any other; a text goes on with the cache that it returned."""
+    model: Any = models("minimax")
+    with pytest.raises(UnsupportedModelError, match="MiniMaxForCausalLM makes a cache of its own"):
+        new_cache(model)
+    whole = model.generate(prompt(9), max_new_tokens=20, do_sample=False)
+    begun = model.generate(prompt(9), max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    ids, cache = begun.sequences, begun.past_key_values
+    rest = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert rest.tolist() == whole.tolist()
 
 
 def test_states_that_the_model_replaces_in_each_step(models: Callable[[str], PreTrainedModel]) -> None:
