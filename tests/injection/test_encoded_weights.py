@@ -12,9 +12,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.rules import RuleErrors
-from moegraft.operators.block_encoding import ENCODED
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.weight_formats import FORMATS, WEIGHT_TYPES
+from moegraft.operators.weight_formats import ENCODED, FORMATS, WEIGHT_TYPES
 
 EXPERTS = 5
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_experts": EXPERTS, "num_experts_per_tok": 2, "num_hidden_layers": 1}
