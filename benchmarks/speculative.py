@@ -38,10 +38,10 @@ from support import emulated  # noqa: F401  the device that rules name
 from transformers import AutoConfig, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
+from moegraft.operators.decode.schedule import Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.gpu_layer import GpuLayer
-from moegraft.operators.speculative.schedule import Round
 
 MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256

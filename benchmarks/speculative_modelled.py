@@ -37,10 +37,10 @@ from harness.routing import MODELS, ModelShape, synthetic_trace
 from harness.simulation import Simulation, System, rest_layer_ms
 from support.virtual_device import PROFILES
 
+from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 LOAD_ON_DEMAND = System("load_on_demand", "on_demand", CacheOptions(policy="lru"), NO_PREFETCH)

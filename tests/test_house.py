@@ -16,19 +16,20 @@ MAY_IMPORT = {
     "operators/offload": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
     "operators/sparse": {"operators/sparse", "operators/kernels", *ROOT_PARTS},
     "operators/kernels": {"operators/kernels", *ROOT_PARTS},
-    "operators/cpu_ops": {"operators/cpu_ops", *ROOT_PARTS},
+    "operators/cpu_ops": {"operators/cpu_ops", "operators/decode", *ROOT_PARTS},
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
-    "operators/speculative": {"operators/speculative", *ROOT_PARTS},
+    "operators/decode": {"operators/decode", "operators/offload", *ROOT_PARTS},
+    "operators/speculative": {"operators/speculative", "operators/decode", *ROOT_PARTS},
     "operators/kv_cache": ROOT_PARTS,
     # The one object a model whose members its operators share; each is imported when an operator first asks for it.
-    "operators/context": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators/context": {"operators/decode", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
     "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},
     # Rule files know the interface of operators, and programs what `model.moegraft` offers.
     "injection/rules": {"injection/rules", "operators", "rules"},
     # What is particular to an operator is asked of the `Operator` interface.
-    "injection": {"injection", "injection/rules", "operators", "operators/context", "rules"},
+    "injection": {"injection", "injection/rules", "operators", "operators/context", "operators/decode", "rules"},
 }
 
 
@@ -47,7 +48,7 @@ def imported_modules(file: Path) -> list[str]:
     return [name for name in found if name.split(".")[0] == "moegraft"]
 
 
-# What injection may know of operators: their interface, and what several of them share. No particular operator, engine or draft.
+# What injection may know of operators: their interface, what several of them share, and decoding. No particular operator, engine or draft.
 INTERFACE = {
     "activations",
     "atomic_file",
@@ -55,6 +56,12 @@ INTERFACE = {
     "block_encoding",
     "cache_form",
     "context",
+    "decode.cache",
+    "decode.captured",
+    "decode.loop",
+    "decode.native.record",
+    "decode.pages",
+    "decode.replay",
     "draft",
     "errors",
     "estimates",
@@ -62,7 +69,6 @@ INTERFACE = {
     "experts_layer",
     "layout",
     "machine",
-    "paged_cache",
     "reference",
     "registry",
     "routing_trace",
@@ -158,6 +164,8 @@ TRACED = """
 import sys
 from pathlib import Path
 
+sys.path.insert(0, sys.argv[2])
+import support.emulated
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moegraft.injection import optimize_and_load
@@ -186,7 +194,7 @@ for file, line in functions:
 
 def traced(rules: Path) -> list[tuple[str, int]]:
     """Return the functions of ours that loading a small model and its first forward pass call, by file and line, in order."""
-    done = subprocess.run([sys.executable, "-c", TRACED, str(rules)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", TRACED, str(rules), str(ROOT / "tests")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     calls = [line.rpartition(" ") for line in done.stdout.splitlines()]
     return [(Path(file).relative_to(ROOT).as_posix(), int(line)) for file, _, line in calls]

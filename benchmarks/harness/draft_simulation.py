@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from harness.record import read_rows
 from harness.routing import PREDICTION_NOISE, SPREAD, ModelShape
 from harness.simulation import Simulation, _Counted, rest_layer_ms
+from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
-from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
 
 Experts = Literal["any", "resident"]
 NOISES = np.linspace(0.0, 1.2, 13)

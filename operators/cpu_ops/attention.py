@@ -25,7 +25,7 @@ from moegraft.operators.cpu import ELEMENT_CODES, as_array
 from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NoOptions, NotRecognisedError, answered, probe
 from moegraft.operators.cpu_ops.latent import EXPAND, FEW_QUERIES, Expansion, LatentStates, projection
 from moegraft.operators.custom_ops import attention, needs_gradient, register
-from moegraft.operators.paged_cache import PAGE_TOKENS, PagedLayer, UnreadPagesError
+from moegraft.operators.decode.pages import PAGE_TOKENS, PagedLayer, UnreadPagesError
 from moegraft.operators.structure import source_of
 
 logger = logging.getLogger(__name__)

@@ -32,11 +32,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
-from moegraft.operators.speculative.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
+from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
 
 if TYPE_CHECKING:
+    from moegraft.operators.decode.drafts import Drafting
     from moegraft.operators.decode.replay import Continuation, StepReplay
-    from moegraft.operators.speculative.decoding import Drafting
 
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -36,8 +36,8 @@ from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, buf
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
+from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.paged_cache import PagedCache
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.structure import is_library
 from moegraft.operators.timeline import Timeline

@@ -16,10 +16,7 @@ from transformers import PreTrainedModel
 
 from moegraft.operators.base import ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.loop import generate
-from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
-from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.speculative.decoding import (
+from moegraft.operators.decode.drafts import (
     NGRAM,
     Drafter,
     Drafting,
@@ -29,9 +26,12 @@ from moegraft.operators.speculative.decoding import (
     continuation,
     no_trace,
 )
+from moegraft.operators.decode.loop import generate
+from moegraft.operators.decode.rollback import unsupported_model_reason
+from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
+from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.speculative.options import SpeculativeOptions
-from moegraft.operators.speculative.rollback import unsupported_model_reason
-from moegraft.operators.speculative.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
 from moegraft.operators.timeline import Timeline, round_spans
 
 logger = logging.getLogger(__name__)
@@ -168,12 +168,14 @@ class SpeculativeDraft(ModelOperator):
         if self.options.draft == "ngram":
             drafter = NgramDrafter()
         drafting = Drafting(
-            options=self.options,
+            max_draft=self.options.max_draft,
             drafter=drafter,
             schedule=self._schedule,
             statistics=self._statistics,
             switch=self._switch,
             warn_once=lambda reason: self.warn_once(f"decoding without drafts: {reason}"),
+            confidence=self.options.confidence,
+            tolerance=self.options.tolerance,
             clock=self.clock,
             trace=self.trace,
         )

@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, windows_of
 from moegraft.operators.machine import probe_machine
-from moegraft.operators.paged_cache import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, windows_of
 
 logger = logging.getLogger(__name__)
 IntArray = NDArray[np.int64]
@@ -57,7 +57,7 @@ class _Prefix:
 
 
 class SequencePool:
-    """The sequences of a model's forward passes, whose keys and values are in pages (paged_cache.py), and the prefix cache.
+    """The sequences of a model's forward passes, whose keys and values are in pages (decode/pages.py), and the prefix cache.
 
     A sequence is promised the pages of its greatest length when it begins, so that none runs out of memory. Prefixes have the pages that
     are left, up to a limit of their own; the least recently used is evicted first.

@@ -16,8 +16,8 @@ from moegraft.injection.cli.serve.pages import CacheMemory, SequencePool
 from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
 from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import APPENDABLE
+from moegraft.operators.decode.pages import PagedSequence
 from moegraft.operators.draft import BatchDrafts, DraftedRow
-from moegraft.operators.paged_cache import PagedSequence
 
 logger = logging.getLogger(__name__)
 # Options of a generation config that only `generate` applies, with the values that mean "off".

@@ -34,11 +34,11 @@ from moegraft.operators.decode.native.fit import Affine, Place
 from moegraft.operators.decode.native.lower import Lowering, Node
 from moegraft.operators.decode.native.program import NativeStep
 from moegraft.operators.decode.replay import StepReplay
+from moegraft.operators.decode.rollback import CacheMark
+from moegraft.operators.decode.schedule import FixedSchedule
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.speculative.rollback import CacheMark
-from moegraft.operators.speculative.schedule import FixedSchedule
 
 CLOSE = 1e-4  # relative, of logits in float32; states of recurrent layers carry roundings on
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")

@@ -14,11 +14,10 @@ from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, P
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 from moegraft.operators.decode import loop
+from moegraft.operators.decode.drafts import Drafting, ExpertsDrafter
 from moegraft.operators.decode.loop import DecodedSequence, Decoding
+from moegraft.operators.decode.schedule import FixedSchedule, Statistics
 from moegraft.operators.draft import DraftSettings
-from moegraft.operators.speculative.decoding import Drafting, ExpertsDrafter
-from moegraft.operators.speculative.options import SpeculativeOptions
-from moegraft.operators.speculative.schedule import FixedSchedule, Statistics
 
 FAMILIES = [
     "deepseek_v3",  # its router does not sort the chosen experts; one shared expert
@@ -153,7 +152,7 @@ def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> l
     monkeypatch.setattr(loop, "DecodedSequence", CachedSequence)
     operator = model.moegraft.model_operator
     drafting = Drafting(
-        options=SpeculativeOptions(max_draft=LENGTH - 1),
+        max_draft=LENGTH - 1,
         drafter=ExpertsDrafter(operator._switch, operator.options.settings, 0.0),
         schedule=FixedSchedule(LENGTH - 1),
         statistics=Statistics(),

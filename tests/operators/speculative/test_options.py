@@ -12,10 +12,10 @@ import torch
 from support.families import build_model, prompt, served_cases
 
 from moegraft.injection import optimize_and_load
+from moegraft.operators.decode.acceptance import Adaptive, DraftToken, Greedy, Sampling
+from moegraft.operators.decode.drafts import continuation
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
-from moegraft.operators.speculative.acceptance import Adaptive, DraftToken, Greedy, Sampling
-from moegraft.operators.speculative.decoding import continuation
 from moegraft.operators.speculative.options import SpeculativeOptions
 
 IDS = prompt(10)

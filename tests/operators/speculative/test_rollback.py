@@ -11,8 +11,8 @@ from support.families import build_config, build_model, prompt, served_cases
 from transformers import DynamicCache, StaticCache
 
 from moegraft.injection import optimize_and_load
+from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason, unsupported_model_reason
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason, unsupported_model_reason
 
 OLDEST = transformers.__version__.startswith("5.17")  # has other names for some kinds of layers
 WINDOW = 16  # of the tiny models with sliding layers

@@ -12,12 +12,11 @@ import torch
 from transformers import Cache, LogitsProcessorList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from moegraft.operators.decode.acceptance import AcceptanceRule, Adaptive, DraftToken
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
+from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason
+from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.speculative.acceptance import AcceptanceRule, Adaptive, DraftToken
-from moegraft.operators.speculative.options import SpeculativeOptions
-from moegraft.operators.speculative.rollback import CacheMark, longest_rewind, unsupported_cache_reason
-from moegraft.operators.speculative.schedule import DraftSchedule, Round, Statistics
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -42,12 +41,14 @@ class Drafting:
     draft token, or follows the last one where all were accepted.
     """
 
-    options: SpeculativeOptions
+    max_draft: int  # tokens
     drafter: Drafter
     schedule: DraftSchedule
     statistics: Statistics
     switch: DraftSwitch
     warn_once: Callable[[str], None]  # of the reason why a call is decoded without drafts
+    confidence: float = 0.0
+    tolerance: float = 0.0  # of the adaptive rule; 0: the lossless one
     clock: Callable[[], float] = time.perf_counter  # seconds
     trace: Trace = no_trace
     _longest: int = field(default=0, init=False)  # draft that can be removed from the cache
@@ -56,10 +57,7 @@ class Drafting:
         """Begin to extend a sequence whose prompt is computed; return the rule of its rounds."""
         self.schedule.begin()
         self._longest = self._longest_draft(sequence.cache, processors)
-        options = self.options
-        if options.mode == "lossless":
-            return lossless
-        return Adaptive(lossless, options.confidence, options.tolerance, self.statistics.add_lossy)
+        return Adaptive(lossless, self.confidence, self.tolerance, self.statistics.add_lossy) if self.tolerance else lossless
 
     def _longest_draft(self, cache: Cache | None, processors: LogitsProcessorList) -> int:
         """Return the longest draft that can be removed from the cache; 0, with a warning, where no draft can."""
@@ -69,7 +67,7 @@ class Drafting:
             self.warn_once(reason or "the model keeps no cache")
             return 0
         longest = longest_rewind(cache)
-        return self.options.max_draft if longest is None else max(0, longest - 1)  # verification feeds one more token
+        return self.max_draft if longest is None else max(0, longest - 1)  # verification feeds one more token
 
     def round(self, sequence: DecodedSequence, rule: AcceptanceRule) -> None:
         """Extend a sequence by one token or more, and learn from it."""
