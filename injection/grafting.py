@@ -132,7 +132,7 @@ def graft(
 def _step_replay(plan: Plan, context: InjectionContext) -> tuple[StepReplay | None, CapturedSteps | None]:
     """Return what replays decode steps as native programs, and what captures them on GPUs, where the model's operators allow it."""
     engines = context.gpu_engines_in_use
-    if engines is not None:
+    if engines is not None and engines.may_open:
         from moegraft.operators.decode.captured import CapturedSteps
 
         return None, CapturedSteps(engines, context.draft_switch) if engines.captures else None

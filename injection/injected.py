@@ -99,7 +99,7 @@ class Injection:
         context, operator = self.context, self.model_operator
         engines = context.gpu_engines_in_use
         with ExitStack() as stack:
-            if engines is not None:
+            if engines is not None and engines.may_open:
                 timelines = stack.enter_context(engines.timelines())
             elif "runtime" in vars(context):
                 timelines = [stack.enter_context(cpu_timeline(context.runtime, context.replay))]

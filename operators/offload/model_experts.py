@@ -94,6 +94,11 @@ class ModelEngines:
         return [layer for layer in (each() for each in self._layers) if layer is not None]
 
     @property
+    def may_open(self) -> bool:
+        """Whether an engine may open: where all rules name CUDA devices and this machine has none, all experts run on the CPU."""
+        return why_no_cuda() is None or not all(options.on_cuda for options in self.options)
+
+    @property
     def captures(self) -> bool:
         """Whether a rule lets whole decode steps be captured."""
         return any(options.captures for options in self.options)

@@ -124,6 +124,7 @@ def test_with_no_gpu_the_rules_mean_the_same_on_the_cpu(rules, caplog: pytest.Lo
     found, found_answer = outputs(model)
     assert found_answer == answer and (found - logits).abs().max() / logits.abs().max() < 1e-5
     assert not engines_of(model)
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] > 5  # type: ignore[index]
 
 
 def test_the_shipped_file_runs_here() -> None:
