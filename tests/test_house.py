@@ -186,15 +186,16 @@ model = optimize_and_load(model, sys.argv[1], registry=registry, progress=False)
 with torch.inference_mode():
     model(torch.arange(3)[None])
 sys.setprofile(None)
+ours = set(sys.argv[3:])
 for file, line in functions:
-    if "moegraft" in Path(file).parts:
+    if str(Path(file).resolve()) in ours:
         print(Path(file).resolve(), line)
 """
 
 
 def traced(rules: Path) -> list[tuple[str, int]]:
     """Return the functions of ours that loading a small model and its first forward pass call, by file and line, in order."""
-    done = subprocess.run([sys.executable, "-c", TRACED, str(rules), str(ROOT / "tests")], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", TRACED, str(rules), str(ROOT / "tests"), *map(str, SOURCES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     calls = [line.rpartition(" ") for line in done.stdout.splitlines()]
     return [(Path(file).relative_to(ROOT).as_posix(), int(line)) for file, _, line in calls]

@@ -7,6 +7,7 @@ from support import import_benchmark
 
 from moegraft.injection.demo import demo_path
 
+pytest.importorskip("matplotlib", reason="the benchmark draws its figures: pip install 'moegraft[bench]'")
 benchmark = import_benchmark("speculative")
 
 

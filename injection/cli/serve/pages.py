@@ -266,7 +266,9 @@ def _stock_steps(model: PreTrainedModel) -> tuple[DynamicCache, torch.Tensor]:
     with torch.inference_mode():
         for prompt in _probes(model):
             cache = new_cache(model)
-            output = call(input_ids=torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
+            call(input_ids=torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, use_cache=True)
+            # A step that returns no cache is not recorded: no other will be over this one.
+            output = call(input_ids=torch.tensor([prompt[-1:]], device=model.device), past_key_values=cache, use_cache=False)
             found.append(output.logits[0, -1].float())
     return cache, torch.stack(found)
 
