@@ -195,7 +195,9 @@ for file, line in functions:
 
 def traced(rules: Path) -> list[tuple[str, int]]:
     """Return the functions of ours that loading a small model and its first forward pass call, by file and line, in order."""
-    done = subprocess.run([sys.executable, "-c", TRACED, str(rules), str(ROOT / "tests"), *map(str, SOURCES)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED, str(rules), str(ROOT / "tests"), *map(str, SOURCES)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     calls = [line.rpartition(" ") for line in done.stdout.splitlines()]
     return [(Path(file).relative_to(ROOT).as_posix(), int(line)) for file, _, line in calls]
