@@ -431,7 +431,7 @@ void expect_close(const std::vector<float>& found, const std::vector<float>& exp
 void tiles_agree(const Kernels& kernels, Format format) {
   const int index = static_cast<int>(format);
   const WeightType type = weights_of(format);
-  const int cols = is_stored(type) ? 512 : 224, groups = cols / kGroup, words = words_per_group(format);
+  const int cols = is_stored(type) ? 512 : 224, groups = cols / kGroup, words = group_words(format);
   PackedLinear linear(kBlockRows, cols, type);
   const auto matrix = values(static_cast<std::size_t>(kBlockRows * cols), 11);
   if (is_stored(type)) linear.pack_blocks({random_blocks(type, kBlockRows, cols, 3).data(), kBlockRows, cols});
