@@ -95,10 +95,19 @@ void unpack_stored(HalfBlock source, float* rows_out, int rows, int cols, int fi
   }
 }
 
+template <class Coded, class = void>
+constexpr int kScaleNibblesOf = -1;
+template <class Coded>
+constexpr int kScaleNibblesOf<Coded, std::void_t<decltype(Coded::kScaleNibbles)>> = Coded::kScaleNibbles;
+
 // Replaces the scales in a file's block by small ones.
 template <class Coded>
 void make_small(std::uint8_t* block) {
   constexpr std::uint16_t kHalf = 0x0c00;  // 2^-12
+  if constexpr (kScaleNibblesOf<Coded> >= 0) {
+    std::uint8_t* high = block + kScaleNibblesOf<Coded> + 1;
+    for (int i = 0; i < 4; ++i) high[2 * i] = static_cast<std::uint8_t>((high[2 * i] & 15) | (kHalf >> 4 * i & 15) << 4);
+  }
   for (const Field& field : Coded::kHeader) {
     if (kIsFloat8<Coded> || (kRowsOfScale<Coded> > 1 && field.bytes == 1)) {
       std::memset(block + field.offset, 0x39, static_cast<std::size_t>(field.bytes));  // four of them are 0.00018

@@ -10,6 +10,8 @@
 //   kFloat8                true where codes are floats of 8 bits (E4M3), whose products are in float; absent elsewhere
 //   kScaleRows             rows that share their scales, of which each holds a part of the header; absent where it is 1
 //   kZen4Ahead             bytes by which a single tile prefetches ahead of its reads on EPYC Zen 4; absent where it is 8 KiB, or 4 of a grid
+//   kScaleNibbles          the offset of four 16-bit numbers whose highest bits, 4 of each, are the scale of the block, a float16; absent
+//                          elsewhere
 //   kTable                 unsigned codes by stored code, 16 of them; absent where stored codes are the codes
 //   kOffset                of unsigned codes where kMinimum is false
 //   kParts                 of a group, 1 or 2, each with a scale and minimum of its own

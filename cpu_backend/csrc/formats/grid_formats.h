@@ -216,6 +216,7 @@ struct Iq1M {
   static constexpr bool kGrid = true, kMinimum = false;
   static constexpr Field kHeader[] = {{48, 4}, {52, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}};
   static constexpr int kColumns = 256, kFileBytes = 56, kLowBits = 1, kHighBits = 0, kParts = 2, kOffset = 9;
+  static constexpr int kScaleNibbles = 48;
   static constexpr const auto& kBytes = Iq1S::kBytes;
   static constexpr int word_offset(int group, int) { return 4 * group; }
   static int number(const std::uint8_t* header, int index) { return header[2 * index] | header[2 * index + 1] << 8; }
