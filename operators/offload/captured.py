@@ -212,6 +212,7 @@ class StepGraph:
         with self._engine.exclusive():
             with self._engine.device.errors():
                 self._warm_up()
+                self._engine.device.synchronize()  # a capture that fails frees what the launches use
             self._graph = self._engine.device.capture(step)
 
     def _warm_up(self) -> None:
