@@ -245,7 +245,7 @@ class DecodedSequence:
         ends = [criterion.eos_token_id for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
         self.end_tokens: frozenset[int] = frozenset(token for tokens in ends for token in tokens.tolist())
         self._ends = sorted(self.end_tokens)
-        # Criteria take 30 us as tensors: they are called where they may end the text, which the two of nearly every call say beforehand.
+        # Criteria take 30 us as tensors: they are called where they may end the text, which is known in advance of the two usual ones.
         self._always = any(type(each) not in (MaxLengthCriteria, EosTokenCriteria) for each in stopping_criteria)
         limits = [
             min(each.max_length, 1 + (each.max_position_embeddings or sys.maxsize))

@@ -19,12 +19,12 @@ class Family:
 
     Attributes:
         architecture: its name there.
-        normalises: whether it divides the weights of a token's experts by their sum; None where the file says it.
+        normalises: whether it divides the weights of a token's experts by their sum; None where the file states it.
         pairs_rows: whether it rotates neighbouring rows of each head of queries and keys, and files have the rows in that order.
         is_latent: whether attention is to latents, with one key and value for all heads.
         gating: the function of the router's scores, where files describe the routing as DeepSeek's: after layers without experts.
         alternates: whether every other layer has a sliding window, from the first one on.
-        ignores_windows: whether it computes full attention whatever the config says.
+        ignores_windows: whether it computes full attention whatever the config sets.
         needs_equal_heads: whether it needs as many key-value heads as attention heads.
         expert_size: the config's name of the intermediate size of experts; files have none where the config has none.
         splits: its names of ways to split text, where they differ from those of other families.
