@@ -222,11 +222,7 @@ class StepProgram:
         self.counters = [array for array in found if array is not None]  # of neurons
         self.sized_by_values = self._lowering.sized_by_values
         self._logits = self._fitted.outputs["logits"]
-        self._bound: tuple[weakref.ref[CacheBuffers], int] | None = None  # the cache's buffers, and their version
-        self._bound_states: list[torch.Tensor] = []
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._bound_logits: torch.Tensor | None = None  # where they are at the same place in each step
-        self._checked = (0, -1)
+        self._binding: _Binding | None = None
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
         self._build(-(-max(1024, 2 * position) // self._period))
@@ -260,9 +256,6 @@ class StepProgram:
 
         return put_back
 
-    def _has_bound(self, states: Sequence[torch.Tensor]) -> bool:
-        return len(states) == len(self._bound_states) and all(map(operator.is_, states, self._bound_states))
-
     def run(self, cache: Cache, buffers: CacheBuffers, inputs: Mapping[str, torch.Tensor], position: int, *, advance: bool) -> Any:
         """Run the step that follows `position` tokens; return the model's outputs.
 
@@ -278,9 +271,9 @@ class StepProgram:
         tokens = inputs["input_ids"].shape[1]
         buffers.hold(cache, self._grown, tokens, position, held_tokens)
         buffers.take(cache, self.replaced)
-        bound = self.is_bound(buffers) and self._has_bound(self.states(cache))
-        if not bound or not self._checked[0] <= position <= self._checked[1]:
-            self._bind(cache, buffers, position, tokens)
+        binding = self._binding  # the end of another cache may clear the attribute at any time
+        if binding is None or not binding.holds(buffers, self.states(cache), position):
+            binding = self._bind(cache, buffers, position, tokens)
         for name, value in inputs.items():
             into = self._inputs[name]
             (into if into.numel() == value.numel() else into[: value.numel()]).copy_(value.reshape(-1))
@@ -288,14 +281,14 @@ class StepProgram:
         before_ns = native.native.kernel_ns
         for part in native.parts:
             if isinstance(part, PythonCall):
-                native.call(part, self._tensors, position, buffers.room)
+                native.call(part, binding.tensors, position, buffers.room)
             else:
                 native.native.run(position, *part)
         self.kernels_ns = native.native.kernel_ns - before_ns
         if advance:
             self.advance(cache, buffers, 1)
-        logits = self._bound_logits
-        logits = (native.view(self._logits, self._tensors, position, buffers.room) if logits is None else logits).clone()
+        logits = binding.logits
+        logits = (native.view(self._logits, binding.tensors, position, buffers.room) if logits is None else logits).clone()
         # As the type's own constructor does it, which takes 15 us to look its fields up again for each of them.
         outputs = self._output_type.__new__(self._output_type)
         vars(outputs).update(self._no_outputs)
@@ -324,11 +317,13 @@ class StepProgram:
         return batch.base, vocabulary.base
 
     def is_bound(self, buffers: CacheBuffers) -> bool:
-        return self._bound is not None and self._bound[0]() is buffers and self._bound[1] == buffers.version
+        binding = self._binding
+        return binding is not None and binding.buffers() is buffers and binding.version == buffers.version
 
     def steps_left(self, buffers: CacheBuffers, position: int) -> int:
         """Return how many steps of one token from `position` on fit the buffers, and were checked."""
-        return min(self._checked[1] - position, buffers.steps_left(1)) + 1
+        binding = self._binding
+        return 0 if binding is None else min(binding.checked[1] - position, buffers.steps_left(1)) + 1
 
     def add_spans(self, timeline: Timeline) -> None:
         """Add the kernels of the last step to the lane `CPU`."""
@@ -351,9 +346,10 @@ class StepProgram:
         inputs = dict(self._fitted.inputs)
         token = inputs.pop("input_ids")
         self.goes_on = self._native.set_loop(self._logits, token, list(inputs.values())) and not self.sized_by_values
-        self._bound = None
+        self._binding = None
 
-    def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> None:
+    def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> _Binding:
+        self._binding = None  # first: from here on the program has parts of both caches, and the end of the old one concerns it no more
         native, fitted = self._native, self._fitted
         tensors: dict[int, torch.Tensor] = {}
         origins: dict[int, int] = {}
@@ -384,19 +380,42 @@ class StepProgram:
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
         last = min(position + buffers.steps_left(tokens) // self._period, self._last_position)
         native.native.check(position, max(last, position), buffers.room)
-        self._tensors = tensors
-        self._bound_logits = native.view(self._logits, tensors, position, buffers.room) if native.stays(self._logits) else None
-        self._checked = position, last
-        self._bound_states = self.states(cache)
-        self._bound = weakref.ref(buffers, partial(_unbind, weakref.ref(self))), buffers.version
+        logits = native.view(self._logits, tensors, position, buffers.room) if native.stays(self._logits) else None
+        reference = weakref.ref(buffers, partial(_unbind, weakref.ref(self)))
+        self._binding = binding = _Binding(reference, buffers.version, tensors, self.states(cache), logits, (position, last))
+        return binding
 
 
-def _unbind(program: weakref.ref[StepProgram], buffers: object) -> None:
-    """Let a program go of the memory of a cache that is gone."""
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """The memory of one cache, which a program reads and writes.
+
+    Attributes:
+        version: of the buffers.
+        tensors: the bytes of each of the program's buffers.
+        states: those of the cache that a step changes in place.
+        logits: over the program's memory, where they are at the same place in each step.
+        checked: the first and the last position for which all places are within this memory.
+    """
+
+    buffers: weakref.ref[CacheBuffers]
+    version: int
+    tensors: Mapping[int, torch.Tensor]
+    states: Sequence[torch.Tensor]
+    logits: torch.Tensor | None
+    checked: tuple[int, int]
+
+    def holds(self, buffers: CacheBuffers, states: Sequence[torch.Tensor], position: int) -> bool:
+        same = self.buffers() is buffers and self.version == buffers.version and len(states) == len(self.states)
+        return same and all(map(operator.is_, states, self.states)) and self.checked[0] <= position <= self.checked[1]
+
+
+def _unbind(program: weakref.ref[StepProgram], buffers: weakref.ref[CacheBuffers]) -> None:
+    """Let a program go of the memory of a cache that is gone; any thread may do so, at any time."""
     bound = program()
-    if bound is not None:
-        bound._bound = bound._bound_logits = None
-        bound._bound_states, bound._tensors = [], {}
+    binding = None if bound is None else bound._binding
+    if bound is not None and binding is not None and binding.buffers is buffers:
+        bound._binding = None
 
 
 def _assign(lowering: Lowering, kept: Sequence[Place], last_position: int) -> tuple[dict[int, int], int]:

@@ -32,7 +32,7 @@ from transformers.generation.streamers import TextIteratorStreamer
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.operators.decode.native.fit import Affine, Place
 from moegraft.operators.decode.native.lower import Lowering, Node
-from moegraft.operators.decode.native.program import NativeStep
+from moegraft.operators.decode.native.program import NativeStep, StepProgram
 from moegraft.operators.decode.replay import StepReplay
 from moegraft.operators.decode.rollback import CacheMark
 from moegraft.operators.decode.schedule import FixedSchedule
@@ -275,6 +275,26 @@ def test_caches_in_turn(models: Callable[[str], PreTrainedModel]) -> None:
                 part.append(fed(model, ids[:, start + step :], [1], cache=cache))
         for part, wanted in zip(found, expected, strict=True):
             assert float(differences(torch.cat(part, 1), wanted).max()) <= CLOSE
+
+
+def test_a_cache_that_goes_while_a_program_takes_another(qwen: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another thread: what is freed is the old cache's memory, and not what the program has just bound."""
+    ids = prompt(14)
+    expected = fed(qwen, ids, [6, *[1] * 8])
+    old, new, states = [new_cache(qwen)], new_cache(qwen), StepProgram.states
+    fed(qwen, ids, [6, *[1] * 6], cache=new)
+    fed(qwen, ids, [6, *[1] * 6], cache=old[0])
+
+    def gone(program: StepProgram, cache: Any) -> list[torch.Tensor]:
+        found = states(program, cache)
+        if any("_bind" in frame.name for frame in traceback.extract_stack(limit=3)):
+            old.clear()
+        return found
+
+    monkeypatch.setattr(StepProgram, "states", gone)
+    before = replayed(qwen)
+    assert float(differences(fed(qwen, ids[:, 12:], [1, 1], cache=new), expected[:, 12:]).max()) <= CLOSE
+    assert not old and replayed(qwen) == before + 2
 
 
 def test_caches_that_come_and_go(qwen: PreTrainedModel) -> None:
