@@ -43,7 +43,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        """Return one piece on the CPU, contiguous or a strided view; valid until the next call.
+        """Return one piece on the CPU, contiguous or a strided view; valid until the next call of the same thread.
 
         Raises:
             CheckpointError: the piece is missing or cannot be read; the message names the file and the key.

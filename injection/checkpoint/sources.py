@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence, Set
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from moegraft.operators.weight_formats import STORED_FORMATS
 from moegraft.operators.weights import Codes, Part, StoredBlocks, StoredTypes, WeightSource, WeightTypes, narrowest, widest
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def _read(tensor: LazyTensor) -> torch.Tensor:
@@ -127,6 +129,21 @@ def _quantised(tensor: LazyTensor) -> Quantised | None:
     return tensor.conversion if isinstance(tensor.conversion, Quantised) else None
 
 
+class _Latest(threading.local):
+    """The slice of an expert that a thread read last: gate and up share one."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._value: Any = None
+
+    def read(self, expert: int, read: Callable[[int], T]) -> T:
+        if self._key != (expert, read):
+            self._key = self._value = None  # before the memory of the next one is needed
+            self._value, self._key = read(expert), (expert, read)
+        value: T = self._value
+        return value
+
+
 class _Fused:
     """A parameter that is stored in the model's layout, (E, ...). One expert's slice is read at a time."""
 
@@ -134,7 +151,7 @@ class _Fused:
         _check_shape(tensor, expected)
         self._layout = layout
         self._tensor = tensor
-        self._held: tuple[int, torch.Tensor] | None = None
+        self._latest = _Latest()
         quantised = _quantised(tensor)
         if quantised is not None and quantised.halves and (layout.interleaved or quantised.transposed != layout.transposed):
             raise CheckpointError(
@@ -143,24 +160,17 @@ class _Fused:
             )
         # Codes are of a matrix in `nn.Linear` orientation.
         self._has_codes = quantised is not None and quantised.transposed == layout.transposed
-        self._codes: tuple[int, ScaledCodes] | None = None
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
-        # Gate and up share a slice, which is kept after the first one is read.
-        if self._held is None or self._held[0] != expert:
-            self._held = None  # before the memory of the next one is needed
-            self._held = (expert, self._tensor[expert])
-        return self._layout.cut(part, self._held[1])
+        return self._layout.cut(part, self._latest.read(expert, self._tensor.__getitem__))
 
     def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         if not self._has_codes:
             return None
         quantised = _quantised(self._tensor)
         assert quantised is not None, "only these have codes"
-        if self._codes is None or self._codes[0] != expert:
-            self._codes = None
-            self._codes = (expert, quantised.read(expert))
-        return _held(self._codes[1].rows(self._layout.rows(part)), weight_type, self.origin(part, expert), quantised.held_by)
+        codes = self._latest.read(expert, quantised.read)
+        return _held(codes.rows(self._layout.rows(part)), weight_type, self.origin(part, expert), quantised.held_by)
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -210,10 +220,12 @@ class _Converted:
         self._tensors = tensors
         self._skeleton = skeleton
         self._whole: torch.Tensor | None = None
+        self._lock = threading.Lock()
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
-        if self._whole is None:
-            self._whole = convert(self._target, self._tensors, self._skeleton)
+        with self._lock:
+            if self._whole is None:
+                self._whole = convert(self._target, self._tensors, self._skeleton)
         return self._layout.cut(part, self._whole[expert])
 
     def codes(self, part: Part, expert: int, weight_type: str) -> None:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from operator import call
 from typing import Literal
 
 import numpy as np
@@ -153,42 +152,39 @@ class CpuExperts:
         advance(len(experts) * values * source.dtype.itemsize - read)
 
     def _pack(self, packed: PackedExperts, experts: Sequence[int], source: WeightSource, advance: Callable[[int], None]) -> None:
-        """Read the experts one after the other, and pack two at the same time."""
+        """Read and pack the experts in order, two at the same time."""
+
+        def pack(place: int, expert: int) -> int:
+            return sum(self._pack_piece(packed, place, expert, part, source) for part in self._layout.parts())
+
         threads = min(self.runtime.threads, PACKERS)
         with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-pack") as pool:
             packing: deque[Future[int]] = deque()
             for place, expert in enumerate(experts):
-                if len(packing) == threads:
+                if len(packing) > threads:  # one waits, so that no thread does
                     advance(packing.popleft().result())
-                pieces = [self._packing(packed, place, expert, part, source) for part in self._layout.parts()]
-                packing.append(pool.submit(sum, map(call, pieces)))
+                packing.append(pool.submit(pack, place, expert))
             for done in packing:
                 advance(done.result())
 
-    def _packing(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> Callable[[], int]:
-        """Read a piece, and return what packs it and then returns its bytes in the checkpoint."""
+    def _pack_piece(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> int:
+        """Read a piece and pack it; return its bytes in the checkpoint."""
         weight_type = packed.weight_type_of(part.removesuffix("_bias"))
         codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
-        piece = self._checked(source, part, expert) if codes is None else None
-        origin = source.origin(part, expert)
-
-        def pack() -> int:
-            if codes is not None:
-                if isinstance(codes, StoredBlocks):
-                    packed.pack_blocks(place, part, codes.blocks)
-                else:
-                    packed.pack_quantized(place, part, codes.codes, codes.scales)
-                return codes.elements * source.dtype.itemsize
-            assert piece is not None, "a piece has codes or values"
-            if part.endswith("_bias"):
-                packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
-            elif FORMATS[weight_type].stored:
-                packed.pack_blocks(place, part, _encoded(piece, weight_type, origin))
+        if codes is not None:
+            if isinstance(codes, StoredBlocks):
+                packed.pack_blocks(place, part, codes.blocks)
             else:
-                packed.pack(place, part, as_array(rounded(piece).contiguous()))
-            return piece.nbytes
-
-        return pack
+                packed.pack_quantized(place, part, codes.codes, codes.scales)
+            return codes.elements * source.dtype.itemsize
+        piece = self._checked(source, part, expert)
+        if part.endswith("_bias"):
+            packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+        elif FORMATS[weight_type].stored:
+            packed.pack_blocks(place, part, _encoded(piece, weight_type, source.origin(part, expert)))
+        else:
+            packed.pack(place, part, as_array(rounded(piece).contiguous()))
+        return piece.nbytes
 
     def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
         piece = source.read_shaped(part, self._layout.part_shape(part), expert)
