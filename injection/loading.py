@@ -16,6 +16,7 @@ from moegraft.injection.grafting import GraftedModel
 from moegraft.injection.injected import Injection, place
 from moegraft.injection.progress import ProgressLine, progress_line
 from moegraft.operators.base import Operator
+from moegraft.operators.decode.states import split_passes
 
 LOADING = "loading and packing the weights"
 
@@ -50,6 +51,7 @@ def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True) -> PreT
         grafted.sparsity.apply(model)
         for path, operator in grafted.injection.operators.items():
             operator.on_model_loaded(model, path)
+        split_passes(model)  # last: operators may compute each token of a pass
     return model
 
 

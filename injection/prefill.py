@@ -10,23 +10,34 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from moegraft.injection.injected import new_cache
+from moegraft.operators.cache_form import layer_types, name_layers
+from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, moves_states, passes_are_split, why_not_split
 
 PREFILL_CHUNK = 2048  # tokens
 APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers to which tokens can be appended in chunks
+# Tokens of a model with states: a chunk and the rest have several each, as one alone is a step of decoding, which may round otherwise
+# (Nemotron-H limits its time steps in prompts only).
+LEAST_STATE_CHUNK = 4
 
 
 def why_not_appendable(model: PreTrainedModel) -> str | None:
-    """Return the reason why this model cannot prefill in chunks; None if it can."""
-    if getattr(model, "_is_stateful", False):
-        return "its layers keep a recurrent state"
-    config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
-    bad = [index for index, layer in enumerate(layers) if type(layer) not in APPENDABLE]
-    if not bad:
-        return None
-    layer_types = getattr(config, "layer_types", None) or ()
-    kinds = {layer_types[index] if index < len(layer_types) else type(layers[index]).__name__ for index in bad}
-    return f"{len(bad)} of its layers are of kind {', '.join(sorted(kinds))}"
+    """Return the reason why this model cannot prefill in chunks; None if it can.
+
+    Tokens are appended to layers of attention in their dtype, to those with recurrent or convolution states, and to both in one.
+    """
+    cache, names = DynamicCache(config=model.config.get_text_config(decoder=True)), layer_types(model.config)
+    bad = [number for number, layer in enumerate(cache.layers) if not keeps_nothing(layer) and not _is_appendable(layer)]
+    if bad:
+        return name_layers(cache.layers, bad, names)[0]
+    reason = why_not_split(model, cache, names)
+    if reason is None and not all(passes_are_split(module) for module in model.modules() if moves_states(module)):
+        return "its layers keep states, and moegraft has not loaded it"
+    return reason
+
+
+def _is_appendable(layer: object) -> bool:
+    part = attention_part(layer)
+    return part in APPENDABLE or (part is None and has_states(layer))
 
 
 @torch.no_grad()
@@ -36,7 +47,7 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     Args:
         token_ids: the whole prompt; `cache` may hold its beginning.
         cache: None for a new one.
-        chunk_tokens: 0 leaves everything to `generate`.
+        chunk_tokens: 0 leaves everything to `generate`. Of a model with states, `LEAST_STATE_CHUNK` at least.
 
     Returns:
         The cache; `cache` itself, None included, if no chunk was computed.
@@ -45,11 +56,14 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     if not chunk_tokens or len(token_ids) - held <= chunk_tokens or why_not_appendable(model) is not None:
         return cache
     cache = cache if cache is not None else new_cache(model)
+    stateful = any(map(has_states, cache.layers))
+    chunk_tokens = max(chunk_tokens, LEAST_STATE_CHUNK) if stateful else chunk_tokens
     call: Any = model
     # The logits of a chunk are not used, and with a large vocabulary they would be the largest tensor.
     extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    while len(token_ids) - held > chunk_tokens:
-        chunk = torch.tensor([token_ids[held : held + chunk_tokens]], device=model.device)
+    while (left := len(token_ids) - held) > chunk_tokens:
+        size = chunk_tokens - 1 if stateful and left == chunk_tokens + 1 else chunk_tokens
+        chunk = torch.tensor([token_ids[held : held + size]], device=model.device)
         call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
-        held += chunk_tokens
+        held += size
     return cache

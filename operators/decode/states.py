@@ -2,24 +2,56 @@
 
 transformers keeps them in layers of kind `LinearAttentionCacheLayerMixin`, alone or beside keys and values. They have a fixed size and
 stand for all tokens so far, so that no earlier token can be removed from them: to return to a position, its states have to be kept.
+`SavedStates` is a copy of them; `keep_past` lets a cache keep those before a short pass and after each of its tokens.
+
+The modules that move states on are found by their source, and compute a pass over several tokens token by token (`split_passes`)
+
+- where the cache keeps past states: the pass verifies a draft, and each token gets what decoding would compute for it;
+- where a module does not go on from its state with several tokens at once, as Jamba's scan, which begins at zero.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from moegraft.operators.structure import source_of
 
 TENSORS = ("conv_states", "recurrent_states")  # of a layer, each a dictionary by number of the state
 FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 _ALIGNMENT = 64  # bytes
+_PAST = "past_states"  # attribute of a layer: its past states, by name and number of the state, and position
+_BEFORE = -1  # the position before a pass
+_TRAITS = "_moegraft_traits"  # attribute of a module
+_PROBED = 4  # tokens
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; rounding of any dtype is far below what a lost state changes
+_ROUNDED_TOLERANCE = 5e-2
 
 
 def has_states(layer: object) -> bool:
     """Return whether a layer of a cache keeps recurrent or convolution states."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def attention_part(layer: object) -> type | None:
+    """Return the kind of a layer's keys and values, which it may keep beside states; None where it has none, or of no kind of their own."""
+    if not has_states(layer):
+        return type(layer)
+    return next((base for base in type(layer).__bases__ if not issubclass(base, LinearAttentionCacheLayerMixin) and base is not ABC), None)
+
+
+def keeps_nothing(layer: object) -> bool:
+    """Return whether a layer of a cache stands for one of the model that keeps nothing."""
+    return type(layer).__name__ == "DummyLayer"  # by name: transformers 5.17 does not have the class
 
 
 class SavedStates:
@@ -32,7 +64,8 @@ class SavedStates:
     def __init__(self, cache: Cache) -> None:
         tensors: dict[tuple[int, str, int], torch.Tensor] = {}
         self._flags: dict[tuple[int, str], Any] = {}
-        for number, layer in enumerate(cache.layers):
+        layers: list[Any] = cache.layers
+        for number, layer in enumerate(layers):
             if not has_states(layer):
                 continue
             for name in FLAGS:
@@ -67,9 +100,191 @@ class SavedStates:
                     if saved is None:
                         states[index] = None
                     elif tensor is not None and (tensor.shape, tensor.dtype, tensor.device) == (saved.shape, saved.dtype, saved.device):
-                        tensor.copy_(saved)
+                        _overwrite(tensor, saved)
                     else:
                         states[index] = saved.clone()
             for (of, name), value in self._flags.items():
                 if of == number:
                     setattr(layer, name, dict(value) if isinstance(value, dict) else value)
+
+
+def _overwrite(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    with torch.inference_mode():  # the states may have been made in it
+        tensor.copy_(by)
+
+
+def _held(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+    for name in TENSORS:
+        for index, tensor in getattr(layer, name).items():
+            if tensor is not None:
+                yield name, index, tensor
+
+
+def keep_past(cache: Cache, positions: int) -> None:
+    """Let a cache that has states keep those before a pass, and after each token but the last of one over 2 to `positions` + 1 tokens.
+
+    The memory is the same for all passes, so that native programs write to it, until `drop_past`.
+    """
+    for layer in filter(has_states, cache.layers):
+        past: dict[tuple[str, int, int], torch.Tensor] = vars(layer).setdefault(_PAST, {})
+        if past_positions(layer) >= positions:
+            continue
+        for name, index, tensor in _held(layer):
+            for position in range(_BEFORE, positions):
+                if (name, index, position) not in past:
+                    past[name, index, position] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def drop_past(cache: Cache) -> None:
+    """Free the memory of past states."""
+    for layer in cache.layers:
+        vars(layer).pop(_PAST, None)
+
+
+def past_positions(layer: object) -> int:
+    """Return the number of tokens of a pass after each of which a layer keeps its states."""
+    return max((position for _, _, position in getattr(layer, _PAST, ())), default=_BEFORE) + 1
+
+
+class StateMark:
+    """The states of a layer at one moment. A later mark of the same layer ends it."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._flags = {name: dict(getattr(layer, name)) for name in FLAGS}
+        self._past: Mapping[tuple[str, int, int], torch.Tensor] = vars(layer)[_PAST]
+        for name, index, tensor in _held(layer):
+            _overwrite(self._past[name, index, _BEFORE], tensor)
+
+    def rewind(self, tokens: int) -> None:
+        """Put back the states of the mark (0), or those after the first tokens of the pass that went on from there."""
+        for name, flags in self._flags.items():
+            getattr(self._layer, name).update(flags)
+        for name, index, tensor in _held(self._layer):
+            saved = self._past.get((name, index, tokens - 1))
+            if saved is not None:  # at the mark, the layer had this state
+                _overwrite(tensor, saved)
+
+
+def moves_states(module: nn.Module) -> bool:
+    """Return whether a module moves states of a cache on itself."""
+    owner: Any = type(module)  # mypy takes a module's __hash__ for that of its class
+    source = source_of(owner)
+    return "update_conv_state(" in source or "update_recurrent_state(" in source
+
+
+def why_not_split(model: PreTrainedModel, cache: Cache, names: Sequence[str] = ()) -> str | None:
+    """Return why a model's passes over `cache`, an empty one of its own, cannot be split; `names` are the kinds of layers, where known."""
+    has_default: Any = getattr(type(model), "_supports_default_dynamic_cache", None)  # only generating classes have it
+    if has_default is not None and not has_default():
+        return f"{type(model).__name__} makes a cache of its own in its first forward pass"
+    moved = {getattr(module, "layer_idx", None) for module in model.modules() if moves_states(module)}
+    for number, layer in enumerate(cache.layers):
+        # transformers 5.17 gives a layer of this kind to layers of experts alone as well, which keep no state.
+        if has_states(layer) and number not in moved and (names[number] if number < len(names) else "") not in ("moe", "mlp"):
+            return f"layer {number} keeps a state that none of its modules moves on in a known way"
+    return None
+
+
+def split_passes(model: PreTrainedModel) -> None:
+    """Let the modules that move states on compute a pass token by token, where it has to be."""
+    for module in model.modules():
+        if moves_states(module) and not passes_are_split(module):
+            cls: Any = type(module)
+            module.__class__ = _split(cls)
+
+
+def passes_are_split(module: nn.Module) -> bool:
+    return hasattr(type(module), _TRAITS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What a module does with states.
+
+    Attributes:
+        states: that it moves on, by name and number.
+        goes_on: whether a pass over several tokens goes on from them.
+    """
+
+    states: Sequence[tuple[str, int]]
+    goes_on: bool
+
+
+@functools.lru_cache(maxsize=512)
+def _split(cls: Any) -> type[nn.Module]:
+    own = cls.forward
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, Cache)), None)
+        if cache is None or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        tokens = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape[1]
+        if tokens == 1:
+            return own(self, *args, **kwargs)
+        traits: _Traits | None = vars(self).get(_TRAITS)
+        if traits is None:
+            traits = vars(self)[_TRAITS] = _traits(functools.partial(own, self), self.layer_idx, cache, tokens, args, kwargs)
+        layer = cache.layers[self.layer_idx]
+        if not all(layer.has_previous_state[index] for _, index in traits.states):
+            return own(self, *args, **kwargs)
+        past = getattr(layer, _PAST, {}) if tokens <= past_positions(layer) + 1 else {}
+        if traits.goes_on and not past:
+            return own(self, *args, **kwargs)
+        outputs = []
+        for token in range(tokens):
+            place = slice(token, token + 1)
+            outputs.append(own(self, *_taken(args, tokens, place), **_taken(kwargs, tokens, place)))
+            if past and token < tokens - 1:
+                for name, index in traits.states:
+                    past[name, index, token].copy_(getattr(layer, name)[index])
+        return _joined(outputs)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {"forward": forward, _TRAITS: None, **names})
+
+
+@torch.no_grad()
+def _traits(forward: Callable[..., Any], number: int, cache: Cache, tokens: int, args: Any, kwargs: Any) -> _Traits:
+    """Find out what a module does with states, by a few of the tokens that it is given, in a layer of their own."""
+
+    real: Any = cache.layers[number]
+
+    def run(*parts: Sequence[int]) -> tuple[list[Any], Any]:
+        scratch = copy.copy(cache)
+        scratch.layers = list(cache.layers)
+        scratch.layers[number] = layer = LinearAttentionLayer(number_of_states=real.number_of_states)
+        own = [tuple(scratch if each is cache else each for each in args), {k: scratch if v is cache else v for k, v in kwargs.items()}]
+        places = [torch.tensor([token % tokens for token in part]) for part in parts]
+        return [forward(*_taken(own[0], tokens, place), **_taken(own[1], tokens, place)) for place in places], layer
+
+    half = _PROBED // 2
+    (whole,), layer = run(range(_PROBED))
+    (_, second), _ = run(range(half), range(half, _PROBED))
+    states = tuple((name, index) for name, index, _ in _held(layer))
+    return _Traits(states, all(_agree(x[:, half:], y) for x, y in zip(_tensors(whole), _tensors(second), strict=True)))
+
+
+def _taken(arguments: Any, tokens: int, place: Any) -> Any:
+    """Return arguments with some of the tokens of each tensor that has them in its second dimension."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments[:, place] if arguments.dim() > 1 and arguments.shape[1] == tokens else arguments
+    if isinstance(arguments, tuple):
+        return tuple(_taken(each, tokens, place) for each in arguments)
+    return {name: _taken(each, tokens, place) for name, each in arguments.items()} if isinstance(arguments, dict) else arguments
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(list(outputs), dim=1)
+    return tuple(None if each[0] is None else _joined(each) for each in zip(*outputs, strict=True))
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else [each for each in outputs if each is not None]
+
+
+def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    difference = (found.double() - expected.double()).norm()
+    return bool(difference <= _TOLERANCE.get(expected.dtype, _ROUNDED_TOLERANCE) * expected.double().norm())
