@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from transformers import Cache, LogitsProcessorList
@@ -16,6 +17,7 @@ from moegraft.operators.decode.acceptance import AcceptanceRule, Adaptive, Draft
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
 from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
+from moegraft.operators.decode.states import drop_past
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
@@ -69,14 +71,25 @@ class Drafting:
         longest = longest_rewind(cache)
         return self.max_draft if longest is None else max(0, longest - 1)  # verification feeds one more token
 
+    def end(self, sequence: DecodedSequence) -> None:
+        """Free what the rounds of a sequence kept in its cache."""
+        if (cache := sequence.cache) is not None:
+            drop_past(cache)
+
+    def _mark(self, sequence: DecodedSequence) -> CacheMark:
+        cache = sequence.cache
+        assert cache is not None, "without a cache, nothing is drafted"
+        return CacheMark(cache, self._longest + 1)  # the memory of past states stays the same in all rounds
+
     def round(self, sequence: DecodedSequence, rule: AcceptanceRule) -> None:
         """Extend a sequence by one token or more, and learn from it."""
         start, before, preparations = self.clock(), sequence.length, self.switch.preparations
         planned = self.schedule.plan(min(self._longest, sequence.remaining - 1))
-        mark = CacheMark(cache) if planned > 0 and (cache := sequence.cache) is not None else None
+        mark: CacheMark | None = None
         drafts: list[DraftToken] = []
         try:
-            if mark is not None:
+            if planned > 0:
+                mark = self._mark(sequence) if self.drafter.feeds else None
                 with self.trace("draft") as details:
                     drafts = self.drafter.draft(sequence, rule, planned, self.schedule.continues)
                     details["tokens"] = len(drafts)
@@ -84,6 +97,8 @@ class Drafting:
             if mark is not None:
                 with self.trace("rollback"):
                     mark.rewind()
+            elif drafts:  # a mark copies recurrent states, which would be in vain where nothing is looked up
+                mark = self._mark(sequence)
             with self.trace("verify" if drafts else "plain step") as details:
                 compared = accepted = 0
                 if drafts:
@@ -109,7 +124,9 @@ class Drafting:
 
 
 class Drafter(ABC):
-    """Proposes how a sequence continues. The caller removes from the model's cache the tokens that the drafter fed."""
+    """Proposes how a sequence continues. The caller removes from the model's cache the tokens that the drafter fed, if it `feeds` any."""
+
+    feeds: ClassVar[bool] = True
 
     @abstractmethod
     def draft(
@@ -146,6 +163,8 @@ class ExpertsDrafter(Drafter):
 
 class NgramDrafter(Drafter):
     """The tokens that followed an earlier occurrence of the latest tokens (prompt lookup, Saxena 2023), without a forward pass."""
+
+    feeds = False
 
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]

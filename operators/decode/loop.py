@@ -10,6 +10,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,15 +91,17 @@ class Decoding:
         )
         rule: AcceptanceRule = Sampling() if generation_config.do_sample else Greedy()
         greedy, drafting = type(rule) is Greedy, self.drafting
-        with sequence:
+        with sequence, ExitStack() as ending:
             choose(sequence, rule, sequence.prefill())
             if drafting is not None:
                 rule = drafting.begin(sequence, rule, logits_processor)
+                ending.callback(drafting.end, sequence)
             while not sequence.finished:
                 if drafting is not None:
                     drafting.round(sequence, rule)
                 elif not (greedy and sequence.extend()):
                     choose(sequence, rule, sequence.step())
+            ending.close()  # first: where a stream ends, another thread may go on with the cache
             return sequence.result()
 
 

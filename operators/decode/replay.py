@@ -37,6 +37,7 @@ from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
+from moegraft.operators.decode.states import past_positions
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.structure import is_library
@@ -320,7 +321,8 @@ class StepReplay:
         if conditions is None or regime is None:
             return None
         pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
-        kind = shapes, tuple(settings.items()), full, regime, tuple(map(type, layers)), conditions, pages
+        held = tuple((type(layer), past_positions(layer)) for layer in layers)
+        kind = shapes, tuple(settings.items()), full, regime, held, conditions, pages
         choices_grow = any(position + ids.shape[1] < limit for limit in self._boundaries.choices)
         return _Step(kind, cache, buffers, position, self._boundaries.period, choices_grow, inputs, settings)
 

@@ -7,20 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from moegraft.operators.cache_form import layer_types, name_layers
+from moegraft.operators.decode.states import StateMark, attention_part, has_states, keep_past, keeps_nothing, why_not_split
 
 REWINDABLE_KINDS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-STATELESS_KINDS = ("DummyLayer",)  # by name: transformers 5.17 does not have the class
-RECURRENT = "keeps a recurrent state, from which a rejected draft token cannot be removed"
-CONVOLVED = "keeps the state of a convolution, from which a rejected draft token cannot be removed"
 INDEXED = "selects other tokens to attend to for several tokens at once than for one, so verified text would differ"
 REASONS = {
-    "linear_attention": RECURRENT,
-    "conv": CONVOLVED,
-    "hybrid": CONVOLVED,
     "indexed_attention": INDEXED,
     "deepseek_sparse_attention": INDEXED,  # its name in transformers 5.17
 }
@@ -28,23 +23,35 @@ UNKNOWN_REASON = "keeps a state from which a rejected draft token cannot be remo
 
 
 class CacheMark:
-    """The length of a cache at one moment. `rewind` may be called repeatedly, each time after at most `longest_rewind` more tokens."""
+    """The length of a cache at one moment. `rewind` may be called repeatedly, each time after at most `longest_rewind` more tokens.
 
-    def __init__(self, cache: Cache) -> None:
+    Args:
+        longest: tokens of the longest pass of which `rewind` may keep some and drop others, where the cache has recurrent or convolution
+            states. It keeps their memory (`drop_past`), and a mark ends those before it.
+    """
+
+    def __init__(self, cache: Cache, longest: int = 8) -> None:
+        self._cache = cache
+        keep_past(cache, longest - 1)
+        self._states = [StateMark(layer) for layer in cache.layers if has_states(layer)]
+        self._length = int(cache.get_seq_length()) if self._states else 0  # static caches count in a tensor
         self._rewinds = [rewind for layer in cache.layers if (rewind := _mark_layer(layer)) is not None]
 
     def rewind(self, keep: int = 0) -> None:
-        """Keep the first `keep` tokens since the mark and drop the later ones.
+        """Keep the first `keep` tokens since the mark and drop the later ones. Tokens that are kept were fed in one pass from the mark on.
 
         Every layer is rewound by its own length: an interrupted forward pass may have fed only some layers.
         """
+        if self._states and (not keep or keep < int(self._cache.get_seq_length()) - self._length):
+            for mark in self._states:
+                mark.rewind(keep)
         for rewind in self._rewinds:
             rewind(keep)
 
 
 def _mark_layer(layer: Any) -> Callable[[int], None] | None:
-    """Return a function that rewinds a layer to its present length plus a number of tokens; None for a layer without state."""
-    kind = type(layer)
+    """Return a function that rewinds a layer's keys and values to their present length plus a number of tokens; None where it has none."""
+    kind = attention_part(layer)
     keys, values = (layer.keys, layer.values) if getattr(layer, "is_initialized", False) else (None, None)
     if kind is DynamicLayer:
         return partial(_crop, layer, _length(layer))
@@ -65,7 +72,7 @@ def _length(layer: Any) -> int:
 def _crop(layer: Any, length: int, keep: int) -> None:
     extra = _length(layer) - length - keep
     if extra > 0:
-        layer.crop(-extra)
+        DynamicLayer.crop(layer, -extra)  # a layer that also has states would refuse
 
 
 def _reset_length(layer: Any, length: int, keep: int) -> None:
@@ -103,8 +110,9 @@ def _restore_static_window(layer: Any, length: int, keys: torch.Tensor | None, v
 
 def longest_rewind(cache: Cache) -> int | None:
     """Return how many tokens may follow a mark before the cache can no longer be rewound to it; None for any number."""
-    windows = [layer.sliding_window - 1 for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer]
-    windows += [layer.max_cache_len for layer in cache.layers if type(layer) is StaticSlidingWindowLayer]
+    layers: list[Any] = cache.layers
+    windows = [layer.sliding_window - 1 for layer in layers if attention_part(layer) is DynamicSlidingWindowLayer]
+    windows += [layer.max_cache_len for layer in layers if attention_part(layer) is StaticSlidingWindowLayer]
     return min(windows, default=None)
 
 
@@ -114,17 +122,20 @@ def unsupported_cache_reason(cache: object, names: Sequence[str] = ()) -> str | 
         return f"a cache of type {type(cache).__name__} cannot be rolled back"
     if getattr(cache, "offloading", False):
         return "an offloaded cache cannot be rolled back"
-    others = [
-        index
-        for index, layer in enumerate(cache.layers)
-        if type(layer) not in REWINDABLE_KINDS and type(layer).__name__ not in STATELESS_KINDS
-    ]
+    others = [index for index, layer in enumerate(cache.layers) if not keeps_nothing(layer) and not _is_rewindable(layer)]
     if not others:
-        return None
+        only_states = all(has_states(layer) and attention_part(layer) is None for layer in cache.layers)
+        return "none of its layers is of attention, by whose length a mark counts tokens" if only_states and cache.layers else None
     named, kind = name_layers(cache.layers, others, names)
     return f"{named}: {'it' if len(others) == 1 else 'each'} {REASONS.get(kind, UNKNOWN_REASON)}"
 
 
-def unsupported_model_reason(config: PreTrainedConfig) -> str | None:
-    """Return `unsupported_cache_reason` of the cache that a model of `config` creates."""
-    return unsupported_cache_reason(DynamicCache(config=config.get_text_config(decoder=True)), layer_types(config))
+def _is_rewindable(layer: object) -> bool:
+    part = attention_part(layer)
+    return part in REWINDABLE_KINDS or (part is None and has_states(layer))
+
+
+def unsupported_model_reason(model: PreTrainedModel) -> str | None:
+    """Return `unsupported_cache_reason` of the cache that a model creates, or why its passes over states cannot be split."""
+    cache, names = DynamicCache(config=model.config.get_text_config(decoder=True)), layer_types(model.config)
+    return unsupported_cache_reason(cache, names) or why_not_split(model, cache, names)

@@ -137,7 +137,7 @@ class SpeculativeDraft(ModelOperator):
         if reason is not None:
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
-        return unsupported_model_reason(module.config)
+        return unsupported_model_reason(module)
 
     @classmethod
     def traits(cls, options: SpeculativeOptions) -> Traits:

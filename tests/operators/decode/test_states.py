@@ -1,8 +1,9 @@
-"""Recurrent states that are kept and put back."""
+"""Recurrent states that are kept and put back, and passes over several tokens that leave those after each of them."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from support.families import FamilyCase, build_config, build_model, prompt, served_cases
 from transformers import DynamicCache
 
+from moegraft.injection import optimize_and_load
 from moegraft.operators.decode.cache import new_cache
-from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
+from moegraft.operators.decode.rollback import CacheMark, unsupported_model_reason
+from moegraft.operators.decode.states import TENSORS, SavedStates, drop_past, has_states
 
 
 def _keeps_states(case: FamilyCase) -> bool:
@@ -59,3 +62,87 @@ def test_a_restored_cache_goes_on_as_before(case: FamilyCase, new: bool) -> None
     saved.restore(cache)
     assert torch.equal(torch.cat([fed(model, cache, ids[:, n : n + 1]) for n in range(9, 12)]), first)
     assert saved.nbytes > 0
+
+
+# Each row of what these kernels compute has the same bits in any number of rows.
+BY_ROWS = """
+version: 1
+extends: cpu-exact
+rules:
+- {match: {kind: linear}, replace: {class: quantized_linear, kwargs: {weights: stored}}}
+- {match: {kind: norm}, replace: {class: cpu_norm}, expect: any}
+- {match: {kind: router}, replace: {class: cpu_router}, expect: any}
+"""
+WHOLE = ("granitemoehybrid", "nemotron_h", "zaya")  # models without operations of PyTorch whose rows depend on their number
+
+
+def held(cache: Any) -> list[list[torch.Tensor]]:
+    """Return copies of the tensors of each layer."""
+    found = []
+    for layer in cache.layers:
+        states = [tensor for name in TENSORS for tensor in getattr(layer, name, {}).values()]
+        rows = [getattr(layer, name, None) for name in ("keys", "values")]
+        found.append([tensor.clone() for tensor in (*states, *rows) if tensor is not None])
+    return found
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.model_type)
+def test_a_pass_leaves_the_states_after_each_of_its_tokens(case: FamilyCase, tmp_path: Path) -> None:
+    """As speculation does it: drafts of one token, back, a pass over several, back to the states after some of them."""
+    (tmp_path / "rules.yaml").write_text(BY_ROWS)
+    model, ids = optimize_and_load(build_model(case), tmp_path / "rules.yaml", progress=False), prompt(15)
+    if (reason := unsupported_model_reason(model)) is not None:
+        pytest.skip(reason)
+    begun = DynamicCache(config=model.config.get_text_config(decoder=True))  # not moegraft's own: no step is replayed
+    fed(model, begun, ids[:, :10])
+    plain = copy.deepcopy(begun)
+    logits, after = [], [held(plain)]
+    for token in range(10, 15):
+        logits.append(fed(model, plain, ids[:, token : token + 1]))
+        after.append(held(plain))
+    for keep in range(6):
+        cache = copy.deepcopy(begun)
+        mark = CacheMark(cache, 5)
+        fed(model, cache, ids[:, 3:4])
+        fed(model, cache, ids[:, 4:5])
+        mark.rewind()
+        together = fed(model, cache, ids[:, 10:15])
+        torch.testing.assert_close(together, torch.cat(logits), rtol=1e-4, atol=1e-5)
+        mark.rewind(keep=keep)
+        drop_past(cache)
+        found = held(cache)
+        for mine, expected in zip(found, after[keep], strict=True):
+            for a, b in zip(mine, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        # Whatever other kernels do, the states of the first layer follow from the embeddings of the tokens.
+        exact = [(found[0][:2], after[keep][0][:2])] if case.model_type not in WHOLE else zip(found, after[keep], strict=True)
+        assert all(all(map(torch.equal, mine, expected)) for mine, expected in exact), keep
+        if case.model_type in WHOLE:
+            assert torch.equal(together, torch.cat(logits))
+        following = fed(model, cache, ids[:, 5:6]), fed(model, restarted(model, ids[:, : 10 + keep]), ids[:, 5:6])
+        torch.testing.assert_close(*following, rtol=1e-3, atol=1e-3)
+
+
+def restarted(model: Any, ids: torch.Tensor) -> Any:
+    cache = new_cache(model)
+    fed(model, cache, ids)
+    return cache
+
+
+def test_short_prompts_are_computed_at_once() -> None:
+    """Only passes of which the cache keeps the states are computed token by token, and of it, only as many tokens as it has room for."""
+    case = next(case for case in RECURRENT if case.model_type == "qwen3_next")
+    model, ids = optimize_and_load(build_model(case), "cpu-exact", progress=False), prompt(20)
+    cache, sizes = new_cache(model), list[int]()
+    linear = model.model.layers[0].linear_attn.in_proj_qkvz
+    fed(model, cache, ids[:, :10])
+    hook = linear.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
+    fed(model, cache, ids[:, 10:13])
+    mark = CacheMark(cache, 3)
+    fed(model, cache, ids[:, 13:16])
+    mark.rewind()
+    fed(model, cache, ids[:, 13:17])
+    drop_past(cache)
+    fed(model, cache, ids[:, 17:20])
+    hook.remove()
+    assert sizes == [3, 1, 1, 1, 4, 3]

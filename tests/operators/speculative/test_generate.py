@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from moegraft.operators.decode.replay import StepReplay
@@ -25,10 +26,10 @@ STEPS = 24
 IDS = prompt(9)
 
 
-@pytest.fixture(scope="module")
-def pair(drafting: Any, stock: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next"])  # layers of attention; some of them, with recurrent states beside
+def pair(drafting: Any, stock: Any, request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A drafting model and its stock twin, which tests do not change."""
-    return drafting("qwen3_moe", max_draft=4), stock("qwen3_moe")
+    return drafting(request.param, max_draft=4), stock(request.param)
 
 
 def both(pair: tuple[PreTrainedModel, PreTrainedModel], ids: torch.Tensor = IDS, **arguments: Any) -> tuple[Any, Any]:
@@ -193,23 +194,23 @@ def test_sampling_repeats_with_its_seed_and_its_logits_are_the_full_models(pair:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unsupported_calls_are_decoded_without_drafts_and_logged_once(
-    arguments: dict[str, Any], reason: str, drafting: Any, pair: Any, caplog: pytest.LogCaptureFixture
+    arguments: dict[str, Any], reason: str, drafting: Any, stock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = drafting("qwen3_moe")
     given = {"inputs": IDS, "max_new_tokens": 6, "do_sample": False} | arguments
     with caplog.at_level(logging.WARNING):
         found = [model.generate(**given) for _ in range(2)][-1]
-    expected = pair[1].generate(**given)
+    expected = stock("qwen3_moe").generate(**given)
     assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
     messages = [record.message for record in caplog.records if "decoding without drafts" in record.message]
     assert len(messages) == 1 and reason in messages[0]
     assert drafted_rounds(model) == 0
 
 
-def test_an_assistant_model_works_as_in_stock(pair: Any, drafting: Any) -> None:
-    model = drafting("qwen3_moe")
-    found = model.generate(IDS, max_new_tokens=6, do_sample=False, assistant_model=pair[1])
-    assert torch.equal(found, pair[1].generate(IDS, max_new_tokens=6, do_sample=False))
+def test_an_assistant_model_works_as_in_stock(drafting: Any, stock: Any) -> None:
+    model, plain = drafting("qwen3_moe"), stock("qwen3_moe")
+    found = model.generate(IDS, max_new_tokens=6, do_sample=False, assistant_model=plain)
+    assert torch.equal(found, plain.generate(IDS, max_new_tokens=6, do_sample=False))
     assert drafted_rounds(model) == 0
 
 
@@ -260,7 +261,10 @@ def test_all_layers_have_one_length_after_an_interrupted_forward_pass(pair: Any)
     with pytest.raises(KeyboardInterrupt):
         model.generate(IDS, max_new_tokens=STEPS, do_sample=False, past_key_values=cache)
     hook.remove()
-    assert {layer.get_seq_length() for layer in cache.layers} == {IDS.shape[1]}
+    assert {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)} == {IDS.shape[1]}
+    text = pair[1].generate(IDS, max_new_tokens=6, do_sample=False)
+    found = model.generate(text[:, : IDS.shape[1] + 1], past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, text)
 
 
 def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:

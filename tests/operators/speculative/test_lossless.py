@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import prompt
+from support.families import prompt, served_cases
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -32,6 +32,15 @@ MORE_FAMILIES = [
     "glm4_moe_lite",  # latent attention
     "granitemoe",
 ]
+RECURRENT = [
+    "qwen3_next",  # gated delta rule
+    "kimi_linear",  # the same with a decay for each channel, and latent attention
+    "granitemoehybrid",  # Mamba-2
+    "nemotron_h",  # the same, with time steps that are limited in prompts alone
+    "jamba",  # Mamba
+    "lfm2_moe",  # short convolutions alone
+    "inkling_text",  # four short convolutions in each layer of attention, some with windows
+]
 STEPS = 40  # more than the tiny models' window of 16
 
 
@@ -45,8 +54,10 @@ def statistics(model: PreTrainedModel) -> Any:
     return model.moegraft.model_operator.statistics()
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize("model_type", [*FAMILIES, *MORE_FAMILIES, *RECURRENT])
 def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, stock: Any) -> None:
+    if model_type not in {each.model_type for each in served_cases()}:
+        pytest.skip(f"this transformers has no {model_type}")
     model = drafting(model_type)
     assert torch.equal(greedy(model, prompt(20)), greedy(stock(model_type), prompt(20)))
     assert 0 < statistics(model)["rounds"] < STEPS - 1  # some drafts were accepted, some rejected
@@ -65,7 +76,7 @@ def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, s
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3_next"])
 def test_greedy_text_is_the_same_for_every_option(options: dict[str, Any], steps: int, model_type: str, drafting: Any, stock: Any) -> None:
     found = greedy(drafting(model_type, **options), prompt(12), max_new_tokens=steps)
     assert torch.equal(found, greedy(stock(model_type), prompt(12), max_new_tokens=steps))
@@ -145,6 +156,22 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, 
     # The mean distance of as many exact samples, and a margin that exact samples exceed once in a million runs (McDiarmid).
     expected = sum(math.sqrt(2 / math.pi * share * (1 - share) / DRAWS) for share in exact.values()) / 2
     assert distance < expected + math.sqrt(math.log(1e6) / (2 * DRAWS))
+
+
+@torch.no_grad()
+def test_sampled_texts_over_recurrent_states_have_the_distribution_of_plain_sampling(drafting: Any, stock: Any) -> None:
+    """Over a real cache, whose states each round leaves and goes back to."""
+    model, plain, ids, draws = drafting("qwen3_next", max_draft=2), stock("qwen3_next"), prompt(8), 600
+    exact = exact_distribution(lambda text: plain(text).logits[:, -1], ids, LENGTH)
+    settings = {"do_sample": True, "temperature": 1.5, "top_k": WORDS, "max_new_tokens": LENGTH + 1, "min_new_tokens": LENGTH + 1}
+    torch.manual_seed(0)
+    model.generate(ids, do_sample=True, max_new_tokens=60)  # makes the programs, which compute the texts that follow
+    found = Counter(tuple(model.generate(ids, **settings)[0, ids.shape[1] : ids.shape[1] + LENGTH].tolist()) for _ in range(draws))
+    distance = total_variation(exact, {text: count / draws for text, count in found.items()})
+    expected = sum(math.sqrt(2 / math.pi * share * (1 - share) / draws) for share in exact.values()) / 2
+    assert distance < expected + math.sqrt(math.log(1e6) / (2 * draws))
+    assert 0 < statistics(model)["acceptance_by_position"][0] < 1
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] > draws
 
 
 def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> list[tuple[int, ...]]:
