@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast
-from moegraft.injection.estimate.memory import kv_cache
 from moegraft.injection.estimate.planned import Workload
 from moegraft.injection.estimate.speed import tokens_text
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleErrors, read_rules
 from moegraft.injection.verify import BY_WEIGHTS
+from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from moegraft.injection.injected import Injection, injected_class
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
 from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
+from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
@@ -105,9 +106,10 @@ def graft(
         dtype=dtype,
         threads=threads,
         expert_group=expert_group,
-        cache_form=plan.cache_form(skeleton.config),
     )
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
+    if context.gpu_engines_in_use is not None:
+        context.gpu_engines_in_use.cache = replace(kv_cache(skeleton), form=plan.cache_form(skeleton.config))
     context.replay, context.captured = _step_replay(plan, context)
     injection = Injection(plan, operators, context)
     if injection.model_operator is not None:

@@ -1,14 +1,15 @@
-"""The form of a model's key-value cache: its kinds of layers, how keys and values are stored, and the bytes they take."""
+"""The form of a model's key-value cache: its kinds of layers, how keys and values are stored, and the bytes that they and states take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 SHOWN_LAYERS = 3  # that a message names
 
@@ -47,21 +48,123 @@ class QuantisedForm:
         return sum(self.layer_bytes(size, itemsize, tokens) for size in bytes_per_token) + 2 * max(bytes_per_token) * tokens
 
 
-def token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The cache of one layer for one sequence.
+
+    Attributes:
+        bytes_per_token: of keys and values.
+        fixed_bytes: of recurrent and convolution states, which stand for any number of tokens.
+        window: the maximum number of tokens that are kept; None: all.
+    """
+
+    bytes_per_token: int
+    fixed_bytes: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """A model's key-value cache, its states included.
+
+    Attributes:
+        exact: whether it is measured on the model; otherwise it is computed from the config's numbers of heads, without states.
+        itemsize: bytes of a value in the model's dtype.
+        form: the form of a quantised cache.
+    """
+
+    layers: tuple[LayerCache, ...]
+    exact: bool
+    itemsize: int
+    form: QuantisedForm | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a sequence's states, of any number of tokens."""
+        return sum(layer.fixed_bytes for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one token's keys and values in the model's dtype."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    def nbytes(self, context: int, batch: int = 1) -> int:
+        """Return the bytes of `batch` sequences of `context` tokens."""
+        if self.form is not None:
+            return batch * self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
+        kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
+        return batch * sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
+
+
+def kv_cache(model: PreTrainedModel) -> KvCache:
+    """Measure the cache of a model, which may be on meta, with one and with two tokens, for any kind of attention."""
+    try:
+        one, two = (_filled(model, tokens) for tokens in (1, 2))
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+        one = two = []  # some families read values, which meta tensors do not have
+    layers = tuple(
+        LayerCache(after - before, 2 * before - after, window) for (before, window), (after, _) in zip(one, two, strict=True) if after
+    )
+    if layers:
+        return KvCache(layers, True, model.dtype.itemsize)
+    by_config = tuple(LayerCache(size, 0, None) for size in _token_bytes(model.config, model.dtype))
+    return KvCache(by_config, False, model.dtype.itemsize)
+
+
+def _token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
     """Return the bytes of one token's keys and values in each layer, by the config's numbers of heads; a latent cache takes less."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin
+
     text = config.get_text_config()
+    own = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    layers: list[Any] = DynamicCache(config=text).layers
+    attention = [isinstance(layer, CacheLayerMixin) for layer in layers] if len(layers) == len(own) else [True] * len(own)
     found = []
-    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+    for layer, has_keys in zip(own, attention, strict=True):
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        found.append(int(2 * heads * size * dtype.itemsize))
+        found.append(int(2 * heads * size * dtype.itemsize) if has_keys else 0)
     return found
 
 
-def kv_cache_bytes(config: PretrainedConfig, context: int, dtype: torch.dtype, form: QuantisedForm | None = None) -> int:
-    """Return the bytes of `context` tokens by `token_bytes`; a windowed cache takes less."""
-    layers = token_bytes(config, dtype)
-    return context * sum(layers) if form is None else form.cache_bytes(layers, dtype.itemsize, context)
+def _filled(model: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]:
+    """Return the bytes and the window of each layer of a cache with this many tokens, and of what the cache holds beside its layers."""
+    import torch
+    from torch.fx.experimental import _config
+
+    call: Any = model
+    meta_options: Any = _config
+    # Which positions are not zero has no effect on the sizes in a cache.
+    with _without_experts(model), torch.no_grad(), model.device, meta_options.patch(meta_nonzero_assume_all_nonzero=True):
+        cache = call(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+    layers = [(sum(map(_nbytes, vars(layer).values())), getattr(layer, "sliding_window", None)) for layer in cache.layers]
+    return [*layers, (sum(map(_nbytes, vars(cache).values())), None)]
+
+
+def _nbytes(value: object) -> int:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+@contextmanager
+def _without_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Let experts return their input while the body runs: routing needs values, and the cache does not depend on it."""
+    from moegraft.operators.structure import kinds
+
+    experts = [module for path, module in model.named_modules() if "experts" in kinds(path, module, model)]
+    for module in experts:
+        module.forward = lambda hidden_states, *args, **kwargs: hidden_states  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in experts:
+            del module.forward
 
 
 def layer_types(config: PretrainedConfig) -> Sequence[str]:

@@ -16,7 +16,6 @@ from moegraft.operators.draft import DraftSwitch
 # Members that only some models need are imported on first use: a model on the CPU does not wait for the GPU engine, and runs where
 # Triton is not installed.
 if TYPE_CHECKING:
-    from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.decode.captured import CapturedSteps
     from moegraft.operators.decode.replay import StepReplay
     from moegraft.operators.expert_group import ExpertGroup
@@ -35,7 +34,6 @@ class InjectionContext:
         dtype: the dtype of activations and of modules that are not replaced.
         threads: CPU threads of the operators; 0 for one per physical core.
         expert_group: the processes that hold the experts; None where this one holds all.
-        cache_form: the form that the plan gives the key-value cache; None for the dtype of the model.
         draft_switch: how many experts run while a draft is computed.
         replay: what replays decode steps on the CPU as native programs; None where nothing does.
         captured: what captures decode steps on GPUs, which then need caches of fixed size; None where nothing does.
@@ -44,7 +42,6 @@ class InjectionContext:
     dtype: torch.dtype
     threads: int = 0
     expert_group: ExpertGroup | None = None
-    cache_form: QuantisedForm | None = None
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     replay: StepReplay | None = field(default=None, init=False, repr=False)
     captured: CapturedSteps | None = field(default=None, init=False, repr=False)
@@ -67,7 +64,7 @@ class InjectionContext:
         """The engines of the layers whose experts run on the CPU and on GPUs."""
         from moegraft.operators.offload.model_experts import ModelEngines
 
-        return ModelEngines(self.runtime, self.cache_form)
+        return ModelEngines(self.runtime)
 
     @cached_property
     def path_choices(self) -> PathChoices:

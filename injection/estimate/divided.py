@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moegraft.injection.estimate.forecast import TargetMachine
-from moegraft.injection.estimate.memory import KvCache, kv_cache, memory_of
+from moegraft.injection.estimate.memory import memory_of
 from moegraft.injection.estimate.network import Network
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.estimate.speed import Speed, Work, missing_rates, predict, work_of
@@ -16,6 +16,7 @@ from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.parallel import KEPT_FREE, divide_by_speed
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.rules import RuleFile
+from moegraft.operators.cache_form import KvCache, kv_cache
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.experts_layer import experts_per_token

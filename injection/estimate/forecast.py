@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moegraft.injection.estimate.measure import Measurements
-from moegraft.injection.estimate.memory import GpuMemory, KvCache, Memory, gpu_memory_of, kv_cache, memory_of
+from moegraft.injection.estimate.memory import GpuMemory, Memory, gpu_memory_of, memory_of
 from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
 from moegraft.injection.estimate.speed import Speed, predict, predict_with_gpu, work_of
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
+from moegraft.operators.cache_form import KvCache, kv_cache
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.estimates import GpuRates
 from moegraft.operators.registry import OperatorRegistry

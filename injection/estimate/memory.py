@@ -3,98 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
-import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Swap
-from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes, token_bytes
+from moegraft.operators.cache_form import KvCache
 from moegraft.operators.estimates import ExpertSlots, gpu_margin_bytes
 from moegraft.operators.layout import read_layout
 from moegraft.operators.structure import kinds
 
 WIDTHS = 8  # vectors of the hidden size per token that are alive at once: residual, norms, projections, copies of the operator
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """The cache of one layer for one sequence; `window` is the maximum number of tokens that it keeps."""
-
-    bytes_per_token: int
-    fixed_bytes: int
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class KvCache:
-    """A model's key-value cache.
-
-    Attributes:
-        exact: whether it is measured on the model; otherwise it is computed from the config's numbers of heads.
-        itemsize: bytes of a value in the model's dtype.
-        form: the form of a quantised cache.
-    """
-
-    layers: tuple[LayerCache, ...]
-    exact: bool
-    itemsize: int
-    form: QuantisedForm | None = None
-
-    def nbytes(self, context: int, batch: int = 1) -> int:
-        """Return the bytes of `batch` sequences of `context` tokens."""
-        if self.form is not None:
-            return batch * self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
-        kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
-        return batch * sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
-
-
-def kv_cache(skeleton: PreTrainedModel) -> KvCache:
-    """Measure the cache of a model on meta with one and with two tokens, for any kind of attention."""
-    try:
-        one, two = (_filled(skeleton, tokens) for tokens in (1, 2))
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
-        one = two = []  # some families read values, which meta tensors do not have
-    layers = tuple(
-        LayerCache(after - before, 2 * before - after, window) for (before, window), (after, _) in zip(one, two, strict=True) if after
-    )
-    if layers:
-        return KvCache(layers, True, skeleton.dtype.itemsize)
-    by_config = tuple(LayerCache(size, 0, None) for size in token_bytes(skeleton.config, skeleton.dtype))
-    return KvCache(by_config, False, skeleton.dtype.itemsize)
-
-
-def _filled(skeleton: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]:
-    """Return the bytes and the window of each layer of a cache with this many tokens."""
-    with _without_experts(skeleton), torch.no_grad(), torch.device("meta"):
-        cache = skeleton(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
-    return [(sum(map(_nbytes, vars(layer).values())), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-
-
-def _nbytes(value: object) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
-
-
-@contextmanager
-def _without_experts(skeleton: PreTrainedModel) -> Iterator[None]:
-    """Let experts return their input while the body runs: routing needs values, and the cache does not depend on it."""
-    experts = [module for path, module in skeleton.named_modules() if "experts" in kinds(path, module, skeleton)]
-    for module in experts:
-        module.forward = lambda hidden_states, *args, **kwargs: hidden_states
-    try:
-        yield
-    finally:
-        for module in experts:
-            del module.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +184,12 @@ def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget:
     weights = -(-(planned.plan.rest_bytes + held) // count)
     margin = gpu_margin_bytes(budget.available_bytes)
     kv_bytes = cache.nbytes(load.context, load.batch) // count
-    groups = tuple(_slot_groups(planned, (budget.available_bytes - weights - margin) * count))
+    groups = tuple(_slot_groups(planned, cache, (budget.available_bytes - weights - margin) * count))
     reserve = max(margin, activation_bytes(planned.meta_model, load))
     return GpuMemory(count, budget.available_bytes, weights, kv_bytes, reserve, groups)
 
 
-def _slot_groups(planned: PlannedModel, free_bytes: int) -> Iterator[SlotGroup]:
+def _slot_groups(planned: PlannedModel, cache: KvCache, free_bytes: int) -> Iterator[SlotGroup]:
     """Yield the groups in the order in which they are allocated.
 
     Rules take the memory that earlier ones leave; layers of one rule whose experts differ in size share it by their bytes.
@@ -280,8 +202,7 @@ def _slot_groups(planned: PlannedModel, free_bytes: int) -> Iterator[SlotGroup]:
             alike.setdefault(slots, {}).setdefault(kind, []).append(swap)
     meta_model = planned.meta_model
     for slots, sizes in alike.items():
-        kv_bytes = kv_cache_bytes(meta_model.source.config, slots.context, meta_model.dtype, planned.cache_form())
-        room = max(0, free_bytes - kv_bytes)
+        room = max(0, free_bytes - cache.nbytes(slots.context))
         every = sum(host_bytes * len(swaps) for (host_bytes, _), swaps in sizes.items())
         for (host_bytes, _), swaps in sizes.items():
             num_experts = _num_experts(meta_model, swaps)

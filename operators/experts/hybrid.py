@@ -280,7 +280,7 @@ class HybridExperts(Operator):
         from moegraft.operators.offload.model_experts import LoadedLayer  # as above
 
         assert self.on_cpu.packed is not None, "weights are loaded before the model is"
-        self._engines.ready(self._engine_number, LoadedLayer(self.on_cpu.packed, self.sparsity, router, attach), model.config, model.dtype)
+        self._engines.ready(self._engine_number, LoadedLayer(self.on_cpu.packed, self.sparsity, router, attach))
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # A recorded step sends messages again only if they are part of an operation.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes
+from moegraft.operators.cache_form import KvCache
 from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.cache import make_policy
@@ -35,8 +35,6 @@ from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 from moegraft.operators.timeline import Timeline
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from moegraft.operators.offload.gpu_layer import GpuLayer
 
 logger = logging.getLogger(__name__)
@@ -73,11 +71,12 @@ class ModelEngines:
 
     Attributes:
         options: the different options that rules give to layers.
+        cache: the model's key-value cache, for which slots leave memory.
     """
 
-    def __init__(self, runtime: Runtime, cache_form: QuantisedForm | None) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._cache_form = cache_form
+        self.cache: KvCache | None = None
         self.options: list[GpuOptions] = []
         self._joined: list[GpuOptions] = []
         self._loaded: dict[int, LoadedLayer] = {}
@@ -110,14 +109,14 @@ class ModelEngines:
         self._joined.append(options)
         return len(self._joined) - 1
 
-    def ready(self, number: int, layer: LoadedLayer, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        """Take a loaded layer; with the last one, open the engines. `config` and `dtype` are the model's."""
+    def ready(self, number: int, layer: LoadedLayer) -> None:
+        """Take a loaded layer; with the last one, open the engines."""
         self._loaded[number] = layer
         if len(self._loaded) < len(self._joined):
             return
         for options in self.options:
             layers = [self._loaded.pop(number) for number, joined in enumerate(self._joined) if joined == options]
-            kv_bytes = kv_cache_bytes(config, options.cache.context, dtype, self._cache_form)
+            kv_bytes = 0 if self.cache is None else self.cache.nbytes(options.cache.context)
             self._open_engines(options, layers, kv_bytes)
 
     def _open_engines(self, options: GpuOptions, layers: Sequence[LoadedLayer], kv_bytes: int) -> None:

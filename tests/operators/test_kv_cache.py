@@ -18,14 +18,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.chat.conversation import PromptCache, SavedChat, read_chat, write_chat
-from moegraft.injection.estimate.memory import kv_cache
+from moegraft.injection.cli.chat.conversation import SavedChat, read_chat, write_chat
+from moegraft.injection.cli.chat.prompt_cache import PromptCache
 from moegraft.injection.injected import new_cache
 from moegraft.injection.planning import plan
 from moegraft.injection.prefill import read_ahead
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
-from moegraft.operators.cache_form import QuantisedForm, kv_cache_bytes
+from moegraft.operators.cache_form import QuantisedForm, kv_cache
 from moegraft.operators.kv_cache import QuantizedKvCache
 from moegraft.operators.registry import load_registry
 
@@ -128,7 +128,8 @@ def test_calls_that_cannot_use_a_quantised_cache_get_another_and_one_warning(loa
 
 @HQQ
 def test_conversations_and_long_prompts_reuse_a_quantised_cache(load) -> None:  # type: ignore[no-untyped-def]
-    model, kept = load(options="residual: 16"), PromptCache()
+    model = load(options="residual: 16")
+    kept = PromptCache(model)
     ids = prompt(PROMPT, batch=1, seed=3)
     cache = read_ahead(model, ids[0].tolist(), None, 64)
     assert isinstance(cache, QuantizedCache) and cache.get_seq_length() == 128
@@ -245,6 +246,3 @@ def test_a_plan_includes_the_quantised_cache(load) -> None:  # type: ignore[no-u
     quantised = type(plain)(plain.layers, True, 4, form)
     assert quantised.nbytes(10_000) == expected < plain.nbytes(10_000)
     assert quantised.nbytes(10_000, 3) == 3 * expected
-    config = model.config
-    assert kv_cache_bytes(config, 10_000, torch.float32, form) == expected
-    assert kv_cache_bytes(config, 10_000, torch.float32) == plain.nbytes(10_000)

@@ -19,11 +19,11 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moegraft.injection.cli.chat.conversation import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import Checkpoint, PromptCache
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import PREFILL_CHUNK, read_ahead, why_not_appendable
+from moegraft.injection.prefill import PREFILL_CHUNK, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
 
@@ -232,7 +232,7 @@ class Answerer:
         self, loaded: LoadedModel, sampling: SamplingOptions, seed: int | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> None:
         self._loaded = loaded
-        self._cache = PromptCache()
+        self.cache = PromptCache(loaded.model)
         self._prefill_chunk = prefill_chunk
         self._warned = False
         own = loaded.model.generation_config
@@ -246,18 +246,13 @@ class Answerer:
 
     def reset(self) -> None:
         """Drop the cache and reset the random numbers, so that the same questions get the same answers."""
-        self._cache.drop()
+        self.cache.drop()
         torch.manual_seed(self.seed)
 
-    @property
-    def held(self) -> tuple[list[int], DynamicCache | None]:
-        """The tokens in the cache, and the cache."""
-        return self._cache.held
-
-    def resume(self, token_ids: list[int], cache: DynamicCache | None) -> None:
+    def resume(self, token_ids: list[int], cache: DynamicCache | None, checkpoints: Sequence[Checkpoint]) -> None:
         """Continue from a cache that holds `token_ids`."""
         if cache is not None:
-            self._cache.keep(token_ids, cache)
+            self.cache.keep(token_ids, cache, checkpoints)
 
     def answer(self, token_ids: list[int], on_text: Callable[[str], None]) -> Answer:
         """Generate an answer and pass its text to `on_text`; Ctrl-C ends it early.
@@ -266,13 +261,13 @@ class Answerer:
             NotEnoughMemoryError: the conversation does not fit in a GPU's memory.
         """
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
-        cache, kept = self._cache.take(token_ids)
+        cache, kept = self.cache.take(token_ids)
         room = self._room(len(token_ids))
         try:
             with stop.listening(self._loaded.model):
                 cache = self._read_ahead(token_ids, cache)
                 made = self._generate(token_ids, streamer=streamer, stopping_criteria=[stop], past_key_values=cache, max_new_tokens=room)
-            self._cache.keep(made.sequences[0].tolist(), made.past_key_values)
+            self.cache.keep(made.sequences[0].tolist(), made.past_key_values)
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:
@@ -288,7 +283,7 @@ class Answerer:
             if reason is not None:
                 self._warned = True
                 logger.warning("long prompts are computed whole, which takes memory: this model does not support chunks (%s)", reason)
-        return read_ahead(self._loaded.model, token_ids, cache, self._prefill_chunk)
+        return self.cache.read_ahead(token_ids, cache, self._prefill_chunk)
 
     def _generate(self, token_ids: list[int], **arguments: Any) -> Any:
         input_ids = torch.tensor([token_ids], device=self._loaded.model.device)

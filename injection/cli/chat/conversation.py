@@ -1,14 +1,13 @@
-"""A chat's messages, the tokens of its next prompt, the key-value cache that its prompts share, and chats saved to files."""
+"""A chat's messages, the tokens of its next prompt, and chats saved to files."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from moegraft.injection.cli.chat.prompt_cache import Checkpoint
 from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import why_not_appendable
 from moegraft.operators.atomic_file import write_file
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.states import TENSORS
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.weights import sampled
 
@@ -178,85 +179,8 @@ def _joined(messages: list[Message]) -> str:
     return text
 
 
-logger = logging.getLogger(__name__)
-KEPT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-class PromptCache:
-    """A key-value cache and the tokens that it holds, kept between prompts.
-
-    Layers of full attention can be cropped to any earlier token. A sliding window that has dropped tokens, and a quantised cache, can
-    only be extended: a prompt that changes earlier tokens is computed from its beginning. Recurrent states are not kept. The log
-    reports each case once.
-    """
-
-    def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._cache: DynamicCache | None = None
-        self._logged: set[str] = set()
-
-    @property
-    def held(self) -> tuple[list[int], DynamicCache | None]:
-        """The tokens in the cache, and the cache."""
-        return self._token_ids, self._cache
-
-    def shared(self, token_ids: list[int]) -> int:
-        """Return how many tokens of a prompt the cache holds; its last token is never counted, as it has to be computed."""
-        return _shared_tokens(self._token_ids, token_ids[:-1])
-
-    def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
-        """Return the cache cropped to the tokens that it shares with a prompt, and their number.
-
-        The caller owns the cache from then on. `keep` gives it back; after an interrupted answer it is lost.
-        """
-        cache, held = self._cache, self._token_ids
-        self.drop()
-        shared = _shared_tokens(held, token_ids[:-1])
-        if cache is None or not shared:
-            return None, 0
-        if shared < len(held):
-            if isinstance(cache, QuantizedCache) or any(_moved_on(layer) for layer in cache.layers):
-                kind = "a quantised cache" if isinstance(cache, QuantizedCache) else "a sliding window"
-                self._log_once(f"an earlier part of the conversation changed, and {kind} cannot be cropped: all of it is computed again")
-                return None, 0
-            cache.crop(shared - len(held))  # negative: that many tokens are removed; older versions read 0 as "all"
-        return cache, shared
-
-    def keep(self, token_ids: list[int], cache: Any) -> None:
-        """Keep the cache that `generate` returned; `token_ids` are prompt and answer, whose last token is not in the cache."""
-        kinds = {type(layer) for layer in getattr(cache, "layers", ())}
-        known = type(cache) is DynamicCache and kinds <= set(KEPT_LAYERS)
-        if not known and not isinstance(cache, QuantizedCache):
-            names = ", ".join(sorted(kind.__name__ for kind in kinds - set(KEPT_LAYERS))) or type(cache).__name__
-            self._log_once(f"each turn computes the whole conversation again: a cache of {names} cannot be kept")
-            return
-        self._cache, self._token_ids = cache, token_ids[: cache.get_seq_length()]
-
-    def drop(self) -> None:
-        self._cache, self._token_ids = None, []
-
-    def _log_once(self, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            logger.warning("%s", message)
-
-
-def _moved_on(layer: Any) -> bool:
-    """Whether a sliding window has dropped tokens."""
-    return type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
-
-
-def _shared_tokens(held: list[int], wanted: list[int]) -> int:
-    shared = 0
-    for mine, other in zip(held, wanted, strict=False):
-        if mine != other:
-            break
-        shared += 1
-    return shared
-
-
 SUFFIX = ".safetensors"
-FORMAT = "moegraft chat 3"
+FORMAT = "moegraft chat 4"
 ROLES = ("system", "user", "assistant")
 
 
@@ -266,11 +190,12 @@ class SavedChatError(MoegraftError):
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """The messages, and the cache with its tokens; None if the model's cache cannot be saved."""
+    """The messages, and the cache with its tokens and checkpoints; None if the model's cache cannot be saved."""
 
     messages: list[Message]
     token_ids: list[int]
     cache: DynamicCache | None
+    checkpoints: Sequence[Checkpoint] = ()
 
 
 def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
@@ -280,21 +205,23 @@ def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
         OSError: the file cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    lengths = []
-    # Layers have no common type. A quantised cache is not saved: its layout belongs to its backend.
-    layers: list[Any] = chat.cache.layers if type(chat.cache) is DynamicCache else []
-    for index, layer in enumerate(layers):
-        lengths.append(layer.get_seq_length())
-        if lengths[-1]:
-            tensors[f"{index}.keys"] = layer.keys.to("cpu").contiguous()
-            tensors[f"{index}.values"] = layer.values.to("cpu").contiguous()
+    # A quantised cache is not saved: its layout belongs to its backend.
+    saved = chat.cache if type(chat.cache) is DynamicCache else None
+    for checkpoint in chat.checkpoints if saved is not None else ():
+        copied = new_cache(model)
+        checkpoint.restore(copied)
+        tensors |= {f"{checkpoint.tokens}:{name}": tensor for name, tensor in _tensors(copied)}
+    if saved is not None:
+        tensors |= dict(_tensors(saved))
     about = {
         "format": FORMAT,
         "fingerprint": fingerprint(model),
         "messages": json.dumps([asdict(message) for message in chat.messages]),
         "token_ids": json.dumps(chat.token_ids),
-        "layer_tokens": json.dumps(lengths),
+        "cached": json.dumps(saved is not None),
+        "checkpoints": json.dumps([checkpoint.tokens for checkpoint in chat.checkpoints] if saved is not None else []),
     }
+    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
     write_file(path, save(tensors, about), replace=False)
 
 
@@ -316,7 +243,9 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
             messages = [_message(entry) for entry in json.loads(about["messages"])]
             token_ids = [int(token) for token in json.loads(about["token_ids"])]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
-        return SavedChat(messages, token_ids, _cache(model, tensors, json.loads(about["layer_tokens"]), len(token_ids)))
+        if not json.loads(about["cached"]):
+            return SavedChat(messages, token_ids, None)
+        return SavedChat(messages, token_ids, *_cache(model, tensors, len(token_ids), json.loads(about["checkpoints"])))
     except SavedChatError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -361,41 +290,73 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _cache(model: PreTrainedModel, tensors: dict[str, torch.Tensor], lengths: list[int], tokens: int) -> DynamicCache | None:
-    """
+GROWING = {"keys": 2, "values": 2, "indexer_keys": 1, "indexer_position_ids": 2}  # of a layer, with the dimension of tokens
+
+
+def _tensors(cache: DynamicCache) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a cache as `3.keys` or `3.conv_states.0`; the number is the layer's."""
+    layers: list[Any] = cache.layers  # without a common type
+    for number, layer in enumerate(layers):
+        for name in GROWING:
+            held = getattr(layer, name, None)
+            if held is not None and held.numel():
+                yield f"{number}.{name}", held
+        for name in TENSORS:
+            for index, state in getattr(layer, name, {}).items():
+                if state is not None:
+                    yield f"{number}.{name}.{index}", state
+
+
+def _cache(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], tokens: int, places: Sequence[Any]
+) -> tuple[DynamicCache, list[Checkpoint]]:
+    """Return the cache of `tokens` tokens and its checkpoints after `places` tokens.
+
     Raises:
-        ValueError, KeyError: the tensors are not those of `tokens` tokens in this model.
+        ValueError, KeyError: the tensors are not those of so many tokens in this model.
     """
-    if not lengths:
-        return None
-    cache = new_cache(model)
+    if why_not_appendable(model) is not None:
+        raise ValueError("this model keeps no cache")
+    if places != sorted({int(place) for place in places} & set(range(1, tokens + 1))):
+        raise ValueError(f"checkpoints after {places} of {tokens} tokens")
+    cache = _one_token(model)
+    checkpoints = []
+    for place in places:
+        _fill(cache, tensors, place, f"{place}:")
+        checkpoints.append(Checkpoint(cache, place))
+    _fill(cache, tensors, tokens)
+    return cache, checkpoints
+
+
+def _fill(cache: DynamicCache, tensors: dict[str, torch.Tensor], tokens: int, checkpoint: str = "") -> None:
+    """Replace the tensors of a cache by those of `tokens` tokens, or of the checkpoint whose names begin with `checkpoint`."""
     layers: list[Any] = cache.layers
-    if why_not_appendable(model) is not None or len(lengths) != len(layers):
-        raise ValueError(f"{len(lengths)} layers do not fit this model")
-    for index, (layer, own, length) in enumerate(zip(layers, _one_token(model).layers, lengths, strict=True)):
-        if not length:
+    for name, like in list(_tensors(cache)):
+        number, kind, *index = name.split(".")
+        layer = layers[int(number)]
+        sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        if checkpoint and kind in GROWING and not sliding:
             continue
-        sliding = type(layer) is DynamicSlidingWindowLayer
-        held = min(tokens, layer.sliding_window - 1) if sliding else tokens
-        states = []
-        for name, like in (("keys", own.keys), ("values", own.values)):
-            found = tensors[f"{index}.{name}"]
-            expected = (1, like.shape[1], held, like.shape[3])
-            if length != tokens or tuple(found.shape) != expected or found.dtype != like.dtype:
-                raise ValueError(
-                    f"{name} of layer {index} are {tuple(found.shape)} {found.dtype} for {length} of {tokens} tokens, "
-                    f"and the model's are {expected} {like.dtype}"
-                )
-            states.append(found.to(like.device))
-        layer.update(*states)
-        if sliding:
+        found, expected = tensors[f"{checkpoint}{name}"], list(like.shape)
+        if kind in GROWING:
+            expected[GROWING[kind]] = min(tokens, layer.sliding_window - 1) if sliding else tokens
+        if list(found.shape) != expected or found.dtype != like.dtype:
+            what, whose = kind.replace("_", " "), f" at the checkpoint after {tokens} tokens" if checkpoint else ""
+            raise ValueError(
+                f"{what} of layer {number}{whose} are {tuple(found.shape)} {found.dtype}, "
+                f"and the model's are {tuple(expected)} {like.dtype} for {tokens} tokens"
+            )
+        if index:
+            getattr(layer, kind)[int(index[0])].copy_(found)
+        else:
+            setattr(layer, kind, found.to(like.device))
+        if sliding and kind == "keys":
             layer.cumulative_length = tokens
-    return cache
 
 
 @torch.no_grad()
-def _one_token(model: PreTrainedModel) -> Any:
-    """Return the cache of a token, which has the heads, sizes, dtypes and devices of the model's keys and values."""
+def _one_token(model: PreTrainedModel) -> DynamicCache:
+    """Return the cache of a token, which has the heads, sizes, dtypes and devices of the model's keys, values and states."""
     call: Any = model
     cache = new_cache(model)
     call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)

@@ -63,7 +63,7 @@ def _stats(chat: Chat, argument: str) -> None:
     if chat.last and chat.loaded.context_tokens:
         used = chat.last.prompt_tokens + chat.last.generated_tokens
         lines.append(f"context: {used} of {chat.loaded.context_tokens} tokens after the last answer")
-    chat.terminal.reply("\n".join([*lines, *chat.loaded.placement(), *work_lines(chat.loaded.model)]))
+    chat.terminal.reply("\n".join([*lines, *chat.answerer.cache.lines(), *chat.loaded.placement(), *work_lines(chat.loaded.model)]))
 
 
 def _save(chat: Chat, argument: str) -> None:
@@ -227,8 +227,8 @@ class Chat:
         Raises:
             OSError: the file exists, or cannot be written.
         """
-        token_ids, cache = self.answerer.held
-        write_chat(path, self.loaded.model, SavedChat(self.conversation.messages, token_ids, cache))
+        token_ids, cache = self.answerer.cache.held
+        write_chat(path, self.loaded.model, SavedChat(self.conversation.messages, token_ids, cache, self.answerer.cache.checkpoints))
 
     def resume(self, path: Path) -> None:
         """Replace this conversation by a saved one.
@@ -239,7 +239,7 @@ class Chat:
         """
         saved = read_chat(path, self.loaded.model)
         self.conversation.restore(saved.messages)
-        self.answerer.resume(saved.token_ids, saved.cache)
+        self.answerer.resume(saved.token_ids, saved.cache, saved.checkpoints)
         cached = f"{len(saved.token_ids)} tokens cached" if saved.cache is not None else "no cache"
         self.terminal.notice(f"(resumed: {len(saved.messages)} messages, {cached})")
 

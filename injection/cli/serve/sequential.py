@@ -10,13 +10,14 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.injection.cli.chat.conversation import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PromptCache
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
 from moegraft.injection.cli.serve.sampling import Draft, adjusted, usable
 from moegraft.injection.injected import injection_of
 from moegraft.injection.prefill import read_ahead, why_not_appendable
+from moegraft.operators.cache_form import KvCache
 
 MOST_PROMPTS = 8  # that are computed alternately
 
@@ -28,22 +29,22 @@ class SequentialDecoder:
     short one is answered while a long one is computed. An answer that has begun is computed to its end.
 
     Args:
-        memory_limit: bytes of keys and values.
-        token_bytes: of one token's.
-        prefix_bytes: for the last cache; a longer one is not kept.
+        cache: the bytes of a sequence.
+        memory_limit: bytes of keys, values and states.
+        prefix_bytes: for the last cache and its checkpoints; a larger one is not kept.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int, token_bytes: int, memory_limit: int, prefix_bytes: int
+        self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int, cache: KvCache, memory_limit: int, prefix_bytes: int
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._pad_token = pad_token
         self._chunk = prefill_chunk if why_not_appendable(model) is None else 0
-        self._prefix = PromptCache()
+        self._prefix_bytes = prefix_bytes
+        self._prefix = PromptCache(model, checkpoint_bytes=prefix_bytes // 2)
         self._prefix_scope = ""
-        self._token_bytes = token_bytes
+        self._sizes = cache
         self._limit = memory_limit
-        self._most_prefix_tokens = prefix_bytes // token_bytes
         self._caches: dict[Job, DynamicCache | None] = {}  # of prompts; the next one first
 
     @property
@@ -52,15 +53,17 @@ class SequentialDecoder:
 
     @property
     def memory(self) -> CacheMemory:
-        prefix = self._token_bytes * len(self._prefix.held[0])
-        used = self._token_bytes * sum(map(_tokens, list(self._caches.values())))
-        return CacheMemory(self._limit, self._promised(), used + prefix, prefix)
+        prefix = self._bytes(self._prefix.held[1])
+        return CacheMemory(self._limit, self._promised(), sum(map(self._bytes, list(self._caches.values()))) + prefix, prefix)
+
+    def _bytes(self, cache: DynamicCache | None) -> int:
+        return self._sizes.nbytes(_tokens(cache)) + self._prefix.checkpoint_bytes(cache) if cache is not None else 0
 
     def _promised(self) -> int:
         return sum(map(self.needed_bytes, self.jobs))
 
     def needed_bytes(self, job: Job) -> int:
-        return self._token_bytes * job.most_tokens
+        return self._sizes.nbytes(job.most_tokens)
 
     def fits(self, job: Job) -> bool:
         """Whether a job may start: the first, or one whose prompt can be computed between the chunks of others."""
@@ -86,13 +89,15 @@ class SequentialDecoder:
         if not job.ask.max_tokens:
             job.finish("length")
         elif self._chunk and len(ids) - _tokens(cache) > self._chunk:
-            rest[job] = read_ahead(self._model, ids[: _tokens(cache) + self._chunk + 1], cache, self._chunk)
+            rest[job] = cache = read_ahead(self._model, ids[: _tokens(cache) + self._chunk + 1], cache, self._chunk)
+            self._prefix.checkpoint(cache)
         else:
             self._answer(job, cache)
         self._caches = rest
 
     def _answer(self, job: Job, cache: DynamicCache | None) -> None:
         ids = job.ask.token_ids
+        cache = self._prefix.read_ahead(ids, cache, self._chunk)
         prompt = torch.tensor([ids], device=self._model.device)
         injection = injection_of(self._model)
         answer = _Answer(job, lambda: injection is not None and injection.drafting)
@@ -119,7 +124,7 @@ class SequentialDecoder:
             cache, shared = self._prefix.take(ids[: job.cached_tokens + 1])
             if shared == job.cached_tokens:
                 self._prefix.keep(ids, cache)
-        if len(self._prefix.held[0]) > self._most_prefix_tokens:
+        if self._bytes(self._prefix.held[1]) > self._prefix_bytes:
             self._prefix.drop()
 
     def forget(self) -> None:

@@ -32,7 +32,7 @@ from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, Reque
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
-from moegraft.operators.cache_form import token_bytes
+from moegraft.operators.cache_form import kv_cache
 
 logger = logging.getLogger(__name__)
 MOST_SEED = (1 << 63) - 1
@@ -137,7 +137,7 @@ class Service:
             loaded.model,
             pad_token=pad_token(loaded),
             prefill_chunk=limits.prefill_chunk,
-            token_bytes=sum(token_bytes(loaded.model.config, loaded.model.dtype)),
+            cache=kv_cache(loaded.model),
             memory_limit=limit,
             prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
         )

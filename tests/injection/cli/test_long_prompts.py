@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,17 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.cache_utils import LinearAttentionLayer
 
+from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChatError
+from moegraft.injection.cli.chat.prompt_cache import PromptCache
 from moegraft.injection.cli.chat.session import Chat, run_command
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
+from moegraft.injection.planning import human_bytes
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 GREEDY = SamplingOptions(do_sample=False, max_new_tokens=10)
@@ -60,6 +65,7 @@ LENGTHS = textwrap.dedent(
     from moegraft.injection.cli.models import load_model
     from moegraft.injection.cli.options import ModelOptions
     from moegraft.injection.cli.output import Terminal
+from moegraft.injection.planning import human_bytes
 
     class Usage(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h mapped u f used free keep".split()]
@@ -114,7 +120,9 @@ def recurrent(loaded: LoadedModel) -> LoadedModel:
     small = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     layers = {"layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 16, "num_experts": 4}
     shared = {"shared_expert_intermediate_size": 16, "num_experts_per_tok": 2}
-    return of(loaded, Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=len(loaded.tokenizer), **SIZES, **small, **layers, **shared)))
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(vocab_size=len(loaded.tokenizer), **SIZES, **small, **layers, **shared))
+    stock = of(loaded, model)
+    return replace(stock, model=optimize_and_load(stock.model, "cpu-exact", progress=False))
 
 
 def fed(model: Any, run: Callable[[], object]) -> list[int]:
@@ -153,31 +161,100 @@ def test_chunks_change_no_answer(kind: str, chunk: int, passes: list[int], reque
     assert chunked.turn("and on").text == whole.turn("and on").text
 
 
-def test_a_recurrent_model_computes_its_prompt_whole_with_one_warning(recurrent: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-    chat, plain = open_chat(recurrent, 16), open_chat(recurrent)
-    for question in ["x" * 61, "again"]:
-        anew = plain.turn(question)
-        assert chat.turn(question).text == anew.text
-    assert sum("does not support chunks" in record.message for record in caplog.records) == 1
-    assert sum("computes the whole conversation again" in record.message for record in caplog.records) == 2, "each chat logs it once"
-    assert chat.last is not None and chat.last.kept_tokens == 0
-
-
 def test_a_sliding_window_is_kept_until_the_history_changes(sliding: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     kept, anew = open_chat(sliding), open_chat(sliding)
     for question in ["hello, a long question", "and then?"]:
-        anew.answerer._cache.drop()
+        anew.answerer.cache.drop()
         assert kept.turn(question).text == anew.turn(question).text
     assert kept.last is not None and kept.last.kept_tokens > 30
     for chat in (kept, anew):
         chat.conversation.reset()
-    anew.answerer._cache.drop()
+    anew.answerer.cache.drop()
     assert kept.turn("hello, a long story").text == anew.turn("hello, a long story").text
     assert kept.last.kept_tokens == 0
     assert sum("cannot be cropped" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("kind", ["loaded", "sliding"])
+def ids_of(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, 20, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def answered(answerer: Answerer, token_ids: list[int]) -> tuple[list[int], list[int]]:
+    """Return the prompt with its answer's tokens, and how many tokens each forward pass over the prompt got."""
+    sizes = fed(answerer._loaded.model, lambda: answerer.answer(token_ids, lambda text: None))
+    found, _ = answerer.cache.held
+    assert found[: len(token_ids)] == token_ids
+    steps = len(found) - len(token_ids)
+    return found, sizes[:-steps]
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "sliding"])
+@pytest.mark.parametrize("chunk", [0, 300])
+def test_a_second_turn_computes_what_is_new(kind: str, chunk: int, request: pytest.FixtureRequest) -> None:
+    loaded = request.getfixturevalue(kind)
+    first, length = ids_of(4000), 4000
+    answerer = Answerer(loaded, GREEDY, prefill_chunk=chunk)
+    found, sizes = answered(answerer, first)
+    assert sum(sizes) == length and max(sizes) == (chunk or length - 8)
+    for change, most in [
+        (found, 1),  # the next prompt goes on from the answer: its last token alone is not in the cache
+        (first, 8),  # the answer was changed, or left out its reasoning
+        (first[:-4], 4),  # so was what the template writes before an answer
+    ]:
+        answerer = Answerer(loaded, GREEDY, prefill_chunk=chunk)
+        answered(answerer, first)
+        second = [*change, *ids_of(40, 1)]
+        again, sizes = answered(answerer, second)
+        assert sum(sizes) <= 40 + most, "at most a hundredth of the prompt"
+        whole = Answerer(loaded, GREEDY, prefill_chunk=chunk)
+        assert answered(whole, second)[0] == again
+
+
+def test_a_changed_prompt_goes_on_from_the_latest_checkpoint_before_the_change(recurrent: LoadedModel) -> None:
+    first = ids_of(3500)
+    answerer = Answerer(recurrent, GREEDY, prefill_chunk=500)
+    answered(answerer, first)
+    places = [checkpoint.tokens for checkpoint in answerer.cache.checkpoints]
+    assert places == [2500, 3492]  # chunks of 500 have no end nearer to 2048
+    changed = [*first[:3000], *ids_of(500, 1)]
+    found, sizes = answered(answerer, changed)
+    assert sum(sizes) == 1000
+    assert answered(Answerer(recurrent, GREEDY), changed)[0] == found
+
+
+def test_checkpoints_have_a_limit_and_those_that_save_least_are_dropped(recurrent: LoadedModel) -> None:
+    answerer = Answerer(recurrent, GREEDY, prefill_chunk=500)
+    answered(answerer, ids_of(3500))
+    size = answerer.cache.checkpoints[0].nbytes
+    assert size > 0
+    answerer.cache = PromptCache(recurrent.model, checkpoint_bytes=3 * size)
+    prompt = ids_of(3500)
+    for turn in range(5):
+        prompt = [*answered(answerer, prompt)[0], *ids_of(100, turn)]
+        found = answerer.cache.checkpoints
+        assert len(found) <= 3 and found[-1].tokens == len(prompt) - 100 - 9 - 8
+    assert [checkpoint.tokens for checkpoint in found][:2] == [2500, 3492]
+    answerer.cache = PromptCache(recurrent.model, checkpoint_bytes=size - 1)
+    answered(answerer, prompt)
+    assert answerer.cache.checkpoints == []
+
+
+def test_stats_show_states_and_checkpoints(recurrent: LoadedModel, loaded: LoadedModel) -> None:
+    chat, plain = open_chat(recurrent), open_chat(loaded)
+    for each in (chat, plain):
+        each.turn(string.ascii_lowercase * 4)
+        run_command(each, "/stats")
+    tokens, cache = chat.answerer.cache.held
+    assert cache is not None
+    (layer, _) = cache.layers
+    assert isinstance(layer, LinearAttentionLayer) and layer.conv_states[0] is not None and layer.recurrent_states[0] is not None
+    held = layer.conv_states[0].nbytes + layer.recurrent_states[0].nbytes
+    assert f"states: {human_bytes(held)} after {len(tokens)} tokens" in shown(chat)
+    assert f"checkpoints: {human_bytes(held)}, after {chat.answerer.cache.checkpoints[0].tokens} tokens" in shown(chat)
+    assert "states:" not in shown(plain) and "checkpoints:" not in shown(plain)
+
+
+@pytest.mark.parametrize("kind", ["loaded", "sliding", "recurrent"])
 def test_a_saved_chat_is_resumed(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     loaded = request.getfixturevalue(kind)
     chat, later = open_chat(loaded), open_chat(loaded)
@@ -288,6 +365,57 @@ def test_keys_and_values_of_another_form_are_refused(
     save_file(tensors, tmp_path / "changed.safetensors", about)
     with pytest.raises(SavedChatError, match=f"{name.split('.')[1]} of layer {name[0]} are .* and the model's are"):
         open_chat(request.getfixturevalue(kind)).resume(tmp_path / "changed.safetensors")
+
+
+def test_a_resumed_chat_goes_on_from_its_checkpoints(recurrent: LoadedModel, tmp_path: Path) -> None:
+    chat, later = open_chat(recurrent, 30), open_chat(recurrent, 30)
+    question = string.ascii_lowercase * 4
+    chat.turn(question)
+    chat.save(tmp_path / "talk.safetensors")
+    later.resume(tmp_path / "talk.safetensors")
+    for each in (chat, later):
+        each.conversation.reset()
+    other = question[:-2] + "a" * 30  # an earlier token changed: states cannot be cropped to it
+    assert later.turn(other).text == chat.turn(other).text
+    assert later.last and chat.last and later.last.kept_tokens == chat.last.kept_tokens > 90
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda about, tensors: tensors.update({"0.recurrent_states.0": tensors["0.recurrent_states.0"][:, :1]}),
+            "recurrent states of layer 0 are",
+        ),
+        (
+            lambda about, parts: parts.update({"0.conv_states.0": parts["0.conv_states.0"].half()}),
+            "conv states of layer 0 are .*float16",
+        ),
+        (lambda about, tensors: tensors.pop("0.conv_states.0"), "damaged .*0.conv_states.0"),
+        (lambda about, tensors: tensors.pop(next(name for name in tensors if ":0.recurrent" in name)), "damaged .*:0.recurrent_states.0"),
+        (
+            lambda about, tensors: tensors.update({name: part[..., :1] for name, part in tensors.items() if ":0.recurrent" in name}),
+            "recurrent states of layer 0 at the checkpoint after .* are",
+        ),
+        (lambda about, tensors: about.update(checkpoints="[100, 1000000]"), "checkpoints after .* tokens"),
+        (lambda about, tensors: about.update(checkpoints="[-1]"), "checkpoints after .* tokens"),
+        (lambda about, tensors: about.update(checkpoints="[[1]]"), "damaged"),
+        (lambda about, tensors: about.update(format="moegraft chat 3"), "not a chat of this version"),
+    ],
+    ids=["shape", "dtype", "no state", "no checkpoint", "checkpoint's shape", "too late", "negative", "no number", "older format"],
+)
+def test_damaged_states_are_refused(
+    change: Callable[[dict[str, str], dict[str, torch.Tensor]], object], message: str, recurrent: LoadedModel, tmp_path: Path
+) -> None:
+    chat, path = open_chat(recurrent), tmp_path / "talk.safetensors"
+    chat.turn(string.ascii_lowercase * 4)
+    chat.save(path)
+    with safe_open(path, framework="pt") as file:
+        about, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    change(about, tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "changed.safetensors", about)
+    with pytest.raises(SavedChatError, match=f"changed.safetensors: .*{message}"):
+        open_chat(recurrent).resume(tmp_path / "changed.safetensors")
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "json", "txt"])

@@ -20,12 +20,12 @@ from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate import network
 from moegraft.injection.estimate.forecast import TargetMachine, forecast
 from moegraft.injection.estimate.measure import Measurements
-from moegraft.injection.estimate.memory import KvCache, LayerCache, kv_cache
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.estimate.speed import Work, predict, work_of
 from moegraft.injection.meta_model import build_meta_model
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import read_rules
+from moegraft.operators.cache_form import KvCache, LayerCache, kv_cache
 from moegraft.operators.estimates import Rate
 from moegraft.operators.registry import load_registry
 

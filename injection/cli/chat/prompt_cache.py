@@ -1,0 +1,235 @@
+"""The cache that the prompts of a conversation share, and checkpoints of what cannot be cropped: states and sliding windows.
+
+Keys and values of full attention can be cropped to any earlier token. Recurrent and convolution states stand for all tokens so far, and a
+sliding window has dropped the tokens before it: a prompt that changes the last tokens of the conversation can only go on from a position
+at which these were copied. Chat templates do change them: they leave out an answer's reasoning, or end a turn with other tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+
+from moegraft.injection.injected import new_cache
+from moegraft.injection.planning import human_bytes
+from moegraft.injection.prefill import read_ahead, why_not_appendable
+from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
+
+logger = logging.getLogger(__name__)
+CHECKPOINT_TOKENS = 2048  # of a prompt between two checkpoints, at least
+CHECKPOINT_BYTES = 1 << 30  # of the checkpoints of one cache
+# What a template writes after the last message, such as a mark that begins the answer's reasoning, which the next prompt may not have. The
+# checkpoint at the end of a prompt is before it.
+OPENING_TOKENS = 8
+LEAST_CHUNK = 4  # tokens of a chunk before a checkpoint, where a few tokens may be another computation than a prompt
+LEAST_TOKENS = 64  # that a checkpoint saves: it ends a forward pass, and one over a few tokens takes as long as some decode steps
+
+
+class Checkpoint:
+    """A copy of the states and sliding windows of a cache after its first `tokens` tokens, which are all that it holds.
+
+    Attributes:
+        nbytes: of the copy.
+    """
+
+    def __init__(self, cache: Cache, tokens: int) -> None:
+        self.tokens = tokens
+        self._states = SavedStates(cache)
+        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        layers: list[Any] = cache.layers  # without a common type
+        for number, layer in enumerate(layers):
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                self._windows[number] = _copy(layer.keys), _copy(layer.values)
+        self.nbytes = self._states.nbytes + sum(each.nbytes for pair in self._windows.values() for each in pair)
+
+    def restore(self, cache: Cache) -> None:
+        """Crop a cache that holds these tokens and later ones; of a new cache of the model, set the states and windows alone."""
+        layers: list[Any] = cache.layers
+        for number, layer in enumerate(layers):
+            if number in self._windows:
+                keys, values = (each.clone() for each in self._windows[number])
+                if not layer.is_initialized:
+                    layer.lazy_initialization(keys, values)
+                layer.keys, layer.values, layer.cumulative_length = keys, values, self.tokens
+            elif isinstance(layer, DynamicLayer) and (extra := layer.get_seq_length() - self.tokens) > 0:
+                # Layers that have states as well refuse to crop.
+                (DynamicLayer if has_states(layer) else type(layer)).crop(layer, -extra)
+        self._states.restore(cache)
+
+
+class PromptCache:
+    """A key-value cache and the tokens that it holds, kept between prompts, with checkpoints of its states and sliding windows.
+
+    The next prompt goes on from the last token that it shares, or from the latest checkpoint before it where the cache cannot be cropped.
+    Checkpoints are made at the end of each prompt and of each answer, and every `CHECKPOINT_TOKENS` tokens of a prompt. A quantised cache
+    can only be extended. The log reports once what is computed again.
+
+    Args:
+        checkpoint_bytes: of all checkpoints; the one that saves the fewest tokens is dropped first.
+    """
+
+    def __init__(self, model: PreTrainedModel, checkpoint_bytes: int = CHECKPOINT_BYTES) -> None:
+        self._model = model
+        self._most_bytes = checkpoint_bytes
+        self._token_ids: list[int] = []
+        self._cache: DynamicCache | None = None
+        # By cache, as several prompts may be computed alternately: a cache that is lost loses its checkpoints.
+        self._checkpoints: WeakKeyDictionary[Cache, list[Checkpoint]] = WeakKeyDictionary()
+        self._logged: set[str] = set()
+
+    @property
+    def held(self) -> tuple[list[int], DynamicCache | None]:
+        """The tokens in the cache, and the cache."""
+        return self._token_ids, self._cache
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those of the cache that is held, the earliest first."""
+        return self._of(self._cache)
+
+    def lines(self) -> list[str]:
+        """Describe the states and checkpoints of the cache that is held, where it has any."""
+        layers: list[Any] = [] if self._cache is None else self._cache.layers
+        states = [state for layer in filter(has_states, layers) for name in TENSORS for state in getattr(layer, name).values()]
+        held = sum(state.nbytes for state in states if state is not None)
+        lines = [f"states: {human_bytes(held)} after {len(self._token_ids):,} tokens"] if held else []
+        if self.checkpoints:
+            places = ", ".join(f"{checkpoint.tokens:,}" for checkpoint in self.checkpoints)
+            lines.append(f"checkpoints: {human_bytes(self.checkpoint_bytes(self._cache))}, after {places} tokens")
+        return lines
+
+    def checkpoint_bytes(self, cache: Cache | None) -> int:
+        """Return the bytes of the checkpoints of a cache, which the caller may own."""
+        return sum(checkpoint.nbytes for checkpoint in self._of(cache))
+
+    def _of(self, cache: Cache | None) -> list[Checkpoint]:
+        return [] if cache is None else self._checkpoints.get(cache, [])
+
+    def shared(self, token_ids: list[int]) -> int:
+        """Return how many tokens of a prompt the cache holds; its last token is never counted, as it has to be computed."""
+        return _shared_tokens(self._token_ids, token_ids[:-1])
+
+    def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
+        """Return the cache cropped to tokens that it shares with a prompt, and their number.
+
+        The caller owns the cache from then on. `keep` gives it back; after an interrupted answer it is lost.
+        """
+        cache, held = self._cache, self._token_ids
+        self.drop()
+        shared = _shared_tokens(held, token_ids[:-1])
+        if cache is None or not shared:
+            return None, 0
+        if shared == len(held):
+            self.checkpoint(cache, 0)
+            return cache, shared
+        fixed = _why_not_cropped(cache)
+        if fixed is None:
+            cache.crop(shared - len(held))  # negative: that many tokens are removed; older versions read 0 as "all"
+        else:
+            earlier = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens <= shared]
+            if not earlier:
+                self._log_once(f"an earlier part of the conversation changed, and {fixed} cannot be cropped: all of it is computed again")
+                return None, 0
+            shared = earlier[-1].tokens
+            earlier[-1].restore(cache)
+        self._checkpoints[cache] = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens <= shared]
+        return cache, shared
+
+    def read_ahead(self, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
+        """Compute a prompt in chunks as `prefill.read_ahead` does, with the checkpoints that the model needs, the last near its end."""
+        end = len(token_ids) - OPENING_TOKENS
+        held = _tokens(cache)
+        saved = max([held, *(checkpoint.tokens for checkpoint in self._of(cache))])
+        if end - saved >= LEAST_TOKENS and self._needs_checkpoints(cache):
+            cache = new_cache(self._model) if cache is None else cache
+            while held < end:
+                left = end - held
+                step = left if not chunk_tokens or left <= chunk_tokens else min(chunk_tokens, left - LEAST_CHUNK)
+                read_ahead(self._model, token_ids[: held + step + 2], cache, step)
+                if _tokens(cache) == held:
+                    break
+                held = _tokens(cache)
+                self.checkpoint(cache, CHECKPOINT_TOKENS if held < end else 0)
+        return read_ahead(self._model, token_ids, cache, chunk_tokens)
+
+    def checkpoint(self, cache: DynamicCache | None, least_tokens: int = CHECKPOINT_TOKENS) -> None:
+        """Make a checkpoint of a cache that needs it, unless fewer than `least_tokens` tokens follow the latest one."""
+        tokens, before = _tokens(cache), self._of(cache)
+        if cache is not None and self._needs_checkpoints(cache) and tokens - (before[-1].tokens if before else 0) >= max(least_tokens, 1):
+            self._add(cache, tokens)
+
+    def keep(self, token_ids: list[int], cache: Any, checkpoints: Sequence[Checkpoint] = ()) -> None:
+        """Keep the cache that `generate` returned, or one with its checkpoints; the last of `token_ids` may not be in the cache yet."""
+        reason = None if isinstance(cache, QuantizedCache) else self._why_not_kept(cache)
+        if reason is not None:
+            self._log_once(f"each turn computes the whole conversation again: {reason}")
+            return
+        self._cache, self._token_ids = cache, token_ids[: cache.get_seq_length()]
+        if checkpoints:
+            self._checkpoints[cache] = list(checkpoints)
+
+    def drop(self) -> None:
+        self._cache, self._token_ids = None, []
+
+    def _needs_checkpoints(self, cache: Cache | None) -> bool:
+        """Whether a cache that can be kept, None for a new one, may come to hold what cannot be cropped."""
+        if not self._most_bytes or why_not_appendable(self._model) is not None:
+            return False
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True)) if cache is None else cache
+        fixed = any(has_states(layer) or isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        return fixed and not isinstance(cache, QuantizedCache) and self._why_not_kept(cache) is None
+
+    def _why_not_kept(self, cache: Any) -> str | None:
+        if type(cache) is not DynamicCache:
+            return f"a cache of {type(cache).__name__} cannot be kept"
+        if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+            return "its cache does not count tokens"
+        return why_not_appendable(self._model)
+
+    def _add(self, cache: DynamicCache, tokens: int) -> None:
+        found = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens < tokens]
+        found.append(Checkpoint(cache, tokens))
+        while found and sum(checkpoint.nbytes for checkpoint in found) > self._most_bytes:
+            places = [0, *(checkpoint.tokens for checkpoint in found)]
+            saves = [after - before for before, after in zip(places, places[2:], strict=False)]  # of each but the latest
+            del found[saves.index(min(saves)) if saves else 0]
+        self._checkpoints[cache] = found
+
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning("%s", message)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "a window that is initialised has keys and values"
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tokens(cache: DynamicCache | None) -> int:
+    return 0 if cache is None else cache.get_seq_length()
+
+
+def _why_not_cropped(cache: Cache) -> str | None:
+    """Return what in a cache cannot be cropped, None if everything can."""
+    if isinstance(cache, QuantizedCache):
+        return "a quantised cache"
+    if any(has_states(layer) for layer in cache.layers):
+        return "a recurrent state"
+    windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    return "a sliding window" if any(layer.cumulative_length >= layer.sliding_window for layer in windows) else None
+
+
+def _shared_tokens(held: list[int], wanted: list[int]) -> int:
+    shared = 0
+    for mine, other in zip(held, wanted, strict=False):
+        if mine != other:
+            break
+        shared += 1
+    return shared
