@@ -62,6 +62,7 @@ INTERFACE = {
     "decode.native.record",
     "decode.pages",
     "decode.replay",
+    "decode.state_pool",
     "decode.states",
     "draft",
     "errors",

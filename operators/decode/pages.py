@@ -13,6 +13,9 @@ until an operator has taken its states for the first time.
 Pages were chosen over two simpler forms. Rows in classes of capacity double in size and waste half of it; groups of rows of similar length,
 each with little padding, need a forward pass each, and then read the weights as often. Layers with a sliding window keep all tokens of a
 sequence, so that another can begin with any part of them.
+
+Recurrent and convolution states do not grow with a text: they are beside the pages, in a place for each sequence (state_pool.py). The rows
+of a pass have equally many new tokens, so that nothing is padded in layers with states.
 """
 
 from __future__ import annotations
@@ -21,18 +24,34 @@ import heapq
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from moegraft.operators.decode.cache import own
+from moegraft.operators.decode.cache import StateName, own
+from moegraft.operators.decode.rollback import STATELESS_KINDS
+from moegraft.operators.decode.state_pool import StatePool
+from moegraft.operators.decode.states import FLAGS, has_states
 
 # Half a page is empty in each sequence. With pages of 16, attention to 8 texts of 2048 tokens takes 5 % longer (EPYC Zen 4).
 PAGE_TOKENS = 32
+_IN_PAGES = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 class UnreadPagesError(Exception):
@@ -45,11 +64,22 @@ class NoPagesError(Exception):
 
 @dataclass(eq=False, slots=True)
 class PagedSequence:
-    """The pages of one sequence, in order, how many tokens they hold, and how often it has lost pages."""
+    """The pages of one sequence, in order, how many tokens they hold, and how often it has lost pages.
+
+    Of a model with recurrent states:
+
+    Attributes:
+        place: of its states; None if it has none.
+        states_at: the tokens after which these are; -1 while a forward pass changes them.
+        checkpoints: the places of copies, by the tokens after which they are.
+    """
 
     tokens: int = 0
     pages: list[int] = field(default_factory=list)
     losses: int = 0
+    place: int | None = None
+    states_at: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)
 
 
 class PagePool:
@@ -59,14 +89,15 @@ class PagePool:
     pages are given first. Nothing moves, so that recorded decode steps stay valid.
 
     Attributes:
-        data: of each layer, (pages + 1, elements) in the cache's dtype and on its device: a page's keys (KV heads, PAGE_TOKENS, columns),
-            then its values. The pages of a layer are side by side, so that a pass uses few pages of virtual memory. The last page is no
-            sequence's: it has the zeros that rows are padded with.
+        data: of each layer with keys and values, by its number, (pages + 1, elements) in the cache's dtype and on its device: a page's keys
+            (KV heads, PAGE_TOKENS, columns), then its values. The pages of a layer are side by side, so that a pass uses few pages of
+            virtual memory. The last page is no sequence's: it has the zeros that rows are padded with.
         value_starts: of each layer's values in a page, in elements.
         table: (sequences, most pages of one) int64, the pages of the sequences of the current forward pass.
         held: (sequences,) int64, their tokens before it.
         pages: their number.
         page_bytes: of one page in all layers.
+        states: the recurrent states; None if the model has none.
 
     Args:
         example: a cache of the model that holds tokens; its layers' keys and values have the forms to store.
@@ -78,23 +109,27 @@ class PagePool:
         RuntimeError: there is not enough memory.
     """
 
-    def __init__(self, example: DynamicCache, pages: int, *, most_sequences: int, most_tokens: int) -> None:
+    def __init__(
+        self, example: DynamicCache, pages: int, *, most_sequences: int, most_tokens: int, states: StatePool | None = None
+    ) -> None:
         self.pages = pages
         self.page_bytes = 0
-        self.data: list[torch.Tensor] = []
-        self.value_starts: list[int] = []
-        for layer in example.layers:
+        self.states = states
+        self.data: dict[int, torch.Tensor] = {}
+        self.value_starts: dict[int, int] = {}
+        for number, layer in enumerate(example.layers):
+            if type(layer) is LinearAttentionLayer or type(layer).__name__ in STATELESS_KINDS:
+                continue
             keys: Any = getattr(layer, "keys", None)
             values: Any = getattr(layer, "values", None)
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or keys is None or keys.shape[1] != values.shape[1]:
+            if type(layer) not in _IN_PAGES or keys is None or keys.shape[1] != values.shape[1]:
                 raise ValueError(f"a layer's cache is a {type(layer).__name__}, which has no pages")
             if keys.dtype != values.dtype:
                 raise ValueError("keys and values have several dtypes")
             start, end = (PAGE_TOKENS * keys.shape[1] * columns for columns in (keys.shape[3], keys.shape[3] + values.shape[3]))
             data = torch.empty(pages + 1, end, dtype=keys.dtype, device=keys.device)
             data[pages].zero_()
-            self.data.append(data)
-            self.value_starts.append(start)
+            self.data[number], self.value_starts[number] = data, start
             self.page_bytes += end * keys.dtype.itemsize
         self.table = torch.zeros(most_sequences, -(-most_tokens // PAGE_TOKENS), dtype=torch.int64)
         self.held = torch.zeros(most_sequences, dtype=torch.int64)
@@ -142,7 +177,7 @@ class PagePool:
             except NoPagesError:
                 self.release(sequence)
                 raise
-            for layer in self.data:
+            for layer in self.data.values():
                 layer[sequence.pages[whole]] = layer[other.pages[whole]]
             sequence.tokens = tokens
         return sequence
@@ -248,6 +283,32 @@ class PagedLayer(CacheLayerMixin):
         return kept + query_length, earlier - kept
 
 
+class StateLayer(LinearAttentionLayer):
+    """A layer of a `PagedCache` with recurrent or convolution states: those of the rows of a pass, which have earlier tokens, or zeros.
+
+    Args:
+        example: the layer of a cache that holds tokens.
+    """
+
+    def __init__(self, example: LinearAttentionLayer) -> None:
+        super().__init__(number_of_states=example.number_of_states)
+        for name in FLAGS:
+            setattr(self, name, dict(getattr(example, name)))
+        self.dtype, self.device = example.dtype, example.device
+
+
+class PagedStateLayer(StateLayer, PagedLayer):  # type: ignore[override] # transformers combines its classes in the same way
+    """A layer of a `PagedCache` that has states beside keys and values."""
+
+    is_compileable = False
+
+    def __init__(self, cache: PagedCache, number: int, window: int, example: LinearAttentionLayer) -> None:
+        PagedLayer.__init__(self, cache, number, window)
+        StateLayer.__init__(self, example)
+
+    lazy_initialization = PagedLayer.lazy_initialization  # type: ignore[assignment]
+
+
 class PagedCache(Cache):
     """The sequences of one forward pass after another, which may be any of a pool's.
 
@@ -258,12 +319,13 @@ class PagedCache(Cache):
         unread: layers whose states an operator has to read in this pass.
 
     Args:
-        windows: of each layer: tokens that a query attends to; 0: all.
+        example: a cache of the model that holds tokens, from which the pool was made.
     """
 
-    def __init__(self, pool: PagePool, windows: Sequence[int], *, offers_pages: bool = True) -> None:
+    def __init__(self, pool: PagePool, example: DynamicCache, *, offers_pages: bool = True) -> None:
         self.pool = pool
-        super().__init__(layers=[PagedLayer(self, number, window) for number, window in enumerate(windows)])
+        super().__init__(layers=[self._layer(number, layer) for number, layer in enumerate(example.layers)])
+        self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.serial = next(_serials)
         self.offers_pages = offers_pages
         self.longest = self._tokens = 0
@@ -272,18 +334,34 @@ class PagedCache(Cache):
         self._sequences: list[PagedSequence] = []
         self._shown: list[tuple[PagedSequence, int, int]] = []  # the rows of the table, with their numbers of pages and losses
         self._places: dict[object, torch.Tensor] = {}  # of the states of this pass, which layers of one form share
+        self._states: Mapping[StateName, torch.Tensor] = {}  # recurrent ones, of the rows of this pass
+        self._copied = False  # whether these are copies
+
+    def _layer(self, number: int, example: Any) -> Any:
+        window = int(getattr(example, "sliding_window", None) or 0)
+        if number not in self.pool.data:
+            return StateLayer(example) if has_states(example) else type(example)()
+        return PagedStateLayer(self, number, window, example) if has_states(example) else PagedLayer(self, number, window)
 
     @property
     def gathers(self) -> bool:
         """Whether keys and values of any layer are gathered, so that masks are read."""
-        layers: list[Any] = self.layers  # without a common type
-        return any(layer.gathers for layer in layers)
+        return any(layer.gathers for layer in self._paged)
 
-    def begin(self, sequences: Iterable[PagedSequence], tokens: int) -> None:
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer, whether it has recurrent states alone; transformers knows its own classes only."""
+        return [type(layer) is StateLayer for layer in self.layers]
+
+    def begin(self, sequences: Iterable[PagedSequence], tokens: int, *, copies: bool = False) -> None:
         """Prepare a forward pass over `tokens` new tokens of each sequence, which is a row of the pass.
+
+        Args:
+            copies: whether the pass has copies of recurrent states, so that the sequences keep theirs if it fails.
 
         Raises:
             NoPagesError: the pool is full.
+            LostStatesError: an earlier pass over a sequence has failed.
         """
         self._sequences, self._tokens = list(sequences), tokens
         pool = self.pool
@@ -299,6 +377,24 @@ class PagedCache(Cache):
         self.longest = max(lengths)
         self.unread.clear()
         self._places.clear()
+        if pool.states is not None:
+            self._show_states(pool.states, copies)
+
+    def _show_states(self, pool: StatePool, copies: bool) -> None:
+        states = pool.copied(self._sequences) if copies else pool.rows(self._sequences)
+        if states is not self._states:
+            for (number, attribute, index), tensor in states.items():
+                vars(self.layers[number])[attribute][index] = tensor
+        self._states, self._copied = states, copies
+        if not copies:
+            for sequence in self._sequences:
+                sequence.states_at = -1
+
+    def abandon(self) -> None:
+        """Take back `begin` where nothing was computed after it."""
+        if self.pool.states is not None:
+            for sequence in self._sequences:
+                sequence.states_at = sequence.tokens
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return what the model needs beside the tokens of the prepared pass: positions, and a mask if gathered rows are padded."""
@@ -347,15 +443,17 @@ class PagedCache(Cache):
             raise UnreadPagesError(f"attention left the keys and values of {len(self.unread)} of {len(self.layers)} layers unread")
         for sequence in self._sequences:
             sequence.tokens += self._tokens
+        if self.pool.states is not None:
+            states = self._states
+            for (number, attribute, index), tensor in states.items():
+                held = vars(self.layers[number])[attribute][index]
+                if held is not tensor:  # replaced by one that a program owns
+                    tensor.copy_(held)
+                    self._states = {}
+            if self._copied:
+                self.pool.states.write(self._sequences, states)
+            for sequence in self._sequences:
+                sequence.states_at = sequence.tokens
 
 
 _serials = itertools.count()
-
-
-def windows_of(example: DynamicCache) -> list[int]:
-    """Return the sliding window of each layer of a cache; 0 for full attention."""
-    found = []
-    for layer in example.layers:
-        window: Any = getattr(layer, "sliding_window", 0)
-        found.append(int(window or 0))
-    return found

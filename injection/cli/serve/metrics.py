@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -156,6 +157,8 @@ class Metrics:
         yield _counter("moegraft:requests", "Requests that ended, by reason.", [({"ending": end}, n) for end, n in engine.endings.items()])
         yield _counter("moegraft:requests_rejected", "Requests refused because the queue was full.", [({}, engine.rejected)])
         yield _gauge("moegraft:tokens_per_second", "Generated tokens per second.", [({}, engine.tokens_per_s)])
+        memory = [({"what": name}, size) for name, size in asdict(engine.memory).items()]
+        yield _gauge("moegraft:cache_bytes", "Bytes of keys and values, and of recurrent states.", memory)
         yield _gauge("moegraft:placement", "What runs where.", [({"what": line}, 1) for line in service.placement])
         work = [({"what": name}, count) for name, count in engine.work.items()]
         yield _counter("moegraft:work", "Counts of experts, drafts and sparsity, for the whole model.", work)

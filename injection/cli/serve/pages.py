@@ -16,21 +16,32 @@ from transformers import DynamicCache, PreTrainedModel
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
-from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, windows_of
+from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
+from moegraft.operators.decode.state_pool import StatePool, state_tensors
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
+# Checkpoints of recurrent states:
+CHECKPOINT_SPACING = 1024  # tokens of a prompt, after which there is one at the end of a chunk
+LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its end, for which it is computed in one part more
+MOST_CHECKPOINTS = 8  # of a sequence
 IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """Bytes of keys and values: the limit, what running requests may need until they end, all that is used, and that of prefixes."""
+    """Bytes of keys and values: the limit, what running requests may need until they end, all that is used, and that of prefixes.
+
+    Attributes:
+        states, checkpoints: bytes of recurrent states that are used: those of running requests, and those in prefixes.
+    """
 
     limit: int
     promised: int
     used: int
     kept: int
+    states: int = 0
+    checkpoints: int = 0
 
     @property
     def free(self) -> int:
@@ -62,17 +73,26 @@ class SequencePool:
     A sequence is promised the pages of its greatest length when it begins, so that none runs out of memory. Prefixes have the pages that
     are left, up to a limit of their own; the least recently used is evicted first.
 
+    If the model has recurrent states, each sequence also has a place for them, and another can begin with a prefix only at its checkpoints
+    (decode/state_pool.py): one near the end of a prompt, others in long prompts, and one at the end of the answer.
+
+    Attributes:
+        appendable: whether a prompt may be computed in parts; otherwise all of it is one pass, and no sequence begins with a prefix.
+
     Args:
-        prefix_bytes: for the prefixes.
+        prefix_bytes: for the prefixes, checkpoints included.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int, *, appendable: bool = True) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._cache = cache
         self._pool = cache.pool
         self._promised: dict[PagedSequence, int] = {}  # pages
         self._prefixes: list[_Prefix] = []  # the most recently used one last
-        self._most_prefix_pages = prefix_bytes // self._pool.page_bytes
+        self._states = cache.pool.states
+        self.appendable = appendable
+        checkpoint_bytes = 0 if self._states is None else self._states.checkpoints * self._states.place_bytes
+        self._most_prefix_pages = (prefix_bytes - checkpoint_bytes) // self._pool.page_bytes
         injection = injection_of(model)
         self._steps = None if injection is None else injection.context.replay
         self._stepped: list[PagedSequence] = []  # the rows of the last step
@@ -82,13 +102,22 @@ class SequencePool:
     def memory(self) -> CacheMemory:
         """The bytes now; any thread may ask."""
         size, promised = self._pool.page_bytes, sum(list(self._promised.values()))
-        return CacheMemory(size * self._pool.pages, size * promised, size * self._pool.used, size * self._prefix_pages())
+        pages = size * self._pool.pages, size * promised, size * self._pool.used, size * self._prefix_pages()
+        states = self._states
+        return CacheMemory(*pages, *(() if states is None else (states.place_bytes * count for count in (states.running, states.kept))))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether sequences have recurrent states, from which no token can be removed."""
+        return self._states is not None
 
     def needed_bytes(self, tokens: int) -> int:
         return pages_of(tokens) * self._pool.page_bytes
 
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of at most `tokens` tokens can begin now."""
+        if self._states is not None and self._states.full:
+            return False
         return sum(self._promised.values()) + pages_of(tokens) <= self._pool.pages
 
     def begin(self, token_ids: list[int], most_tokens: int, scope: str = "", *, multiple: int = 1) -> PagedSequence:
@@ -97,32 +126,84 @@ class SequencePool:
         Args:
             multiple: so many tokens are shared, or a multiple of them; 0: none.
         """
-        sequence = (self._fork(np.array(token_ids[:-1]), scope, multiple) if multiple else None) or PagedSequence()
+        sequence = (self._fork(np.array(token_ids[:-1]), scope, multiple) if multiple and self.appendable else None) or PagedSequence()
+        if self._states is not None and sequence.place is None:
+            self._states.enter(sequence)
         self._promised[sequence] = pages_of(most_tokens)
         return sequence
 
     def _fork(self, token_ids: IntArray, scope: str, multiple: int) -> PagedSequence | None:
-        mine = [prefix for prefix in self._prefixes if prefix.scope == scope]
-        best = max(mine, key=lambda prefix: prefix.shared(token_ids), default=None)
-        if best is None or not (shared := best.shared(token_ids) // multiple * multiple):
+        usable = {prefix: self._usable(prefix, token_ids, multiple) for prefix in self._prefixes if prefix.scope == scope}
+        best = max(usable, key=usable.__getitem__, default=None)
+        if best is None or not (shared := usable[best]):
             return None
         self._prefixes.remove(best)  # so that it is not evicted for the copy of its own page
         try:
             if shared % PAGE_TOKENS:
                 self._make_room(1)
-            return self._pool.fork(best.sequence, shared)
+            sequence = self._pool.fork(best.sequence, shared)
         except NoPagesError:
-            return self._pool.fork(best.sequence, shared - shared % math.lcm(PAGE_TOKENS, multiple))
+            if self._states is not None:
+                return None
+            sequence = self._pool.fork(best.sequence, shared - shared % math.lcm(PAGE_TOKENS, multiple))
         finally:
             self._prefixes.append(best)
+        if self._states is not None:
+            self._states.enter(sequence, best.sequence.checkpoints[shared])
+        return sequence
 
-    def forward(self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], **extra: Any) -> torch.Tensor:
+    def _usable(self, prefix: _Prefix, token_ids: IntArray, multiple: int) -> int:
+        """Return with how many tokens of a prefix a sequence can begin."""
+        shared = prefix.shared(token_ids) // multiple * multiple
+        if self._states is None:
+            return shared
+        return max((at for at in prefix.sequence.checkpoints if at <= shared and at % multiple == 0), default=0)
+
+    def until_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
+        """Return how many tokens of a prompt may be computed in one part: up to its last checkpoint, or all that are left.
+
+        Args:
+            multiple: checkpoints are after so many tokens, or a multiple of them.
+        """
+        return (self._last_checkpoint(sequence, prompt_tokens, multiple) or prompt_tokens) - sequence.tokens
+
+    def checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> None:
+        """Save the states of a sequence that has a part of its prompt, if that is a place for a checkpoint."""
+        at = sequence.tokens
+        if self._states is None or not self.appendable or not multiple or at % multiple or at >= prompt_tokens:
+            return
+        last = (prompt_tokens - 1) // multiple * multiple
+        if at == last or at - max(sequence.checkpoints, default=0) >= CHECKPOINT_SPACING:
+            self._save(sequence)
+
+    def _last_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
+        """Return where the last checkpoint of a prompt will be; 0 if there will be none any more."""
+        if self._states is None or not self._states.checkpoints or not self.appendable or not multiple:
+            return 0
+        last = (prompt_tokens - 1) // multiple * multiple
+        return last if sequence.tokens < last and prompt_tokens >= LEAST_CHECKED_PROMPT else 0
+
+    def _save(self, sequence: PagedSequence) -> None:
+        """Add a checkpoint to a sequence, for which others may be dropped."""
+        states = self._states
+        assert states is not None, "the model has states"
+        self._thin(sequence, MOST_CHECKPOINTS - 1)
+        while not states.save(sequence):
+            prefix = next((each for each in self._prefixes if each.sequence.checkpoints), None)
+            if prefix is not None:
+                self._evict(prefix)
+            elif sequence.checkpoints:
+                states.drop(sequence, min(sequence.checkpoints))
+            else:
+                return
+
+    def forward(self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], *, keep: bool = True, **extra: Any) -> torch.Tensor:
         """Compute the next tokens of some sequences, equally many of each; return the logits, (B, T, V).
 
-        A sequence is unchanged if that fails.
+        A sequence is unchanged if that fails. Recurrent states are lost: those of a single sequence, and those of all without `keep`.
         """
         self._stepped, self._continuation = [], None  # another pass may come between two steps
-        self._begin(sequences, len(token_ids[0]))
+        self._begin(sequences, len(token_ids[0]), copies=keep and len(sequences) > 1)
         device = self._model.device
         output = self._model(
             input_ids=torch.tensor(token_ids, device=device),
@@ -135,9 +216,9 @@ class SequencePool:
         logits: torch.Tensor = output.logits
         return logits
 
-    def _begin(self, sequences: Sequence[PagedSequence], tokens: int) -> None:
+    def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False) -> None:
         self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
-        self._cache.begin(sequences, tokens)
+        self._cache.begin(sequences, tokens, copies=copies)
 
     def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each sequence; return the logits of the next ones, (B, V) float32."""
@@ -150,30 +231,57 @@ class SequencePool:
                 self._continuation = continuation
                 self._steps.continued(len(tokens))
                 return continued.clone()
-        logits = self.forward(sequences, [[token] for token in tokens])[:, -1].float()
+            self._cache.abandon()
+        logits = self.forward(sequences, [[token] for token in tokens], keep=False)[:, -1].float()
         if self._steps is not None:
             self._stepped = list(sequences)
             self._continuation = self._steps.continuation(self._cache)
         return logits
 
     def crop(self, sequence: PagedSequence, tokens: int) -> None:
-        """Drop all but the first `tokens` tokens of a sequence."""
+        """Drop all but the first `tokens` tokens of a sequence, which then can go on unless it has recurrent states."""
         self._stepped, self._continuation = [], None
         self._pool.crop(sequence, tokens)
 
     def end(self, sequence: PagedSequence, token_ids: Sequence[int] = (), scope: str = "") -> None:
-        """End a sequence, and keep those of its tokens that are given as a prefix."""
+        """End a sequence, and keep those of its tokens that are given as a prefix, up to the last checkpoint if there are states."""
         del self._promised[sequence]
+        if self._states is not None:
+            self._end_states(sequence, len(token_ids))
         self._pool.crop(sequence, len(token_ids))
-        if not sequence.tokens or not self._most_prefix_pages:
-            self._pool.release(sequence)
+        new = _Prefix(np.array(token_ids[: sequence.tokens], dtype=np.int64), sequence, scope)
+        if not sequence.tokens or self._most_prefix_pages < 1:
+            self._release(new)
             return
-        new = _Prefix(np.array(token_ids[: sequence.tokens]), sequence, scope)
         for old in [old for old in self._prefixes if old.scope == scope and old.shared(new.token_ids) == len(old.token_ids)]:
+            for at in old.sequence.checkpoints.keys() - sequence.checkpoints.keys():
+                sequence.checkpoints[at] = old.sequence.checkpoints.pop(at)
             self._evict(old)  # the new one begins with all of it
+        if self._states is not None:
+            self._pool.crop(sequence, max(sequence.checkpoints, default=0))
+            new.token_ids = new.token_ids[: sequence.tokens]
+            self._thin(sequence, MOST_CHECKPOINTS)
+            if not sequence.tokens:
+                return
         self._prefixes.append(new)
         while self._prefix_pages() > self._most_prefix_pages:
             self._evict(self._prefixes[0])
+
+    def _thin(self, sequence: PagedSequence, most: int) -> None:
+        """Drop checkpoints of a sequence until it has at most `most`: those nearest to the ones before them, but not the last two."""
+        while self._states is not None and len(sequence.checkpoints) > most:
+            places = sorted(sequence.checkpoints)
+            gaps = {at: at - before for before, at in zip([0, *places], places[:-2], strict=False)}
+            self._states.drop(sequence, min(gaps, key=gaps.__getitem__))
+
+    def _end_states(self, sequence: PagedSequence, tokens: int) -> None:
+        """Take the place of a sequence, of which `tokens` tokens are kept, and leave it the checkpoints of these."""
+        assert self._states is not None, "the model has states"
+        for at in [at for at in sequence.checkpoints if at > tokens]:
+            self._states.drop(sequence, at)
+        if self.appendable and self._most_prefix_pages > 0 and sequence.states_at == sequence.tokens <= tokens:
+            self._save(sequence)
+        self._states.leave(sequence)
 
     def drop_prefixes(self) -> None:
         for prefix in self._prefixes[:]:
@@ -181,6 +289,12 @@ class SequencePool:
 
     def _evict(self, prefix: _Prefix) -> None:
         self._prefixes.remove(prefix)
+        self._release(prefix)
+
+    def _release(self, prefix: _Prefix) -> None:
+        for at in list(prefix.sequence.checkpoints):
+            assert self._states is not None, "the model has states"
+            self._states.drop(prefix.sequence, at)
         self._pool.release(prefix.sequence)
 
     def _prefix_pages(self) -> int:
@@ -206,8 +320,9 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
     """Return a pool for the sequences of a model, which has computed a few tokens in it with the logits of its own cache.
 
     Args:
-        limit: bytes of keys and values. By default half of the free memory, and at most that of `most + 4` whole contexts.
-        prefix_bytes: of these, for prefixes; by default half.
+        limit: bytes of keys, values and recurrent states. By default half of the free memory, and at most what `most + 4` whole contexts
+            need.
+        prefix_bytes: of these, for prefixes; by default half. Checkpoints of states have at most half of that.
         most: sequences at once.
         context: tokens of one sequence.
 
@@ -221,26 +336,35 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
     except Exception as error:  # what a single answer by `generate` may not need
         raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
     layers: list[Any] = example.layers  # without a common type
-    states = [each for layer in layers for each in (layer.keys, layer.values) if each is not None]
-    token_bytes = sum(each.nbytes // each.shape[2] for each in states)
+    grown = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
+    token_bytes = sum(each.nbytes // each.shape[2] for each in grown)
+    if not token_bytes:
+        raise UnbatchableError("it has no layers of attention, whose keys and values would be stored in pages")
+    state_bytes = sum(tensor.nbytes for tensor in state_tensors(example).values())
     if limit is None:
         limit = default_limit(model)
         if context is not None:
-            limit = min(limit, (most + 4) * pages_of(context) * PAGE_TOKENS * token_bytes)
-    pages = limit // (token_bytes * PAGE_TOKENS)
+            limit = min(limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * token_bytes + (1 + MOST_CHECKPOINTS) * state_bytes))
     prefix_bytes = limit // 2 if prefix_bytes is None else min(prefix_bytes, limit)
+    running = checkpoints = 0
+    if state_bytes:
+        running = max(2, min(most, limit // 2 // state_bytes))
+        checkpoints = min(prefix_bytes // 2 // state_bytes, (most + 4) * MOST_CHECKPOINTS)
+    pages = (limit - (running + checkpoints) * state_bytes) // (token_bytes * PAGE_TOKENS)
     try:
         if pages < 1:
             raise ValueError("the limit has no room for a page")
-        memory = PagePool(example, pages, most_sequences=most, most_tokens=min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS))
+        states = StatePool(example, running=running, checkpoints=checkpoints) if state_bytes else None
+        most_tokens = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS)
+        memory = PagePool(example, pages, most_sequences=most, most_tokens=most_tokens, states=states)
     except torch.AcceleratorError:
         raise
     except (ValueError, RuntimeError) as error:  # the latter: there is not enough memory
         raise UnbatchableError(f"its keys and values cannot be stored in pages ({error})") from error
     # Operators that read pages know these kinds of layers; for another kind the model's own masks are right.
-    known = set(layer_types(model.config)) <= {"full_attention", "sliding_attention"}
+    known = set(layer_types(model.config)) <= KNOWN_LAYERS
     for offers_pages in (True, False) if known else (False,):
-        cache = PagedCache(memory, windows_of(example), offers_pages=offers_pages)
+        cache = PagedCache(memory, example, offers_pages=offers_pages)
         pool = SequencePool(model, cache, prefix_bytes)
         try:
             _check(model, pool, expected)
@@ -249,6 +373,8 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
         except Exception as error:  # noqa: BLE001 # the model's own code computes with states that it does not expect
             reason = str(error)
             continue
+        if checkpoints and not pool.appendable:  # which leaves their memory to pages
+            return open_pool(model, limit=limit, prefix_bytes=0, most=most, context=context)
         cache.offers_pages = False
         if cache.gathers:
             logger.info("serve: keys and values are gathered from their pages, as not all of the model's attention reads pages")
@@ -256,6 +382,7 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
     raise UnbatchableError(f"it cannot compute sequences of several lengths together ({reason})")
 
 
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp", "dummy"}
 _PROBES = ([1, 2, 3, 4, 5], [*range(3, 3 + 2 * PAGE_TOKENS - 3)])  # prompts, of which one begins a second page
 
 
@@ -279,22 +406,34 @@ def _probes(model: PreTrainedModel) -> list[list[int]]:
 
 
 def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor) -> None:
-    """Compare the logits after both probes with `expected`: read alone but for two tokens, then together.
+    """Compare the logits after both probes with `expected`; let the pool be no appendable one where only whole prompts have these.
 
     Raises:
         ValueError: they differ.
     """
+    exact = model.dtype == torch.float32
+    off = _difference(model, pool, expected, in_parts=True)
+    if pool.recurrent:  # some models' code begins again without their states where several tokens follow them
+        whole = _difference(model, pool, expected, in_parts=False)
+        pool.appendable = off <= max(4 * whole, 1e-3 if exact else 0.02)
+        off = off if pool.appendable else whole
+    if not off <= (1e-3 if exact else 0.1):
+        raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")
+
+
+def _difference(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, *, in_parts: bool) -> float:
+    """Compute both probes alone but for the last token, and in parts for two more, then together; return how far `expected` is."""
     prompts = _probes(model)
     sequences = [pool.begin(prompt, len(prompt)) for prompt in prompts]
+    alone = -3 if in_parts else -1
     try:
         with torch.inference_mode():
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                pool.forward([sequence], [prompt[:-3]])
-            pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
+                pool.forward([sequence], [prompt[:alone]])
+            if in_parts:
+                pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
             found = pool.step(sequences, [prompt[-1] for prompt in prompts])
     finally:
         for sequence in sequences:
             pool.end(sequence)
-    off = float((found - expected).norm() / expected.norm())
-    if not off <= (1e-3 if model.dtype == torch.float32 else 0.1):
-        raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")
+    return float((found - expected).norm() / expected.norm())

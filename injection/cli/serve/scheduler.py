@@ -7,16 +7,16 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moegraft.injection.cli.serve.job import Ask, Job, TokenScore
 from moegraft.injection.cli.serve.pages import CacheMemory, SequencePool
 from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import APPENDABLE
-from moegraft.operators.decode.pages import PagedSequence
+from moegraft.operators.decode.pages import PAGE_TOKENS, PagedSequence
 from moegraft.operators.draft import BatchDrafts, DraftedRow
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,6 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
         return f"{operator.name} decodes one sequence at a time with these options"
     if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if getattr(model, "_is_stateful", False) or any(type(layer) not in APPENDABLE for layer in layers):
-        return "not all of the model's layers are of attention, and the caches of others cannot be joined at different lengths"
     asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]
     return f"the model's generation config sets {', '.join(asked)}" if asked else None
 
@@ -142,13 +139,13 @@ class Scheduler:
         self._most = most
         self._own_passes = own_passes
         self._shared_tokens = shared_tokens
-        self._chunk = ChunkSize(prefill_chunk, fixed=own_passes)
+        self._chunk = ChunkSize(prefill_chunk if pool.appendable else 0, fixed=own_passes)
         self._sequences: dict[Job, PagedSequence] = {}  # of all running requests
         self._decoding: list[Job] = []
         self._prefilling: list[Job] = []  # the oldest first
         self._oldest_leads = False
         self._ends = frozenset(ends)
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     @property
     def jobs(self) -> list[Job]:
@@ -157,6 +154,11 @@ class Scheduler:
     @property
     def memory(self) -> CacheMemory:
         return self._pool.memory
+
+    @property
+    def _multiple(self) -> int:
+        """Of so many tokens are the parts of prompts between which recurrent states are saved."""
+        return self._chunk.tokens if self._own_passes else PAGE_TOKENS
 
     @property
     def _separate(self) -> bool:
@@ -202,9 +204,11 @@ class Scheduler:
 
     def _retire(self, job: Job) -> None:
         """Remove a job that has ended, and keep its tokens as a prefix: after a failure only those that it began with, which are right."""
-        for queue in (self._decoding, self._prefilling):
-            if job in queue:
-                queue.remove(job)
+        if job in self._prefilling:
+            self._prefilling.remove(job)
+        elif job in self._decoding:  # the last takes its row, so that the recurrent states of no more than one sequence move
+            self._decoding[self._decoding.index(job)] = self._decoding[-1]
+            del self._decoding[-1]
         tokens = len(job.token_ids) if job.ending != "failed" else job.cached_tokens
         if self._own_passes:
             tokens = min(tokens, len(job.ask.token_ids)) // chunk * chunk if (chunk := self._chunk.tokens) else 0
@@ -291,7 +295,7 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Compute a chunk of the prompts that share this step."""
-        rest = {job: len(job.token_ids) - self._sequences[job].tokens for job in self._prefilling}
+        rest = {job: self._pool.until_checkpoint(self._sequences[job], len(job.token_ids), self._multiple) for job in self._prefilling}
         self._oldest_leads = len(self._prefilling) == 1 or not self._oldest_leads  # the next turn is that of a prompt which comes now
         leader = self._prefilling[0] if self._oldest_leads else min(self._prefilling, key=rest.__getitem__)
         chunk = self._chunk.tokens
@@ -323,6 +327,7 @@ class Scheduler:
         self._chunk.took(time.perf_counter() - began, tokens, prompts=len(jobs), whole=whole)
         for row, job in enumerate(jobs):
             with job.failing_alone():
+                self._pool.checkpoint(self._sequences[job], len(job.token_ids), self._multiple)
                 self._go_on(job, logits[row], tokens)
             if job.ending is not None:
                 self._retire(job)

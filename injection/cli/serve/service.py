@@ -117,6 +117,9 @@ class Service:
                     most=limits.max_batch,
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                 )
+                if drafts is not None and pool.recurrent:
+                    logger.info("serve: nothing is drafted, as rejected tokens cannot be removed from the recurrent states of a batch")
+                    drafts = None
                 return Scheduler(
                     loaded.model,
                     pool,

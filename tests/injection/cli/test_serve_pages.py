@@ -19,6 +19,8 @@ from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.sparsity import WINDOW_TOKENS
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")  # of which two have sliding windows, and one a latent cache
+# Delta rules, Mamba 2, Mamba 1, a convolution alone, and states beside keys and values in one layer.
+RECURRENT = ("qwen3_next", "kimi_linear", "granitemoehybrid", "nemotron_h", "jamba", "lfm2_moe", "zaya")
 LENGTHS = [3, 40, 17, 9, 64, 25, 1, 33]
 CLOSE = 1e-4  # relative to the largest logit, in float32
 MIXED = """
@@ -89,8 +91,15 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((found - wanted).abs().max()) <= CLOSE * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["native", "mixed", "gathered"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (family, kind)
+        for family in FAMILIES + RECURRENT
+        for kind in ("native", "mixed", "gathered")
+        if family != "nemotron_h" or kind != "mixed"
+    ],
+)  # nemotron_h has one layer of attention
 def test_sequences_have_the_models_own_logits(models: Models, family: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also past windows of 16 tokens, while sequences join and leave, and with native steps."""
     caplog.set_level("INFO")
