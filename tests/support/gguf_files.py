@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
+    "qwen3_next": "qwen3next",
 }
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 BLOCK = {
@@ -47,6 +48,10 @@ BLOCK = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.out_proj": "ssm_out",
 }
 SHARED = re.compile(r"mlp\.shared_experts?\.(gate|up|down)_proj")
 
@@ -55,7 +60,7 @@ def _block_name(name: str, model_type: str) -> str:
     shared = SHARED.fullmatch(name)
     if shared:
         return f"ffn_{shared[1]}_shexp"
-    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe"):
+    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe", "qwen3_next"):
         return "post_attention_norm"
     return BLOCK[name]
 
@@ -79,8 +84,27 @@ def _experts(block: str, name: str, values: NDArray[np.float32], model_type: str
     return {f"{block}ffn_gate_exps.{suffix}": gate, f"{block}ffn_up_exps.{suffix}": up}
 
 
+def _delta_rule(block: str, name: str, values: NDArray[np.float32], model: PreTrainedModel) -> Tensors | None:
+    """Return what is changed in linear attention by gated delta networks; None for all else."""
+    config = model.config
+    if name.endswith(".A_log"):
+        return {f"{block}ssm_a": -np.exp(values)}
+    if name.endswith(".dt_bias"):
+        return {f"{block}ssm_dt.bias": values}
+    if not name.endswith(".in_proj_qkvz.weight"):
+        return None
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    by_head = values.reshape(heads, -1, values.shape[-1])
+    kinds = np.split(by_head, np.cumsum([key, key, value]), axis=1)
+    query, key_rows, value_rows, gate = (kind.reshape(-1, values.shape[-1]) for kind in kinds)
+    return {f"{block}attn_qkv.weight": np.concatenate([query, key_rows, value_rows]), f"{block}attn_gate.weight": gate}
+
+
 def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) -> Tensors:
     config = model.config
+    if config.model_type == "qwen3_next" and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
+        values = values + 1
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
     if layer is None:
         module, _, suffix = key.rpartition(".")
@@ -92,12 +116,17 @@ def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) ->
         return {f"{block}exp_probs_b.bias": values}
     if name == "self_attn.sinks":
         return {f"{block}attn_sinks.weight": values}
+    changed = _delta_rule(block, name, values, model) if name.startswith("linear_attn.") else None
+    if changed is not None:
+        return changed
     module, _, suffix = name.rpartition(".")
     if config.model_type == "mixtral" and module in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
         values = _as_llama_turns(values, heads)
     if module == "mlp.shared_expert_gate":
         values = values[0]
+    if module.endswith("conv1d"):
+        values = values[:, 0]
     return {f"{block}{_block_name(module, config.model_type)}.{suffix}": values}
 
 
@@ -144,6 +173,15 @@ def gate_and_up_together(tensors: Tensors) -> Tensors:
     for name in [name for name in tensors if "ffn_gate_exps" in name]:
         both = [tensors[name], tensors[name.replace("gate", "up")]]
         found[name.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
+    return found
+
+
+def queries_to_gates_together(tensors: Tensors, model: PreTrainedModel) -> Tensors:
+    """Join the projections of linear attention in one tensor in transformers' order, as in the first files of Qwen3-Next."""
+    found = {name: values for name, values in tensors.items() if "attn_qkv" not in name and "attn_gate" not in name}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("in_proj_qkvz.weight"):
+            found[f"blk.{name.split('.')[2]}.ssm_in.weight"] = tensor.numpy()
     return found
 
 

@@ -23,7 +23,7 @@ from gguf.gguf_writer import WriterState
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moegraft.injection.checkpoint.gguf.families import FAMILIES, family_of, stored_rows
+from moegraft.injection.checkpoint.gguf.families import FAMILIES, change_of, family_of
 from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.checkpoint.keymap import KeyMap, Target
@@ -204,14 +204,17 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
     for parameter, value in skeleton.state_dict().items():
         if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside):
             continue
-        name = names.stored(parameter)
-        if name is None:
+        name, parts = names.stored(parameter), names.parts(parameter, len(value))
+        if name is None and not parts:
             raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
         target = _target(parameter, weights.keymap, skeleton)
-        if name.endswith("attn_kv_b.weight"):
+        if name is not None and name.endswith("attn_kv_b.weight"):
             tensors += _split_key_value(name, parameter, target, weights, skeleton, choices)
             continue
-        tensors.append(_tensor(name, parameter, tuple(value.shape), target, weights, skeleton, choices))
+        first = 0
+        for part, rows in (parts or {str(name): len(value)}).items():
+            tensors.append(_tensor(part, parameter, slice(first, first + rows), tuple(value.shape), target, weights, skeleton, choices))
+            first += rows
     choices.check_all_counted()
     return ExportPlan(config, tuple(tensors))
 
@@ -242,24 +245,27 @@ def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choice
 def _tensor(
     name: str,
     parameter: str,
+    part: slice,
     shape: tuple[int, ...],
     target: Target,
     weights: StoredWeights,
     skeleton: PreTrainedModel,
     choices: Choices,
 ) -> ExportTensor:
+    """Return the tensor of a parameter of `shape`, or of the part of it that has these rows in the file's order."""
     config = skeleton.config.get_text_config()
+    change = change_of(config, parameter)
     tied = parameter in skeleton.all_tied_weights_keys.values()
     role = _role(name, tied=tied)
-    if name.endswith("ffn_gate_inp_shexp.weight"):
-        shape = shape[-1:]
+    order = None if change.rows is None else torch.from_numpy(np.argsort(change.rows(config, shape[0])))
+    shape = (part.stop - part.start, *shape[1:])
+    shape = shape if change.shape is None else change.shape(config, shape)
     wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
-    stored = stored_rows(config, parameter, shape[0])
-    rows = None if stored is None else np.argsort(stored)
 
     def read(_: int) -> torch.Tensor:
-        values = read_parameter(target, weights.tensors, skeleton).reshape(shape)
-        return values if rows is None else values[torch.from_numpy(rows)]
+        values = read_parameter(target, weights.tensors, skeleton)
+        values = values[part] if order is None else values[order[part]]
+        return (values if change.store is None else change.store(values.float())).reshape(shape)
 
     module = parameter.rpartition(".")[0]
     key = None if len(shape) == 1 or (role == "embedding") else "output" if role == "output" else module
@@ -290,8 +296,8 @@ def _role(name: str, *, tied: bool) -> str | None:
         return "output" if tied else "embedding"
     if name == "output.weight":
         return "output"
-    kind = name.split(".")[2] if name.startswith("blk.") else ""
-    if kind.startswith("attn_") and not kind.endswith(("_norm", "_sinks")):
+    kind = re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name)
+    if re.fullmatch(r"attn_(?!.*(norm|sinks)$).*|ssm_(in|out|ba)", kind):
         return "attention"
     return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
 
@@ -313,10 +319,12 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
     if family.needs_equal_heads and config.num_key_value_heads != config.num_attention_heads:
         return f"llama.cpp requires as many key-value heads as attention heads in {name} models"
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = _layer_types(config)
     alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
-    if kinds != (alternating if family.alternates else ["full_attention"] * len(kinds)):
+    if kinds != alternating if family.alternates else not set(kinds) <= {"full_attention", family.recurrent}:
         return f"llama.cpp does not support these layer_types in {name} models: {', '.join(dict.fromkeys(kinds))}"
+    if family.has_interval and any((kind == "full_attention") is bool((layer + 1) % _interval(kinds)) for layer, kind in enumerate(kinds)):
+        return f"in {name} models every n-th layer has full attention in llama.cpp, and layer_types has another order"
     if family.ignores_windows and getattr(config, "sliding_window", None) is not None:
         return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {name} models"
     if family.gating is not None:
@@ -347,6 +355,16 @@ def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
     if rope.get("rope_type") == "yarn" and (not rope.get("mscale_all_dim") or rope.get("mscale") != rope["mscale_all_dim"]):
         return f"mscale and mscale_all_dim of the rotary embeddings differ, which llama.cpp does not support in {name} models"
     return None
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    found: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return found
+
+
+def _interval(kinds: Sequence[str]) -> int:
+    """Return the distance of layers with full attention, from the place of the first one."""
+    return [*kinds, "full_attention"].index("full_attention") + 1
 
 
 def _dense_layers(config: PretrainedConfig) -> int:
@@ -403,6 +421,10 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if family.alternates:
         writer.add_sliding_window(config.sliding_window)
+    if family.has_interval:
+        writer.add_full_attention_interval(_interval(_layer_types(config)))
+    if hasattr(config, "linear_num_value_heads"):
+        _describe_delta_rule(writer, config)
     if family.gating is not None:
         writer.add_leading_dense_block_count(_dense_layers(config))
         writer.add_expert_shared_count(config.n_shared_experts)
@@ -425,6 +447,14 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
             writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
         if rope.get("beta_slow") is not None:
             writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
+
+
+def _describe_delta_rule(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
 
 
 def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]]:
