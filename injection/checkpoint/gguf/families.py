@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +41,14 @@ UNCHANGED = Change()
 # Convolutions have one input channel, and a gate for all of a token's features has one row.
 SQUEEZED = Change(shape=lambda config, shape: tuple(size for size in shape if size != 1))
 ONE_ADDED = Change(store=lambda values: values + 1, load=lambda values: values - 1)
+COLUMN = Change(shape=lambda config, shape: (*shape, 1))
 DECAY_RATES = Change(store=lambda values: -values.exp(), load=lambda values: values.neg().log())
+
+
+DECAY_RATES_COLUMN = replace(DECAY_RATES, shape=COLUMN.shape)
+# The norm of Mamba-2's output is one of each group.
+GROUPED = Change(shape=lambda config, shape: (config.mamba_n_groups, shape[0] // config.mamba_n_groups))
+GATE_AND_UP = Change(parts=lambda config, count: {"ffn_gate_shexp": count // 2, "ffn_up_shexp": count // 2})
 
 
 def _neighbours(heads: str) -> Change:
@@ -53,7 +61,11 @@ def _neighbours(heads: str) -> Change:
     return Change(rows=rows)
 
 
-NEIGHBOURS = {"q_proj.weight": _neighbours("num_attention_heads"), "k_proj.weight": _neighbours("num_key_value_heads")}
+NEIGHBOURS = {
+    f".{matrix}_proj.{part}": _neighbours(heads)
+    for matrix, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
+    for part in ("weight", "bias")
+}
 
 
 def _delta_rule_sizes(config: Any) -> tuple[int, int]:
@@ -95,6 +107,7 @@ class Family:
         splits: its names of ways to split text, where they differ from those of other families.
         recurrent: the type of the layers without attention that it supports beside those with full attention.
         has_interval: whether every n-th layer has full attention; it supports any order otherwise.
+        requires: fields of the config that it computes all models with one value of.
         changes: what its converter does to parameters, by the end of their name; the first that fits counts.
     """
 
@@ -109,6 +122,7 @@ class Family:
     splits: Mapping[str, str] = field(default_factory=dict)
     recurrent: str | None = None
     has_interval: bool = False
+    requires: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 
@@ -121,6 +135,14 @@ _QWEN3_NEXT = {
     ".in_proj_qkvz.weight": APART,
     ".shared_expert_gate.weight": SQUEEZED,
 }
+_GRANITE_HYBRID = {
+    **NEIGHBOURS,
+    ".mamba.norm.weight": GROUPED,
+    ".A_log": DECAY_RATES_COLUMN,
+    ".mamba.D": COLUMN,
+    ".conv1d.weight": SQUEEZED,
+    ".shared_mlp.input_linear.weight": GATE_AND_UP,
+}
 # By transformers' model type. Families whose parameters llama.cpp's converter changes in another way must not be listed.
 FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family("qwen3moe", normalises=True),
@@ -132,7 +154,28 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family("deepseek2", is_latent=True, gating="sigmoid"),
     "glm4_moe_lite": Family("deepseek2", is_latent=True, gating="sigmoid", splits=_GLM),
     "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM),
-    "qwen3_next": Family("qwen3next", normalises=True, recurrent="linear_attention", has_interval=True, changes=_QWEN3_NEXT),
+    "qwen3_next": Family(
+        "qwen3next",
+        normalises=True,
+        recurrent="linear_attention",
+        has_interval=True,
+        requires={"hidden_act": "silu", "attention_bias": False},
+        changes=_QWEN3_NEXT,
+    ),
+    "lfm2_moe": Family(
+        "lfm2moe",
+        normalises=True,
+        gating="sigmoid",
+        recurrent="conv",
+        requires={"conv_bias": False, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        changes={".conv.conv.weight": SQUEEZED},
+    ),
+    "granitemoehybrid": Family(
+        "granitehybrid",
+        recurrent="linear_attention",
+        requires={"hidden_act": "silu", "mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
+        changes=_GRANITE_HYBRID,
+    ),
 }
 
 

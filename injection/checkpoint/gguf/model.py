@@ -45,7 +45,9 @@ COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 RENAMED = {
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".sinks": ".sinks.weight",
+    ".expert_bias": ".expert_bias.bias",
     ".dt_bias": ".dt_proj.bias",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
 }
 
 

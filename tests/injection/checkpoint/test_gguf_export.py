@@ -167,6 +167,8 @@ FAMILIES = (
     "glm4_moe",
     "glm4_moe_lite",
     "qwen3_next",
+    "lfm2_moe",
+    "granitemoehybrid",
 )
 
 
@@ -327,6 +329,30 @@ def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_ref
     for name, value in changes.items():
         setattr(config, name, value)
     assert message in str(export.why_not_exportable(config))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("qwen3_next", "attention_bias", True),
+        ("lfm2_moe", "routed_scaling_factor", 2.5),
+        ("lfm2_moe", "use_expert_bias", False),
+        ("lfm2_moe", "conv_bias", True),
+        ("granitemoehybrid", "mamba_proj_bias", True),
+        ("granitemoehybrid", "time_step_limit", (0.0, 0.1)),
+    ],
+)
+def test_fields_that_llama_cpp_has_one_value_of_are_refused(model_type: str, field: str, value: object) -> None:
+    config = family(model_type).config
+    assert export.why_not_exportable(config) is None
+    setattr(config, field, value)
+    assert f"{field} is {value} in the config, and llama.cpp computes" in str(export.why_not_exportable(config))
+
+
+def test_heads_of_keys_and_values_of_different_sizes_are_refused() -> None:
+    config = family("qwen3_next").config
+    config.linear_value_head_dim = 32
+    assert "heads of keys and values have 16 and 32 dimensions" in str(export.why_not_exportable(config))
 
 
 def test_an_order_of_layers_that_llama_cpp_has_not_is_refused() -> None:
