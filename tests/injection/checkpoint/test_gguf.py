@@ -259,6 +259,21 @@ def test_a_projection_in_two_tensors_is_kept_in_its_own_order_of_rows(
     assert error == 0 if weights else error < 0.01 * np.abs(held).max()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("qwen3_next", {"linear_attn.in_proj_qkvz", "linear_attn.out_proj"}),
+        ("lfm2_moe", {"conv.in_proj", "conv.out_proj", "feed_forward.w1"}),
+        ("granitemoehybrid", {"mamba.in_proj", "shared_mlp.input_linear"}),  # transformers reads the weights of out_proj itself
+    ],
+)
+def test_the_projections_of_recurrent_layers_are_kept_by_the_shipped_rules(model_type: str, kept: set[str], tmp_path: Path) -> None:
+    found = load(saved(build(model_type), tmp_path, {"": BlockType.Q8_0}), "cpu")
+    for name in kept:
+        operator = found.get_submodule(f"model.layers.0.{name}")
+        assert isinstance(operator, QuantizedLinear), name
+
+
 def test_a_decay_rate_that_cannot_be_is_refused(tmp_path: Path) -> None:
     model = qwen3_next()
     tensors = tensors_of(model)
