@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from support.k_quants import KINDS, gguf, quantise
 
@@ -24,8 +24,11 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
 }
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.embedding_norm": "token_embd_norm"}
 BLOCK = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -47,6 +50,27 @@ BLOCK = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.in_proj": "ssm_in",
+    "mamba.out_proj": "ssm_out",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.out_proj": "ssm_out",
 }
 SHARED = re.compile(r"mlp\.shared_experts?\.(gate|up|down)_proj")
 
@@ -55,7 +79,7 @@ def _block_name(name: str, model_type: str) -> str:
     shared = SHARED.fullmatch(name)
     if shared:
         return f"ffn_{shared[1]}_shexp"
-    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe"):
+    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe", "qwen3_next"):
         return "post_attention_norm"
     return BLOCK[name]
 
@@ -79,25 +103,64 @@ def _experts(block: str, name: str, values: NDArray[np.float32], model_type: str
     return {f"{block}ffn_gate_exps.{suffix}": gate, f"{block}ffn_up_exps.{suffix}": up}
 
 
+def _queries_to_gates(block: str, values: NDArray[np.float32], config: PretrainedConfig) -> Tensors:
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    by_head = values.reshape(heads, -1, values.shape[-1])
+    kinds = np.split(by_head, np.cumsum([key, key, value]), axis=1)
+    query, key_rows, value_rows, gate = (kind.reshape(-1, values.shape[-1]) for kind in kinds)
+    return {f"{block}attn_qkv.weight": np.concatenate([query, key_rows, value_rows]), f"{block}attn_gate.weight": gate}
+
+
+def _recurrent(block: str, name: str, values: NDArray[np.float32], config: PretrainedConfig) -> Tensors | None:
+    """Return what is changed in layers with states; None for all else."""
+    mamba = name.startswith("mamba.")
+    match name.partition(".")[2]:
+        case "A_log":
+            return {f"{block}ssm_a": -np.exp(values[:, None] if mamba else values)}
+        case "D":
+            return {f"{block}ssm_d": values[:, None]}
+        case "dt_bias":
+            return {f"{block}ssm_dt.bias": values}
+        case "norm.weight" if mamba:
+            return {f"{block}ssm_norm.weight": values.reshape(config.mamba_n_groups, -1)}
+        case "in_proj_qkvz.weight":
+            return _queries_to_gates(block, values, config)
+        case "input_linear.weight":
+            gate, up = np.split(values, 2)
+            return {f"{block}ffn_gate_shexp.weight": gate, f"{block}ffn_up_shexp.weight": up}
+        case "expert_bias":
+            return {f"{block}exp_probs_b.bias": values}
+    return None
+
+
 def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) -> Tensors:
     config = model.config
+    if config.model_type == "qwen3_next" and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
+        values = values + 1
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
     if layer is None:
         module, _, suffix = key.rpartition(".")
         return {f"{WHOLE[module]}.{suffix}": values}
     block, name = f"blk.{layer[1]}.", layer[2]
-    if name.startswith("mlp.experts."):
-        return _experts(block, name.removeprefix("mlp.experts."), values, config.model_type)
+    experts = re.fullmatch(r"(?:mlp|feed_forward|block_sparse_moe)\.experts\.(.+)", name)
+    if experts is not None:
+        return _experts(block, experts[1], values, config.model_type)
     if name == "mlp.gate.e_score_correction_bias":
         return {f"{block}exp_probs_b.bias": values}
     if name == "self_attn.sinks":
         return {f"{block}attn_sinks.weight": values}
+    changed = _recurrent(block, name, values, config)
+    if changed is not None:
+        return changed
     module, _, suffix = name.rpartition(".")
-    if config.model_type == "mixtral" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+    if config.model_type in ("mixtral", "granitemoehybrid") and module in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
         values = _as_llama_turns(values, heads)
     if module == "mlp.shared_expert_gate":
         values = values[0]
+    if values.ndim == 3:
+        values = values[:, 0]
     return {f"{block}{_block_name(module, config.model_type)}.{suffix}": values}
 
 
@@ -144,6 +207,15 @@ def gate_and_up_together(tensors: Tensors) -> Tensors:
     for name in [name for name in tensors if "ffn_gate_exps" in name]:
         both = [tensors[name], tensors[name.replace("gate", "up")]]
         found[name.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
+    return found
+
+
+def queries_to_gates_together(tensors: Tensors, model: PreTrainedModel) -> Tensors:
+    """Join the projections of linear attention in one tensor in transformers' order, as in the first files of Qwen3-Next."""
+    found = {name: values for name, values in tensors.items() if "attn_qkv" not in name and "attn_gate" not in name}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("in_proj_qkvz.weight"):
+            found[f"blk.{name.split('.')[2]}.ssm_in.weight"] = tensor.numpy()
     return found
 
 

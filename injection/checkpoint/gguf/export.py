@@ -23,7 +23,7 @@ from gguf.gguf_writer import WriterState
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from moegraft.injection.checkpoint.gguf.families import FAMILIES, family_of, stored_rows
+from moegraft.injection.checkpoint.gguf.families import FAMILIES, change_of, family_of
 from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.checkpoint.keymap import KeyMap, Target
@@ -204,14 +204,17 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
     for parameter, value in skeleton.state_dict().items():
         if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside):
             continue
-        name = names.stored(parameter)
-        if name is None:
+        name, parts = names.stored(parameter), names.parts(parameter, len(value))
+        if name is None and not parts:
             raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
         target = _target(parameter, weights.keymap, skeleton)
-        if name.endswith("attn_kv_b.weight"):
+        if name is not None and name.endswith("attn_kv_b.weight"):
             tensors += _split_key_value(name, parameter, target, weights, skeleton, choices)
             continue
-        tensors.append(_tensor(name, parameter, tuple(value.shape), target, weights, skeleton, choices))
+        first = 0
+        for part, rows in (parts or {str(name): len(value)}).items():
+            tensors.append(_tensor(part, parameter, slice(first, first + rows), tuple(value.shape), target, weights, skeleton, choices))
+            first += rows
     choices.check_all_counted()
     return ExportPlan(config, tuple(tensors))
 
@@ -242,24 +245,27 @@ def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choice
 def _tensor(
     name: str,
     parameter: str,
+    part: slice,
     shape: tuple[int, ...],
     target: Target,
     weights: StoredWeights,
     skeleton: PreTrainedModel,
     choices: Choices,
 ) -> ExportTensor:
+    """Return the tensor of a parameter of `shape`, or of the part of it that has these rows in the file's order."""
     config = skeleton.config.get_text_config()
+    change = change_of(config, parameter)
     tied = parameter in skeleton.all_tied_weights_keys.values()
     role = _role(name, tied=tied)
-    if name.endswith("ffn_gate_inp_shexp.weight"):
-        shape = shape[-1:]
+    order = None if change.rows is None else torch.from_numpy(np.argsort(change.rows(config, shape[0])))
+    shape = (part.stop - part.start, *shape[1:])
+    shape = shape if change.shape is None else change.shape(config, shape)
     wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
-    stored = stored_rows(config, parameter, shape[0])
-    rows = None if stored is None else np.argsort(stored)
 
     def read(_: int) -> torch.Tensor:
-        values = read_parameter(target, weights.tensors, skeleton).reshape(shape)
-        return values if rows is None else values[torch.from_numpy(rows)]
+        values = read_parameter(target, weights.tensors, skeleton)
+        values = values[part] if order is None else values[order[part]]
+        return (values if change.store is None else change.store(values.float())).reshape(shape)
 
     module = parameter.rpartition(".")[0]
     key = None if len(shape) == 1 or (role == "embedding") else "output" if role == "output" else module
@@ -290,8 +296,8 @@ def _role(name: str, *, tied: bool) -> str | None:
         return "output" if tied else "embedding"
     if name == "output.weight":
         return "output"
-    kind = name.split(".")[2] if name.startswith("blk.") else ""
-    if kind.startswith("attn_") and not kind.endswith(("_norm", "_sinks")):
+    kind = re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name)
+    if re.fullmatch(r"attn_(?!.*(norm|sinks)$).*|ssm_(in|out|ba)|shortconv\.(in|out)_proj", kind):
         return "attention"
     return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
 
@@ -309,16 +315,24 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {name} models as if it were not"
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
+    for field, only in family.requires.items():
+        if getattr(config, field, only) != only:
+            return f"{field} is {getattr(config, field)} in the config, and llama.cpp computes {only} in {name} models"
     if getattr(config, "clip_qkv", None) is not None:
         return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
     if family.needs_equal_heads and config.num_key_value_heads != config.num_attention_heads:
         return f"llama.cpp requires as many key-value heads as attention heads in {name} models"
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = _layer_types(config)
     alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
-    if kinds != (alternating if family.alternates else ["full_attention"] * len(kinds)):
+    if kinds != alternating if family.alternates else not set(kinds) <= {"full_attention", family.recurrent}:
         return f"llama.cpp does not support these layer_types in {name} models: {', '.join(dict.fromkeys(kinds))}"
+    if family.has_interval and any((kind == "full_attention") is bool((layer + 1) % _interval(kinds)) for layer, kind in enumerate(kinds)):
+        return f"in {name} models every n-th layer has full attention in llama.cpp, and layer_types has another order"
     if family.ignores_windows and getattr(config, "sliding_window", None) is not None:
         return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {name} models"
+    sizes = [getattr(config, f"linear_{kind}_head_dim", None) for kind in ("key", "value")]
+    if sizes[0] != sizes[1]:
+        return f"heads of keys and values have {sizes[0]} and {sizes[1]} dimensions (linear_key_head_dim), and the same in llama.cpp"
     if family.gating is not None:
         reason = _why_not_of_deepseek_kind(config)
         if reason is not None:
@@ -334,7 +348,7 @@ def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
         return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {name} models"
-    if config.hidden_act != "silu":
+    if getattr(config, "hidden_act", "silu") != "silu":
         return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {name} models"
     if getattr(config, "topk_method", None) == "group_limited_greedy" and _groups(config) > 1:
         return "llama.cpp chooses groups of experts by their two best, and topk_method: group_limited_greedy by their best"
@@ -349,16 +363,28 @@ def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
     return None
 
 
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    found: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return found
+
+
+def _interval(kinds: Sequence[str]) -> int:
+    """Return the distance of layers with full attention, from the place of the first one."""
+    return [*kinds, "full_attention"].index("full_attention") + 1
+
+
 def _dense_layers(config: PretrainedConfig) -> int:
     """Return how many layers at the beginning have no experts."""
     kinds = getattr(config, "mlp_layer_types", None)
+    if hasattr(config, "num_dense_layers"):
+        return int(config.num_dense_layers)
     return int(config.first_k_dense_replace) if kinds is None else [*kinds, "sparse"].index("sparse")
 
 
 def _groups(config: PretrainedConfig) -> int:
     """Return the number of groups of experts, 1 if experts are chosen among all."""
     groups = getattr(config, "n_group", None) or 1
-    chosen = getattr(config, "topk_method", None) != "greedy" and (config.topk_group or groups) < groups
+    chosen = getattr(config, "topk_method", None) != "greedy" and (getattr(config, "topk_group", None) or groups) < groups
     return int(groups) if chosen else 1
 
 
@@ -388,24 +414,31 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         writer.add_rope_dimension_count(config.qk_rope_head_dim)
     else:
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_head_count_kv(_key_value_heads(config))
         writer.add_key_length(head)
         writer.add_value_length(head)
         writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     each = getattr(config, family.expert_size, None)
     if each:
         writer.add_expert_feed_forward_length(each)
-    if getattr(config, "shared_expert_intermediate_size", None):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    shared = getattr(config, "shared_expert_intermediate_size", None) or getattr(config, "shared_intermediate_size", None)
+    if shared:
+        writer.add_expert_shared_feed_forward_length(shared)
     if family.alternates:
         writer.add_sliding_window(config.sliding_window)
+    if family.has_interval:
+        writer.add_full_attention_interval(_interval(_layer_types(config)))
+    if family.recurrent is not None:
+        _describe_recurrence(writer, config)
+    _describe_multipliers(writer, config)
     if family.gating is not None:
         writer.add_leading_dense_block_count(_dense_layers(config))
-        writer.add_expert_shared_count(config.n_shared_experts)
+        if hasattr(config, "n_shared_experts"):
+            writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(float(config.routed_scaling_factor))
         softmax = family.gating == "softmax"
         writer.add_expert_weights_norm(not softmax and bool(config.norm_topk_prob))
@@ -425,6 +458,46 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
             writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
         if rope.get("beta_slow") is not None:
             writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
+
+
+def _key_value_heads(config: PretrainedConfig) -> int | list[int]:
+    """Return the number in all layers, or in each where layers with none are thereby recurrent."""
+    family, heads = family_of(config), int(config.num_key_value_heads)
+    if family.recurrent is None or family.has_interval:
+        return heads
+    return [0 if kind == family.recurrent else heads for kind in _layer_types(config)]
+
+
+def _describe_recurrence(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Add the sizes of convolutions and states."""
+    if hasattr(config, "conv_L_cache"):
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        return
+    if hasattr(config, "mamba_n_heads"):
+        groups, heads, of_head = config.mamba_n_groups, config.mamba_n_heads, config.mamba_d_head
+        kernel, state = config.mamba_d_conv, config.mamba_d_state
+    else:
+        groups, heads, of_head = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+        kernel, state = config.linear_conv_kernel_dim, config.linear_key_head_dim
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * of_head)
+
+
+def _describe_multipliers(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    """Add those of Granite's families, and whether these rotate queries and keys."""
+    for name, add in (
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+    ):
+        if getattr(config, name, None):
+            add(float(getattr(config, name)))
+    if hasattr(config, "position_embedding_type"):
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
 
 
 def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]]:

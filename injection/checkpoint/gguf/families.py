@@ -2,15 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from moegraft.operators.errors import UnsupportedModelError
+
+Shape = tuple[int, ...]
+Values = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What llama.cpp's converter does to a parameter; the functions' first argument is the config.
+
+    Attributes:
+        parts: the tensors of a layer that hold the parameter's rows, by name, and how many each holds; None if one tensor holds all.
+            Files of older converters may hold all in one tensor, in the parameter's order.
+        rows: the stored row of each row of the parameter, counted through all parts; None if the order is the same.
+        shape: the tensor's shape, from the parameter's.
+        store, load: the stored values from the parameter's, and these from the stored; None if they are the same.
+    """
+
+    parts: Callable[[Any, int], Mapping[str, int]] | None = None
+    rows: Callable[[Any, int], NDArray[np.int64]] | None = None
+    shape: Callable[[Any, Shape], Shape] | None = None
+    store: Values | None = None
+    load: Values | None = None
+
+
+UNCHANGED = Change()
+# Convolutions have one input channel, and a gate for all of a token's features has one row.
+SQUEEZED = Change(shape=lambda config, shape: tuple(size for size in shape if size != 1))
+ONE_ADDED = Change(store=lambda values: values + 1, load=lambda values: values - 1)
+COLUMN = Change(shape=lambda config, shape: (*shape, 1))
+DECAY_RATES = Change(store=lambda values: -values.exp(), load=lambda values: values.neg().log())
+
+
+DECAY_RATES_COLUMN = replace(DECAY_RATES, shape=COLUMN.shape)
+# The norm of Mamba-2's output is one of each group.
+GROUPED = Change(shape=lambda config, shape: (config.mamba_n_groups, shape[0] // config.mamba_n_groups))
+GATE_AND_UP = Change(parts=lambda config, count: {"ffn_gate_shexp": count // 2, "ffn_up_shexp": count // 2})
+
+
+def _neighbours(heads: str) -> Change:
+    """Return the order in which neighbouring rows (0, 1), (2, 3), ... of a head are rotated; transformers rotates r and r + d/2."""
+
+    def rows(config: Any, count: int) -> NDArray[np.int64]:
+        of_head = count // getattr(config, heads)
+        return np.arange(count).reshape(-1, of_head // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    return Change(rows=rows)
+
+
+NEIGHBOURS = {
+    f".{matrix}_proj.{part}": _neighbours(heads)
+    for matrix, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
+    for part in ("weight", "bias")
+}
+
+
+def _delta_rule_sizes(config: Any) -> tuple[int, int]:
+    """Return how many rows the keys and the values of gated delta networks have."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return keys, config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def _query_key_value_and_gate(config: Any, count: int) -> Mapping[str, int]:
+    keys, values = _delta_rule_sizes(config)
+    return {"attn_qkv": 2 * keys + values, "attn_gate": values}
+
+
+def _kinds_apart(config: Any, count: int) -> NDArray[np.int64]:
+    keys, values = _delta_rule_sizes(config)
+    ends = np.cumsum([keys, keys, values, values])
+    return np.concatenate(
+        [part.reshape(config.linear_num_key_heads, -1) for part in np.split(np.arange(count), ends[:-1])], axis=1
+    ).reshape(-1)
+
+
+# One head's queries, keys, values and gates follow each other in transformers; all heads' queries do here, then all keys, ...
+APART = Change(parts=_query_key_value_and_gate, rows=_kinds_apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +98,6 @@ class Family:
     Attributes:
         architecture: its name there.
         normalises: whether it divides the weights of a token's experts by their sum; None where the file states it.
-        pairs_rows: whether it rotates neighbouring rows of each head of queries and keys, and files have the rows in that order.
         is_latent: whether attention is to latents, with one key and value for all heads.
         gating: the function of the router's scores, where files describe the routing as DeepSeek's: after layers without experts.
         alternates: whether every other layer has a sliding window, from the first one on.
@@ -28,11 +105,14 @@ class Family:
         needs_equal_heads: whether it needs as many key-value heads as attention heads.
         expert_size: the config's name of the intermediate size of experts; files have none where the config has none.
         splits: its names of ways to split text, where they differ from those of other families.
+        recurrent: the type of the layers without attention that it supports beside those with full attention.
+        has_interval: whether every n-th layer has full attention; it supports any order otherwise.
+        requires: fields of the config that it computes all models with one value of.
+        changes: what its converter does to parameters, by the end of their name; the first that fits counts.
     """
 
     architecture: str
     normalises: bool | None = None
-    pairs_rows: bool = False
     is_latent: bool = False
     gating: Literal["softmax", "sigmoid"] | None = None
     alternates: bool = False
@@ -40,20 +120,62 @@ class Family:
     needs_equal_heads: bool = False
     expert_size: str = "moe_intermediate_size"
     splits: Mapping[str, str] = field(default_factory=dict)
+    recurrent: str | None = None
+    has_interval: bool = False
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
 
 
 _GLM = {"llama-bpe": "glm4"}  # the same, without a token at the beginning of a text
+_QWEN3_NEXT = {
+    "linear_attn.norm.weight": UNCHANGED,
+    "norm.weight": ONE_ADDED,
+    ".A_log": DECAY_RATES,
+    ".conv1d.weight": SQUEEZED,
+    ".in_proj_qkvz.weight": APART,
+    ".shared_expert_gate.weight": SQUEEZED,
+}
+_GRANITE_HYBRID = {
+    **NEIGHBOURS,
+    ".mamba.norm.weight": GROUPED,
+    ".A_log": DECAY_RATES_COLUMN,
+    ".mamba.D": COLUMN,
+    ".conv1d.weight": SQUEEZED,
+    ".shared_mlp.input_linear.weight": GATE_AND_UP,
+}
 # By transformers' model type. Families whose parameters llama.cpp's converter changes in another way must not be listed.
 FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family("qwen3moe", normalises=True),
-    "qwen2_moe": Family("qwen2moe", normalises=False),
+    "qwen2_moe": Family("qwen2moe", normalises=False, changes={".shared_expert_gate.weight": SQUEEZED}),
     "olmoe": Family("olmoe", normalises=False, needs_equal_heads=True),
-    "mixtral": Family("llama", pairs_rows=True, ignores_windows=True),
+    "mixtral": Family("llama", ignores_windows=True, changes=NEIGHBOURS),
     "gpt_oss": Family("gpt-oss", alternates=True, expert_size="intermediate_size"),
     "deepseek_v2": Family("deepseek2", is_latent=True, gating="softmax"),
     "deepseek_v3": Family("deepseek2", is_latent=True, gating="sigmoid"),
     "glm4_moe_lite": Family("deepseek2", is_latent=True, gating="sigmoid", splits=_GLM),
     "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM),
+    "qwen3_next": Family(
+        "qwen3next",
+        normalises=True,
+        recurrent="linear_attention",
+        has_interval=True,
+        requires={"hidden_act": "silu", "attention_bias": False},
+        changes=_QWEN3_NEXT,
+    ),
+    "lfm2_moe": Family(
+        "lfm2moe",
+        normalises=True,
+        gating="sigmoid",
+        recurrent="conv",
+        requires={"conv_bias": False, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        changes={".conv.conv.weight": SQUEEZED},
+    ),
+    "granitemoehybrid": Family(
+        "granitehybrid",
+        recurrent="linear_attention",
+        requires={"hidden_act": "silu", "mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
+        changes=_GRANITE_HYBRID,
+    ),
 }
 
 
@@ -71,14 +193,6 @@ def family_of(config: PretrainedConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
-def stored_rows(config: Any, parameter: str, rows: int) -> NDArray[np.int64] | None:
-    """Return the stored row of each row of a parameter; None where the order is the same.
-
-    Where llama.cpp's rotary embedding rotates the neighbouring rows (0, 1), (2, 3), ... of a head, transformers' rotates r and r + d/2.
-    """
-    heads = {".q_proj.weight": "num_attention_heads", ".k_proj.weight": "num_key_value_heads"}
-    count = next((name for suffix, name in heads.items() if parameter.endswith(suffix)), None)
-    if count is None or not family_of(config).pairs_rows:
-        return None
-    of_head = rows // getattr(config, count)
-    return np.arange(rows).reshape(-1, of_head // 2, 2).swapaxes(1, 2).reshape(-1)
+def change_of(config: PretrainedConfig, parameter: str) -> Change:
+    """Return what llama.cpp's converter does to a parameter."""
+    return next((change for end, change in family_of(config).changes.items() if parameter.endswith(end)), UNCHANGED)

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, Keys, get_tensor_name_map
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.gguf.blocks import BlockTensor
-from moegraft.injection.checkpoint.gguf.families import family_of, stored_rows
+from moegraft.injection.checkpoint.gguf.families import change_of, family_of
 from moegraft.injection.checkpoint.gguf.files import GgufFile, find_parts, merge, open_file
 from moegraft.injection.checkpoint.gguf.parameters import (
     ExpertPart,
@@ -39,6 +41,15 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 # Rotary frequencies, which transformers computes from the config.
 COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 
+# Names that llama.cpp's converter changes before it looks them up.
+RENAMED = {
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".sinks": ".sinks.weight",
+    ".expert_bias": ".expert_bias.bias",
+    ".dt_bias": ".dt_proj.bias",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+}
+
 
 class Names:
     """The tensor names of one model's parameters, from the tables of the package `gguf`."""
@@ -48,6 +59,7 @@ class Names:
         Raises:
             UnsupportedModelError: GGUF files of this family cannot be loaded.
         """
+        self._config = config
         self.layers = int(config.num_hidden_layers)
         architecture = family_of(config).architecture
         number = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -55,13 +67,18 @@ class Names:
 
     def stored(self, parameter: str) -> str | None:
         """Return the tensor name of a parameter; None if GGUF files have none for it."""
-        # llama.cpp's converter changes these two names before it looks them up.
-        if parameter.endswith(".e_score_correction_bias"):
-            parameter = parameter.removesuffix("_bias") + ".bias"
-        elif parameter.endswith(".sinks"):
-            parameter += ".weight"
+        for end, other in RENAMED.items():
+            if parameter.endswith(end):
+                parameter = parameter.removesuffix(end) + other
         name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias"))
         return name
+
+    def parts(self, parameter: str, rows: int) -> dict[str, int]:
+        """Return the tensors that a parameter is divided into, and the rows of each; none if one tensor holds it."""
+        parts = change_of(self._config, parameter).parts
+        if parts is None:
+            return {}
+        return {f"blk.{layer_of(parameter)}.{part}.weight": size for part, size in parts(self._config, rows).items()}
 
     def ignored(self, tensor: str) -> bool:
         """Whether the model does not need a tensor: rotary frequencies, and layers for multi-token prediction after the last layer."""
@@ -222,7 +239,7 @@ class GgufWeights:
             gate_up = [tensor for name, part in parts.items() if name in ("gate", "up") for tensor in part.tensors]
             return gate_up, parts["down"].tensors
         weight = self._held(path).get("weight")
-        matrix = (weight.tensor,) if isinstance(weight, Plain) and weight.is_matrix else ()
+        matrix = weight.tensors if isinstance(weight, Plain) and weight.is_matrix else ()
         return matrix, matrix
 
     def _held(self, path: str) -> dict[Part, Stored]:
@@ -279,7 +296,10 @@ class GgufWeights:
             self._take(stored_name, shapes[name], name)
 
     def _find(self, parameter: str, shape: tuple[int, ...]) -> Stored | None:
-        name = self._names.stored(parameter)
+        name, parts = self._names.stored(parameter), self._names.parts(parameter, shape[0] if shape else 1)
+        if parts and name not in self._gguf.tensors:
+            taken = tuple(self._take(part, (rows, *shape[1:]), parameter) for part, rows in parts.items())
+            return Plain(taken, shape, self._rows(parameter, shape))
         if name is None:
             return None
         if name.endswith("attn_kv_b.weight"):
@@ -288,7 +308,13 @@ class GgufWeights:
                 return split
         if name not in self._gguf.tensors:
             return None
-        return Plain(self._take(name, shape, parameter), shape, stored_rows(self._config, parameter, shape[0]))
+        change = change_of(self._config, parameter)
+        tensor = self._take(name, shape if change.shape is None else change.shape(self._config, shape), parameter)
+        return Plain((tensor,), shape, None if parts else self._rows(parameter, shape), change.load)
+
+    def _rows(self, parameter: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
+        rows = change_of(self._config, parameter).rows
+        return None if rows is None else rows(self._config, shape[0])
 
     def _split_key_value(self, name: str, parameter: str, shape: tuple[int, ...]) -> Stored | None:
         """Return `kv_b` from its two halves; None if the file has the whole, which is read even if the halves are there as well."""

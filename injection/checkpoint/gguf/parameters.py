@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,37 +47,60 @@ class Stored(Conversion):
 
 @dataclass(frozen=True)
 class Plain(Stored):
-    """A parameter in one tensor, which may have further dimensions of size 1, and rows in another order.
+    """A parameter in one tensor, which may have other dimensions of size 1, or in several that have its rows one after the other.
 
     Attributes:
         rows: the stored row of each row of the parameter; None if the order is the same.
+        load: the values from the stored ones; None if they are the same.
     """
 
-    tensor: BlockTensor
+    parts: tuple[BlockTensor, ...]
     shape: tuple[int, ...]
     rows: NDArray[np.int64] | None = None
+    load: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def tensors(self) -> Sequence[BlockTensor]:
-        return (self.tensor,)
+        return self.parts
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        values = self.tensor.read().reshape(self.shape)
+        first = self.parts[0]
+        whole = first.read() if len(self.parts) == 1 else torch.cat([part.read().to(self.dtype) for part in self.parts])
+        values = whole.reshape(self.shape)
         if self.rows is not None:
             return values[torch.from_numpy(self.rows)]
-        return values.clone() if self.tensor.block_type in FLOATS else values
+        if self.load is not None:
+            return self._loaded(values)
+        return values.clone() if len(self.parts) == 1 and first.block_type in FLOATS else values
+
+    def _loaded(self, values: torch.Tensor) -> torch.Tensor:
+        assert self.load is not None
+        loaded = self.load(values)
+        if not bool(loaded.isfinite().all()):
+            raise CheckpointError(f"{self.parts[0].origin}: a value is out of the range of this tensor; download the file again")
+        return loaded
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) == 2 and len(self.tensor.shape) == 2
+        return len(self.shape) == 2 and all(len(part.shape) == 2 for part in self.parts) and self.load is None
 
     def codes(self) -> Codes | StoredBlocks | None:
-        codes = self.tensor.codes() if self.is_matrix else None
-        if codes is None or self.rows is None:
-            return codes
-        if isinstance(codes, StoredBlocks):
-            return StoredBlocks(codes.blocks[self.rows], codes.weight_type)
-        return Codes(codes.codes[self.rows], codes.scales[self.rows], codes.bits)
+        """Return the codes; None if there are none, or if parts have blocks of different types."""
+        found = [part.codes() for part in self.parts] if self.is_matrix else []
+        order = slice(None) if self.rows is None else self.rows
+        blocks = [each for each in found if isinstance(each, StoredBlocks)]
+        codes = [each for each in found if isinstance(each, Codes)]
+        if blocks and len(blocks) == len(found) and len({each.weight_type for each in blocks}) == 1:
+            return StoredBlocks(_together([each.blocks for each in blocks])[order], blocks[0].weight_type)
+        if codes and len(codes) == len(found):
+            values, scales = _together([each.codes for each in codes]), _together([each.scales for each in codes])
+            return Codes(values[order], scales[order], max(each.bits for each in codes))
+        return None
+
+
+def _together(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the rows of all arrays, without copying those of a single one."""
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 @dataclass(frozen=True)

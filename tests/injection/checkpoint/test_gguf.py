@@ -18,18 +18,20 @@ from support.gguf_files import (
     gate_and_up_together,
     gguf,
     quantised,
+    queries_to_gates_together,
     split_key_value,
     tensors_of,
     write_gguf,
 )
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3NextConfig
 
 from moegraft.injection import optimize_and_load
+from moegraft.operators.errors import CheckpointError
 from moegraft.operators.experts.cpu import CpuExperts
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
 
-SPARSE_EVERYWHERE = {"qwen2_moe", "qwen3_moe"}  # llama.cpp has no dense layers in these
+SPARSE_EVERYWHERE = {"qwen2_moe", "qwen3_moe", "qwen3_next"}  # llama.cpp has no dense layers in these
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101}
 
 
@@ -109,15 +111,28 @@ def test_every_family_equals_stock(model_type: str, tmp_path: Path) -> None:
     assert relative_error(load(saved(stock, tmp_path)), stock) < 2e-6
 
 
+def test_granite_hybrid_with_rotated_biases_and_two_groups(tmp_path: Path) -> None:
+    """llama.cpp's converter changes the order of biases with that of their rows, and the norm of Mamba-2 has a row for each group."""
+    case = next(case for case in family_cases() if case.model_type == "granitemoehybrid")
+    changes = {"attention_bias": True, "position_embedding_type": "rope", "mamba_n_groups": 2}
+    stock = build_model(dataclasses.replace(case, text={**case.text, **changes}))
+    assert relative_error(load(saved(stock, tmp_path)), stock) < 2e-6
+
+
 @pytest.mark.parametrize(
     ("model_type", "form"),
-    [("mixtral", experts_apart), ("qwen3_moe", gate_and_up_together), ("deepseek_v3", None), ("glm4_moe_lite", None)],
-    ids=["experts apart", "gate and up together", "kv_b in halves", "kv_b in halves, glm"],
+    [
+        ("mixtral", lambda tensors, _: experts_apart(tensors)),
+        ("qwen3_moe", lambda tensors, _: gate_and_up_together(tensors)),
+        ("deepseek_v3", split_key_value),
+        ("glm4_moe_lite", split_key_value),
+        ("qwen3_next", queries_to_gates_together),
+    ],
+    ids=["experts apart", "gate and up together", "kv_b in halves", "kv_b in halves, glm", "linear attention together"],
 )
-def test_other_forms_of_the_same_weights(model_type: str, form: Callable[[Tensors], Tensors] | None, tmp_path: Path) -> None:
+def test_other_forms_of_the_same_weights(model_type: str, form: Callable[[Tensors, PreTrainedModel], Tensors], tmp_path: Path) -> None:
     stock = build(model_type)
-    tensors = tensors_of(stock)
-    tensors = form(tensors) if form is not None else split_key_value(tensors, stock)
+    tensors = form(tensors_of(stock), stock)
     assert set(tensors) != set(tensors_of(stock))
     assert relative_error(load(saved(stock, tmp_path, tensors=tensors)), stock) < 2e-6
 
@@ -193,6 +208,87 @@ def test_a_quantised_linear_keeps_codes_in_its_own_order_of_rows(tmp_path: Path)
         assert isinstance(operator, QuantizedLinear) and operator._packed is not None
         expected = rounded(mixtral(), BlockType.Q8_0).get_parameter(f"{name}.weight")
         assert np.array_equal(operator._packed.unpack(), expected.detach().numpy()), name
+
+
+def qwen3_next() -> PreTrainedModel:
+    """Linear attention with rows of whole blocks of 256."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 3,
+    }
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 64}
+    kinds = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(**SIZES | sizes | linear, num_experts_per_tok=2, layer_types=kinds, initializer_range=0.1)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("qkv", "gate", "weights"),
+    [
+        (BlockType.Q8_0, BlockType.Q8_0, "int8"),
+        (BlockType.Q4_0, BlockType.Q8_0, "int8"),
+        (BlockType.Q4_K, BlockType.Q4_K, "q4_k"),
+        (BlockType.Q5_0, BlockType.Q5_0, "q5_0"),
+        (BlockType.Q6_K, BlockType.Q4_K, None),  # through float32
+    ],
+    ids=lambda kind: kind.name if isinstance(kind, BlockType) else "",
+)
+def test_a_projection_in_two_tensors_is_kept_in_its_own_order_of_rows(
+    qkv: BlockType, gate: BlockType, weights: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = qwen3_next()
+    rules = rules_in(tmp_path, "kind: linear, name: '_proj(_qkvz)?$'", "class: quantized_linear")
+    found = load(saved(model, tmp_path, {"attn_qkv": qkv, "attn_gate": gate, "ssm_out": BlockType.Q4_K}), rules)
+    operators = [found.get_submodule(f"model.layers.0.linear_attn.{name}") for name in ("in_proj_qkvz", "out_proj")]
+    projection, out = operators
+    assert isinstance(projection, QuantizedLinear) and isinstance(out, QuantizedLinear)
+    assert projection._packed is not None
+    assert (projection.weight_type, out.weight_type) == (weights or "int8", "q4_k")
+    assert ("2 tensors in Q4_K, Q6_K, the first of them blk.0.attn_qkv.weight, are converted" in caplog.text) is (weights is None)
+    expected = model.get_parameter("model.layers.0.linear_attn.in_proj_qkvz.weight").detach().reshape(2, -1, 256)
+    of_gates = [
+        gguf.dequantize(quantised(part.reshape(-1, 256).numpy(), kind), kind)
+        for part, kind in zip(expected.split([160, 128], 1), (qkv, gate), strict=True)
+    ]
+    held = np.concatenate([part.reshape(2, -1, 256) for part in of_gates], axis=1).reshape(-1, 256)
+    error = np.abs(projection._packed.unpack() - held).max()
+    assert error == 0 if weights else error < 0.01 * np.abs(held).max()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("qwen3_next", {"linear_attn.in_proj_qkvz", "linear_attn.out_proj"}),
+        ("lfm2_moe", {"conv.in_proj", "conv.out_proj", "feed_forward.w1"}),
+        ("granitemoehybrid", {"mamba.in_proj", "shared_mlp.input_linear"}),  # transformers reads the weights of out_proj itself
+    ],
+)
+def test_the_projections_of_recurrent_layers_are_kept_by_the_shipped_rules(model_type: str, kept: set[str], tmp_path: Path) -> None:
+    found = load(saved(build(model_type), tmp_path, {"": BlockType.Q8_0}), "cpu")
+    for name in kept:
+        operator = found.get_submodule(f"model.layers.0.{name}")
+        assert isinstance(operator, QuantizedLinear), name
+
+
+def test_a_decay_rate_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    model = qwen3_next()
+    tensors = tensors_of(model)
+    tensors["blk.0.ssm_a"][1] *= -1
+    with pytest.raises(CheckpointError, match=r"model\.gguf: blk\.0\.ssm_a: a value is out of the range of this tensor"):
+        load(saved(model, tmp_path, tensors=tensors))
+
+
+@pytest.mark.parametrize("lacking", ["attn_gate.weight", "ssm_a", "ssm_dt.bias"])
+def test_a_tensor_of_linear_attention_that_is_missing_is_named(lacking: str, tmp_path: Path) -> None:
+    model = qwen3_next()
+    tensors = tensors_of(model)
+    del tensors[f"blk.0.{lacking}"]
+    with pytest.raises(CheckpointError, match=f"'blk.0.{lacking}', the tensor of model.layers.0.linear_attn.*, is missing"):
+        load(saved(model, tmp_path, tensors=tensors))
 
 
 @pytest.mark.parametrize("name", ["part", "folder"])

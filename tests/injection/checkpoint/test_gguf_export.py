@@ -156,7 +156,20 @@ def test_wrong_types_are_refused(text: str, message: str) -> None:
         read_types(text)
 
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "olmoe",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "lfm2_moe",
+    "granitemoehybrid",
+)
 
 
 def family(model_type: str) -> PreTrainedModel:
@@ -279,6 +292,10 @@ def test_importance_of_every_matrix_is_measured_and_used(tmp_path: Path) -> None
     [
         ({"norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"mlp_only_layers": [0]}, "some layers have no experts"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "does not support these layer_types in qwen3_moe models: linear_attention",
+        ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "the type dynamic cannot be described"),
     ],
 )
@@ -312,6 +329,37 @@ def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_ref
     for name, value in changes.items():
         setattr(config, name, value)
     assert message in str(export.why_not_exportable(config))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("qwen3_next", "attention_bias", True),
+        ("lfm2_moe", "routed_scaling_factor", 2.5),
+        ("lfm2_moe", "use_expert_bias", False),
+        ("lfm2_moe", "conv_bias", True),
+        ("granitemoehybrid", "mamba_proj_bias", True),
+        ("granitemoehybrid", "time_step_limit", (0.0, 0.1)),
+    ],
+)
+def test_fields_that_llama_cpp_has_one_value_of_are_refused(model_type: str, field: str, value: object) -> None:
+    config = family(model_type).config
+    assert export.why_not_exportable(config) is None
+    setattr(config, field, value)
+    assert f"{field} is {value} in the config, and llama.cpp computes" in str(export.why_not_exportable(config))
+
+
+def test_heads_of_keys_and_values_of_different_sizes_are_refused() -> None:
+    config = family("qwen3_next").config
+    config.linear_value_head_dim = 32
+    assert "heads of keys and values have 16 and 32 dimensions" in str(export.why_not_exportable(config))
+
+
+def test_an_order_of_layers_that_llama_cpp_has_not_is_refused() -> None:
+    config = family("qwen3_next").config
+    assert export.why_not_exportable(config) is None
+    config.layer_types = ["full_attention", "linear_attention", "linear_attention"]
+    assert "in qwen3_next models every n-th layer has full attention in llama.cpp" in str(export.why_not_exportable(config))
 
 
 def test_other_families_are_refused() -> None:
