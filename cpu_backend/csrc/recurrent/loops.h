@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/float_conversion.h"
 #include "recurrent/recurrent.h"
 
 namespace moegraft {
@@ -62,11 +63,24 @@ inline float sum_of(const Vector& x) {
   return parts[0];
 }
 
-inline float one(const Kernels& kernels, ActivationType type, const std::byte* source) {
+inline float one(ActivationType type, const std::byte* source) {
   float value;
-  if (type == ActivationType::kFloat32) std::memcpy(&value, source, sizeof value);
-  else kernels.widen(type, source, &value, 1);
-  return value;
+  std::uint16_t half;
+  if (type == ActivationType::kFloat32) {
+    std::memcpy(&value, source, sizeof value);
+    return value;
+  }
+  std::memcpy(&half, source, sizeof half);
+  return type == ActivationType::kBFloat16 ? float_from_bf16(half) : float_from_f16(half);
+}
+
+inline void put(ActivationType type, float value, std::byte* target) {
+  if (type == ActivationType::kFloat32) {
+    std::memcpy(target, &value, sizeof value);
+    return;
+  }
+  const std::uint16_t half = type == ActivationType::kBFloat16 ? bf16_from_float(value) : f16_from_float(value);
+  std::memcpy(target, &half, sizeof half);
 }
 
 // `count` floats and zeros up to the next multiple of the lanes.
@@ -153,12 +167,12 @@ void delta_rule(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t 
         MOEGRAFT_VECTOR(token.decay + i) = factor;
       }
     } else {
-      const float factor = ::expf(one(kernels, args.decay.type, args.decay.at(sequence, t, head)));
+      const float factor = ::expf(one(args.decay.type, args.decay.at(sequence, t, head)));
       for (int i = 0; i < token.keys; i += kLanes) MOEGRAFT_VECTOR(token.decay + i) = Vector{} + factor;
     }
     for (int i = 0; i < token.keys; i += kLanes)
       MOEGRAFT_VECTOR(token.decayed_key + i) = MOEGRAFT_CONST_VECTOR(token.key + i) * MOEGRAFT_CONST_VECTOR(token.decay + i);
-    token.beta = one(kernels, args.beta.type, args.beta.at(sequence, t, head));
+    token.beta = one(args.beta.type, args.beta.at(sequence, t, head));
     kernels.widen(args.value.type, args.value.at(sequence, t, head, first), value, columns);
     int j = 0;
     for (; j + 4 * kLanes <= columns; j += 4 * kLanes) delta_columns<4>(token, before + j, state + j, stride, value + j, out + j);
@@ -180,12 +194,22 @@ inline void load_rows(const Kernels& kernels, const StridedView& x, std::int64_t
     return;
   }
   for (int c = 0; c < channels; ++c) {
-    float values[kConvTokens];
     const std::byte* source = x.at(sequence, channel + c, token);
-    if (x.strides[2] == 1) kernels.widen(x.type, source, values, tokens);
-    else
-      for (int t = 0; t < tokens; ++t) values[t] = one(kernels, x.type, x.at(sequence, channel + c, token + t));
-    for (int t = 0; t < tokens; ++t) rows[t][c] = values[t];
+    const std::int64_t step = x.strides[2] * static_cast<std::int64_t>(element_bytes(x.type));
+    for (int t = 0; t < tokens; ++t) rows[t][c] = one(x.type, source + t * step);
+  }
+}
+
+// Moves a state's columns on by the tokens of x.
+template <class Element>
+void shift_columns(const ShortConvArgs& args, std::int64_t sequence, std::int64_t channel, int channels) {
+  const std::int64_t columns = args.state.sizes[2], tokens = args.x.sizes[2], kept = columns > tokens ? columns - tokens : 0;
+  for (int c = 0; c < channels; ++c) {
+    auto* const state = reinterpret_cast<Element*>(args.state.at(sequence, channel + c));
+    const auto* const x = reinterpret_cast<const Element*>(args.x.at(sequence, channel + c));
+    const std::int64_t step = args.state.strides[2];
+    for (std::int64_t column = 0; column < kept; ++column) state[column * step] = state[(column + tokens) * step];
+    for (std::int64_t column = kept; column < columns; ++column) state[column * step] = x[(column + tokens - columns) * args.x.strides[2]];
   }
 }
 
@@ -197,8 +221,8 @@ void short_conv(const Kernels& kernels, const ShortConvArgs& args, std::int64_t 
   alignas(64) float weights[kMostTaps][kConvChannels] = {}, bias[kConvChannels] = {}, sums[kConvChannels];
   alignas(64) float rows[kMostTaps - 1 + kConvTokens][kConvChannels] = {};  // of the tokens before a piece, and the piece
   for (int c = 0; c < channels; ++c) {
-    for (int w = 0; w < taps; ++w) weights[w][c] = one(kernels, args.weight.type, args.weight.at(channel + c, w));
-    if (args.bias) bias[c] = one(kernels, args.bias.type, args.bias.at(channel + c));
+    for (int w = 0; w < taps; ++w) weights[w][c] = one(args.weight.type, args.weight.at(channel + c, w));
+    if (args.bias) bias[c] = one(args.bias.type, args.bias.at(channel + c));
   }
   const std::int64_t columns = args.state ? args.state.sizes[2] : 0;
   const int known = static_cast<int>(columns < kept ? columns : kept);
@@ -215,19 +239,13 @@ void short_conv(const Kernels& kernels, const ShortConvArgs& args, std::int64_t 
       }
       if (args.out.strides[1] == 1) kernels.narrow(args.out.type, sums, args.out.at(sequence, channel, first + t), channels);
       else
-        for (int c = 0; c < channels; ++c) kernels.narrow(args.out.type, sums + c, args.out.at(sequence, channel + c, first + t), 1);
+        for (int c = 0; c < channels; ++c) put(args.out.type, sums[c], args.out.at(sequence, channel + c, first + t));
     }
     std::memmove(rows, rows + count, sizeof rows[0] * static_cast<std::size_t>(kept));
   }
   if (!args.state) return;
-  const std::size_t bytes = element_bytes(args.state.type);
-  for (int c = 0; c < channels; ++c)
-    for (std::int64_t column = 0; column < columns; ++column) {
-      const std::int64_t from = column + tokens;
-      const StridedView& source = from < columns ? args.state : args.x;
-      std::memcpy(args.state.at(sequence, channel + c, column), source.at(sequence, channel + c, from < columns ? from : from - columns),
-                  bytes);
-    }
+  if (args.state.type == ActivationType::kFloat32) shift_columns<std::uint32_t>(args, sequence, channel, channels);
+  else shift_columns<std::uint16_t>(args, sequence, channel, channels);
 }
 
 // ---- the selective scan
@@ -271,8 +289,8 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
         widened(kernels, args.b.type, args.b.at(sequence, t, group), token.b, token.columns);
         widened(kernels, args.c.type, args.c.at(sequence, t, group), token.c, token.columns);
       }
-      float dt = one(kernels, args.dt.type, args.dt.at(sequence, t, head));
-      if (args.dt_bias) dt += one(kernels, args.dt_bias.type, args.dt_bias.at(head));
+      float dt = one(args.dt.type, args.dt.at(sequence, t, head));
+      if (args.dt_bias) dt += one(args.dt_bias.type, args.dt_bias.at(head));
       if (args.softplus && dt <= 20.0f) dt = ::log1pf(::expf(dt));
       dt = dt < args.least ? args.least : dt > args.most ? args.most : dt;
       if (by_column) {
@@ -283,24 +301,23 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
           MOEGRAFT_VECTOR(token.decay + n) = factor;
         }
       } else {
-        const float factor = ::expf(dt * one(kernels, args.a.type, args.a.at(head)));
+        const float factor = ::expf(dt * one(args.a.type, args.a.at(head)));
         for (int n = 0; n < token.columns; n += kLanes) MOEGRAFT_VECTOR(token.decay + n) = Vector{} + factor;
       }
-      const float skip = args.d ? one(kernels, args.d.type, args.d.at(head)) : 0.0f;
+      const float skip = args.d ? one(args.d.type, args.d.at(head)) : 0.0f;
       const StridedView& source = t > 0 ? args.state : args.before;
       const auto* before = source ? reinterpret_cast<const float*>(source.at(sequence, head)) : nullptr;
       auto* state = reinterpret_cast<float*>(args.state.at(sequence, head));
       if (before == nullptr) std::memset(state, 0, sizeof(float) * static_cast<std::size_t>(channels * columns));
       if (before == nullptr) before = state;
       for (std::int64_t p = 0; p < channels; ++p, before += columns, state += columns) {
-        const float x = one(kernels, args.x.type, args.x.at(sequence, t, head, p));
+        const float x = one(args.x.type, args.x.at(sequence, t, head, p));
         float out = scan_channel(token, dt * x, before, state) + skip * x;
         if (args.z) {
-          const float z = one(kernels, args.z.type, args.z.at(sequence, t, head, p));
+          const float z = one(args.z.type, args.z.at(sequence, t, head, p));
           out *= z / (1.0f + ::expf(-z));
         }
-        if (args.out.type == ActivationType::kFloat32) std::memcpy(args.out.at(sequence, t, head, p), &out, sizeof out);
-        else kernels.narrow(args.out.type, &out, args.out.at(sequence, t, head, p), 1);
+        put(args.out.type, out, args.out.at(sequence, t, head, p));
       }
     }
   }
