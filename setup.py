@@ -55,6 +55,7 @@ ISA_FLAGS = {
         "simd/neon_bf16.cpp": [f"{DOTPROD}+i8mm+bf16"],
     },
 }
+ISA_FLAGS["x86_64"] |= {"recurrent/avx2.cpp": AVX2, "recurrent/avx512.cpp": AVX512}
 MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
 
 
@@ -68,7 +69,7 @@ UNITS = {
     "program": (["program/*.cpp", "sparse/*.cpp"], []),
     # Weights are quantised to the same codes on every CPU: ARM64's compilers would fuse products and sums.
     "experts": (["core/*.cpp", "experts/*.cpp", "scheduler/*.cpp"], ["-ffp-contract=off"]),
-    "ops": (["attention/*.cpp", "ops/*.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
+    "ops": (["attention/*.cpp", "ops/*.cpp", "recurrent/jobs.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
     # These and the instruction sets' include the descriptions of formats; the units above do not.
     "formats": (["formats/*.cpp"], ["-ffp-contract=off"]),
     "scalar": (["simd/scalar.cpp"], []),

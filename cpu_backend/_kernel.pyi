@@ -424,6 +424,26 @@ class Runtime:
             ValueError: shapes or strides that do not fit.
             TypeError: dtypes that do not fit.
         """
+    def recurrent(self, name: str, operands: Sequence[object | None], numbers: Sequence[float]) -> None:
+        """Compute a rule of recurrent layers for T tokens, one after the other, in float32; a result is rounded once.
+
+        Operands are tensors of any float dtypes and strides, with the last dimension contiguous where it is K, V or N, or None. The first
+        two are written. States are float32 and contiguous but those of `short_conv`; the state before the first token may be the memory
+        of the state after the last one; None: zeros.
+
+        - `delta_rule`: the gated delta rule. Operands: out (B, T, H, V), state (B, H, K, V), query and key (B, T, G, K), value
+          (B, T, H, V), logarithms of decays (B, T, H) or (B, T, H, K), beta (B, T, H), state before. Numbers: a factor of queries, and
+          what is added to the squared norms by whose roots queries and keys are divided (negative: they are not).
+        - `short_conv`: a causal convolution of each channel. Operands: out (B, C, T), state (B, C, columns), which precedes x and is
+          updated, x (B, C, T), weight (C, taps), bias (C,) or None. Number: whether SiLU follows.
+        - `selective_scan`: Mamba's and Mamba-2's rule. Operands: out (B, T, H, C), state (B, H, C, N), x (B, T, H, C), dt (B, T, H),
+          A (H,) or (H, N), B and C (B, T, G, N), D (H,) or None, the bias of dt (H,) or None, gate (B, T, H, C) or None, state before.
+          Numbers: whether softplus is applied to dt, its least and its largest value.
+
+        Raises:
+            ValueError: shapes or strides that do not fit, or another name.
+            TypeError: dtypes that do not fit.
+        """
     def host_function(self) -> tuple[int, _HostCallMaker]:
         """Return the address of a C function `void (*)(void*)` that runs a HostCall, and a maker of HostCalls (arguments of `forward`)."""
 
@@ -557,6 +577,8 @@ class Program:
         """out, query, new keys, new values, pool, table, held and, by the flag, sinks, as in `Runtime.paged_attention`."""
     def add_matmul(self, operands: Sequence[Any]) -> None:
         """out (B, M, N), a (B, M, K), b (B, K, N) and perhaps bias (N), of one floating-point dtype."""
+    def add_recurrent(self, name: str, operands: Sequence[Any], numbers: Sequence[float]) -> None:
+        """The operands of `Runtime.recurrent`; absent ones are numbers."""
     def end_stage(self) -> int:
         """End a part that `run` may end with; return the number of stages so far."""
     def bind(self, buffer: int, bytes: object, origin: int = ...) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_REPLAYED_SEQUENCES = 8  # at once, in a decode step that is a native program
 
-Kind = Literal["experts", "router", "linear", "attention", "norm", "model"]
+Kind = Literal["experts", "router", "linear", "attention", "norm", "recurrent", "model"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,37 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.RMSNorm) or "rsqrt(" in source_of(owner) or "pow(mean_squared, -0.5)" in source_of(owner)
 
 
+# The functions in which families compute the rules of recurrent layers, by the names of their first arguments. They have other names in
+# each family, and are looked up when a layer calls them.
+RECURRENT_RULES: Mapping[str, tuple[str, ...]] = {
+    "delta_rule": ("query", "key", "value", "g", "beta"),
+    "conv_update": ("hidden_states", "conv_state", "weight", "bias", "activation"),
+    "conv": ("hidden_states", "weight", "bias", "activation"),
+    "state_update": ("state", "hidden_states", "dt", "A", "B", "C", "D"),
+    "chunk_scan": ("hidden_states", "dt", "A", "B", "C", "chunk_size"),
+    "scan": ("hidden_states", "dt", "A", "B", "C", "D", "z"),
+}
+
+
+@lru_cache(maxsize=512)
+def recurrent_functions(owner: type[nn.Module]) -> Mapping[str, str]:
+    """Return which functions of its file the forward pass of a class calls, each with its name in RECURRENT_RULES."""
+    forward = inspect.unwrap(owner.forward)
+    code, scope = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    found: dict[str, str] = {}
+    for name in () if code is None else code.co_names:
+        if inspect.isfunction(scope.get(name)):
+            arguments = tuple(inspect.signature(scope[name]).parameters)
+            found.update((name, rule) for rule, first in RECURRENT_RULES.items() if arguments[: len(first)] == first)
+    return found
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module is a layer with a state of fixed size whose rule is computed by functions of known form."""
+    owner: Any = type(module)
+    return hasattr(module, "layer_idx") and bool(recurrent_functions(owner))
+
+
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
     """Return every kind of `module`, which is at `path` (empty for the model itself)."""
     found: set[Kind] = set()
@@ -110,4 +142,6 @@ def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
         found.add("attention")
     if is_norm(module):
         found.add("norm")
+    if is_recurrent(module):
+        found.add("recurrent")
     return frozenset(found)

@@ -31,6 +31,9 @@ rules:
   replace: {{class: cpu_norm}}
 - match: {{kind: router}}
   replace: {{class: cpu_router}}
+- match: {{kind: recurrent}}
+  replace: {{class: cpu_recurrent}}
+  expect: any
 """
 LINEAR_RULE = """
 - match: {{kind: linear}}

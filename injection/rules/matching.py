@@ -250,6 +250,8 @@ def _check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelMo
     """Report rules that take no module, a wrong number of modules or unexpected layers, and swaps inside swaps."""
     for rule, taken, lost in zip(rules, assignment.taken, assignment.lost, strict=True):
         if not taken and rule.expect == "any":
+            if not lost and rule.match == Match(kind=rule.match.kind):
+                continue  # a model without modules of the kind, which no other word can have missed
             findings.notice(rule.place("match"), f"rule '{rule.id}' takes no module of {modules.model_class}, as 'expect: any' allows")
             continue
         if not taken:

@@ -86,7 +86,7 @@ def _braced(layers: list[int]) -> str:
 
 
 # The members of `Kind`, repeated here because reading a rule file must not import torch.
-KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "attention", "norm", "model")
+KINDS: tuple[Kind, ...] = ("experts", "router", "linear", "attention", "norm", "recurrent", "model")
 LEAVE_ALONE = "default"  # the class of a rule that leaves its modules unchanged
 
 

@@ -243,10 +243,17 @@ def test_the_syntax_of_a_pattern_is_not_corrected(tmp_path: Path) -> None:
 
 def test_an_inherited_rule_that_is_overridden_is_a_notice(tmp_path: Path) -> None:
     found = plan_for(write(tmp_path, f"extends: cpu-exact\nrules:\n- {{id: mine, match: {{kind: experts}}, {EXPERTS}}}\n"))
-    overridden, absent = found.notices
-    assert {(notice.severity, Path(notice.position.file).name) for notice in found.notices} == {("notice", "cpu-exact.yaml")}
+    (overridden,) = found.notices
+    assert (overridden.severity, Path(overridden.position.file).name) == ("notice", "cpu-exact.yaml")
     assert overridden.message.endswith("which comes first, and so overrides it")
-    assert absent.message == "rule 'attention' takes no module of TinyModel, as 'expect: any' allows"
+
+
+def test_a_rule_that_may_take_nothing_is_a_notice_unless_it_only_names_a_kind(tmp_path: Path) -> None:
+    rules = f"- {{match: {{kind: experts}}, {EXPERTS}}}\n"
+    rules += "- {match: {kind: attention}, replace: {class: cpu_attention}, expect: any}\n"
+    rules += "- {id: named, match: {kind: attention, name: attn}, replace: {class: cpu_attention}, expect: any}\n"
+    (found,) = plan_for(write(tmp_path, rules)).notices
+    assert found.message == "rule 'named' takes no module of TinyModel, as 'expect: any' allows"
 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:

@@ -47,14 +47,14 @@ def test_weights_can_be_chosen_in_every_file(name: str) -> None:
         assert [getattr(rule.options, "weights", None) for rule in rules if rule.match.kind == "experts"] == [weights]
 
 
-SMALL = [("cpu_norm", None), ("cpu_router", None)]
+SMALL = [("cpu_norm", None), ("cpu_router", None), ("cpu_recurrent", None)]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8"), ("cpu_attention", None), *SMALL]),
-        ("cpu-exact", [("hybrid_experts", "stored"), ("cpu_attention", None)]),
+        ("cpu-exact", [("hybrid_experts", "stored"), ("cpu_attention", None), ("cpu_recurrent", None)]),
         ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8"), ("cpu_attention", None), *SMALL]),
     ],
     ids=["cpu", "cpu-exact", "hybrid"],
@@ -116,3 +116,21 @@ def test_links_between_the_pages_lead_somewhere() -> None:
             assert there.exists(), (page, target)
             titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
             assert not anchor or anchor in {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}, anchor
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("qwen3_next", {"in_proj_qkvz", "out_proj"}),
+        ("qwen3_5_moe_text", {"in_proj_qkv", "in_proj_z", "out_proj"}),
+        ("jamba", {"in_proj", "out_proj"}),
+        ("lfm2_moe", {"in_proj", "out_proj"}),
+        ("granitemoehybrid", {"in_proj"}),  # its module reads the weight of out_proj in training
+        ("zaya", set()),  # out_proj is a router's
+    ],
+)
+def test_large_projections_of_recurrent_layers_are_packed(name: str, packed: set[str]) -> None:
+    model = on_meta(cases()[name])
+    found = plan(model, read_rules(DEFAULT_RULES, registry=REGISTRY), registry=REGISTRY, dtype=torch.bfloat16)
+    leaves = {swap.module.rpartition(".")[2] for swap in found.swaps if swap.operator == "quantized_linear"}
+    assert {leaf for leaf in leaves if leaf.startswith(("in_proj", "out_proj"))} == packed

@@ -119,7 +119,11 @@ class Router(IdleInPlace):
     name, kind, options_type, summary = "cpu_router", "router", NoOptions, "a choice"
 
 
-REGISTRY = OperatorRegistry([HybridExperts, PackedLinear, Draft, Attention, Norm, Router])
+class Recurrent(IdleInPlace):
+    name, kind, options_type, summary = "cpu_recurrent", "recurrent", NoOptions, "a rule of a layer"
+
+
+REGISTRY = OperatorRegistry([HybridExperts, PackedLinear, Draft, Attention, Norm, Router, Recurrent])
 
 
 class TinyExperts(nn.Module):

@@ -130,7 +130,7 @@ std::string number_text(double value) {
   return text;
 }
 
-TensorView::TensorView(py::handle object, const char* name) : name_(name) {
+TensorView::TensorView(py::handle object, const char* name, bool any_strides) : name_(name) {
   dlpack::Tensor tensor{};
   if (const TensorFromObject tensor_from_object = cached_exporter(Py_TYPE(object.ptr()))) {
     if (tensor_from_object(object.ptr(), &tensor) != 0) throw py::error_already_set();
@@ -149,7 +149,11 @@ TensorView::TensorView(py::handle object, const char* name) : name_(name) {
     dims_ = static_cast<int>(array.ndim());
     writable_ = array.writeable();
     if (!(array.flags() & py::array::c_style)) raise_value_error(std::string(name) + " is not C-contiguous; pass a contiguous copy");
-    for (int dim = 0; dim < std::min(dims_, kMaxDims); ++dim) shape_[static_cast<std::size_t>(dim)] = array.shape(dim);
+    std::int64_t stride = 1;
+    for (int dim = std::min(dims_, kMaxDims) - 1; dim >= 0; stride *= array.shape(dim--)) {
+      shape_[static_cast<std::size_t>(dim)] = array.shape(dim);
+      strides_[static_cast<std::size_t>(dim)] = stride;
+    }
   } else {
     throw py::type_error(std::string(name) + ": expected a torch.Tensor or numpy.ndarray, found " + Py_TYPE(object.ptr())->tp_name);
   }
@@ -159,13 +163,14 @@ TensorView::TensorView(py::handle object, const char* name) : name_(name) {
   bool contiguous = true, empty = false;
   std::int64_t stride = 1;
   for (int dim = dims_ - 1; dim >= 0; --dim) {
-    const std::int64_t size = tensor.shape[dim];
-    contiguous = contiguous && (size == 1 || tensor.strides == nullptr || tensor.strides[dim] == stride);
+    const std::int64_t size = tensor.shape[dim], own = tensor.strides == nullptr ? stride : tensor.strides[dim];
+    strides_[static_cast<std::size_t>(dim)] = own;
+    contiguous = contiguous && (size == 1 || own == stride);
     empty = empty || size == 0;
     stride *= size;
     shape_[static_cast<std::size_t>(dim)] = size;
   }
-  if (!contiguous && !empty) raise_value_error(std::string(name) + " is not C-contiguous; pass a contiguous copy");
+  if (!contiguous && !empty && !any_strides) raise_value_error(std::string(name) + " is not C-contiguous; pass a contiguous copy");
 }
 
 ActivationType TensorView::float_type() const {

@@ -45,13 +45,14 @@ ActivationType activation_type_of(const pybind11::array& array, const char* name
 // newer, which takes 0.1 microseconds where a view as a NumPy array takes 2.
 class TensorView {
  public:
-  // Throws TypeError for any other object, ValueError for a tensor that is on another device than the CPU, is not C-contiguous or has more
-  // than kMaxDims dimensions.
-  TensorView(pybind11::handle object, const char* name);
+  // Throws TypeError for any other object, ValueError for a tensor that is on another device than the CPU, is not C-contiguous (unless
+  // `any_strides`, which arrays do not have) or has more than kMaxDims dimensions.
+  TensorView(pybind11::handle object, const char* name, bool any_strides = false);
 
   std::byte* data() const { return data_; }
   int dims() const { return dims_; }
   std::int64_t shape(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
+  std::int64_t stride(int dim) const { return strides_[static_cast<std::size_t>(dim)]; }  // in elements
   ActivationType float_type() const;  // of float32, float16 and bfloat16 (also as uint16); throws TypeError
   void require_float(ActivationType type) const;  // throws TypeError
   void require_int64() const;  // throws TypeError
@@ -74,7 +75,7 @@ class TensorView {
   int type_bits_ = 0;
   int dims_ = 0;
   bool writable_ = true;
-  std::array<std::int64_t, kMaxDims> shape_{};
+  std::array<std::int64_t, kMaxDims> shape_{}, strides_{};
 };
 
 // Keeps the array of an external buffer alive as long as the experts.
@@ -144,6 +145,9 @@ void paged_attention(Runtime& runtime, const PagedAttentionCall& call);
 void matmul(Runtime& runtime, const pybind11::array& a, const pybind11::array& b, const pybind11::array& out);
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);
+
+// `operands` are tensors or None, as RecurrentJob takes them.
+void recurrent(Runtime& runtime, const std::string& name, const pybind11::sequence& operands, const std::vector<double>& numbers);
 
 struct RouterCall {
   pybind11::handle x, weight, logits, weights, index;

@@ -225,6 +225,12 @@ void bind_runtime(py::module_& module) {
       .def(
           "matmul", [](PyRuntime& self, const py::array& a, const py::array& b, const py::array& out) { matmul(self.get(), a, b, out); },
           py::arg("a").noconvert(), py::arg("b").noconvert(), out)
+      .def(
+          "recurrent",
+          [](PyRuntime& self, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers) {
+            recurrent(self.get(), name, operands, numbers);
+          },
+          "name"_a, "operands"_a, "numbers"_a)
       .def("host_function", [=](const py::object& self) {
         const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
                                  const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {

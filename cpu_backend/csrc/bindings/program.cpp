@@ -86,6 +86,9 @@ class PyProgram {
                                       parse_operands(operands)));
   }
   void add_matmul(const py::sequence& operands) { program_.add(make_matmul(program_.machine(), parse_operands(operands))); }
+  void add_recurrent(const std::string& name, const py::sequence& operands, const std::vector<double>& numbers) {
+    program_.add(make_recurrent(program_.machine(), name, numbers, parse_operands(operands)));
+  }
   int end_stage() { return program_.end_stage(); }
 
   void bind(int buffer, py::handle bytes, std::int64_t origin) {
@@ -146,6 +149,7 @@ void bind_program(py::module_& module, const std::function<Runtime&(const py::ob
       .def("add_paged_attention", &PyProgram::add_paged_attention, "operands"_a, "scale"_a, "softcap"_a, "page_tokens"_a, "window"_a,
            "latent"_a, "sinks"_a, "key_start"_a, "value_start"_a)
       .def("add_matmul", &PyProgram::add_matmul, "operands"_a)
+      .def("add_recurrent", &PyProgram::add_recurrent, "name"_a, "operands"_a, "numbers"_a)
       .def("end_stage", &PyProgram::end_stage)
       .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)
       .def("check", &PyProgram::check, "first"_a, "last"_a, "room"_a)

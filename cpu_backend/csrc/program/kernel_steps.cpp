@@ -12,6 +12,7 @@
 #include "ops/matmul.h"
 #include "ops/router.h"
 #include "program/program.h"
+#include "recurrent/recurrent.h"
 #include "sparse/job.h"
 
 namespace moegraft {
@@ -381,6 +382,32 @@ class MatmulOperation final : public KernelOperation {
   MatmulJob job_;
 };
 
+class RecurrentOperation final : public KernelOperation {
+ public:
+  RecurrentOperation(const ProgramMachine& machine, const std::string& name, const std::vector<double>& numbers,
+                     std::vector<Operand> operands)
+      : KernelOperation(std::move(operands)), job_(machine.kernels, name, numbers, machine.workers) {}
+  void resolved() override {
+    std::vector<StridedView> views;
+    for (const View& view : views_) {
+      StridedView& strided = views.emplace_back();
+      if (view.data == nullptr) continue;
+      if (view.dims > static_cast<int>(strided.sizes.size())) refuse("an operand of a recurrent layer has too many dimensions");
+      strided.data = view.data;
+      strided.type = activation_of(view.type);
+      strided.dims = view.dims;
+      std::copy_n(view.sizes.begin(), view.dims, strided.sizes.begin());
+      std::copy_n(view.strides.begin(), view.dims, strided.strides.begin());
+    }
+    job_.set(views);
+  }
+  void prepare() override { job_.prepare(); }
+  void run(int worker, Upcoming&, Upcoming&) noexcept override { job_.run(worker); }
+
+ private:
+  RecurrentJob job_;
+};
+
 }  // namespace
 
 std::unique_ptr<KernelOperation> make_linears(const ProgramMachine& machine, std::vector<const PackedLinear*> linears,
@@ -404,6 +431,10 @@ std::unique_ptr<KernelOperation> make_paged_attention(const ProgramMachine& mach
 }
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands) {
   return std::make_unique<MatmulOperation>(machine, std::move(operands));
+}
+std::unique_ptr<KernelOperation> make_recurrent(const ProgramMachine& machine, const std::string& name, const std::vector<double>& numbers,
+                                                std::vector<Operand> operands) {
+  return std::make_unique<RecurrentOperation>(machine, name, numbers, std::move(operands));
 }
 
 }  // namespace moegraft

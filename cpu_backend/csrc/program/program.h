@@ -169,6 +169,9 @@ std::unique_ptr<KernelOperation> make_paged_attention(const ProgramMachine& mach
                                                       std::vector<Operand> operands);
 // out (B, M, N) = a (B, M, K) b (B, K, N) [+ bias (N)], rounded once
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands);
+// name, numbers and operands of RecurrentJob; absent operands are numbers
+std::unique_ptr<KernelOperation> make_recurrent(const ProgramMachine& machine, const std::string& name, const std::vector<double>& numbers,
+                                                std::vector<Operand> operands);
 
 // Decides whether the next run of a program is shared out among the workers or computed by the calling thread alone. Beside busy processes
 // a run on all threads lasts until the scheduler has resumed each of them, some milliseconds, in which one thread may compute many runs of

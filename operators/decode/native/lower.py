@@ -36,10 +36,10 @@ class Node:
     """One operation of a program.
 
     Attributes:
-        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention`, `paged attention` and `matmul` on all,
-            `call` in PyTorch.
+        kind: `small` and `norm` run on one thread, `linear`, `experts`, `router`, `attention`, `paged attention`, `matmul` and
+            `recurrent` on all, `call` in PyTorch.
         writes, reads: what it touches, in the order of its native form: results first.
-        name: of a small operation.
+        name: of a small operation, or the rule of a recurrent layer.
         payload: packed weights, specs or the call itself.
     """
 
@@ -83,6 +83,7 @@ class Lowering:
         for tensor in grown:
             if tensor.first is not None:
                 self.elementwise("copy", tensor.place(_ZERO, tensor.first.sizes), tensor.first)
+        self._write_states_in_place()
         self._gather_linears()
         self._fuse_rotary()
 
@@ -162,6 +163,29 @@ class Lowering:
             raise NotRecordableError("the cache grows in another way than by appending to it")
         new = pieces[1]
         self.elementwise("copy", grown.place(pieces[0].sizes[grown.dim], new.sizes), new)
+
+    def _write_states_in_place(self) -> None:
+        """Let recurrent layers write a state where the step copies it, over the state that they read."""
+        nodes = self.nodes
+        for first, node in enumerate(nodes):
+            state = node.writes[-1] if node.kind == "recurrent" else None
+            if state is None or state.storage not in self.produced:
+                continue
+            users = [place for place, other in enumerate(nodes) if state.storage in other.storages()]
+            copy = nodes[users[-1]]
+            if (
+                len(users) != 2
+                or copy.name != "copy"
+                or copy.reads != [state]
+                or copy.writes[0] != replace(state, storage=copy.writes[0].storage, offset=copy.writes[0].offset)
+            ):
+                continue
+            target = copy.writes[0]
+            if any(target.storage in other.storages() for other in nodes[first + 1 : users[-1]]):
+                continue
+            node.writes = [*node.writes[:-1], target]
+            nodes[users[-1]] = Node("none", [], [])
+        self.nodes = [node for node in nodes if node.kind != "none"]
 
     def _gather_linears(self) -> None:
         """Move linear layers behind one with the same input: they are computed as one operation."""
@@ -686,6 +710,13 @@ def _kernel_matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any])
     to.nodes.append(Node("matmul", [out], [a, b]))
 
 
+def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    name, operands, numbers = args
+    present: list[Any] = [0.0 if operand is None else operand for operand in operands]
+    written = 1 if operands[1] is None else 2
+    to.nodes.append(Node("recurrent", present[:written], present[written:], name, list(numbers)))
+
+
 _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {
     "linear": _kernel_linear,
     "norm": _kernel_norm,
@@ -694,4 +725,5 @@ _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]
     "attention": _kernel_attention,
     "paged_attention": _kernel_paged_attention,
     "matmul": _kernel_matmul,
+    "recurrent": _kernel_recurrent,
 }

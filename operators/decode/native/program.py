@@ -137,6 +137,8 @@ class NativeStep:
             native.add_attention(operands, **node.payload)
         elif node.kind == "paged attention":
             native.add_paged_attention(operands, **node.payload)
+        elif node.kind == "recurrent":
+            native.add_recurrent(node.name, operands, node.numbers)
         else:
             native.add_matmul(operands)
         if node.kind not in ("small", "norm"):

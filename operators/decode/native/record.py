@@ -27,7 +27,7 @@ from moegraft.operators.timeline import Timeline
 if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
 
-KERNELS = ("linear", "forward", "norm", "route", "attention", "paged_attention", "matmul")
+KERNELS = ("linear", "forward", "norm", "route", "attention", "paged_attention", "matmul", "recurrent")
 NODE_KINDS = {"forward": "experts", "route": "router", "paged_attention": "attention"}  # where users know a kernel by another name
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 # A value that Python reads may decide what is computed next; the calls that depend on it are not in the recording.

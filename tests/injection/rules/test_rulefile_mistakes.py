@@ -140,7 +140,9 @@ MISTAKES = (
     Mistake("no replace", "- »match: {kind: experts}\n", "a rule needs 'replace', a mapping with the 'class' of an operator"),
     Mistake("replace is text", replace("»default"), "replace must be a mapping with .*, not text 'default'"),
     Mistake(
-        "no class", replace("»{kwargs: {}}"), "replace needs 'class', .*known are: cpu_attention, cpu_norm, cpu_router, hybrid_experts"
+        "no class",
+        replace("»{kwargs: {}}"),
+        "replace needs 'class', .*known are: cpu_attention, cpu_norm, cpu_recurrent, cpu_router, hybrid_experts",
     ),
     Mistake(
         "unknown key of replace", replace("{class: hybrid_experts, »kwarg: {}}"), "unknown key 'kwarg' in replace; did you mean 'kwargs'"

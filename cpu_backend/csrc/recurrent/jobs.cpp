@@ -1,0 +1,160 @@
+// The loops for the least of a machine's CPUs are compiled here, and the checks of operands.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "recurrent/loops.h"
+
+namespace moegraft {
+namespace {
+
+void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+bool is_shaped(const StridedView& view, std::initializer_list<std::int64_t> sizes) {
+  if (!view || view.dims != static_cast<int>(sizes.size())) return false;
+  int dim = 0;
+  for (const std::int64_t size : sizes)
+    if (view.sizes[static_cast<std::size_t>(dim++)] != size) return false;
+  return true;
+}
+
+bool has_rows(const StridedView& view) {
+  const auto last = static_cast<std::size_t>(view.dims - 1);
+  return view.sizes[last] <= 1 || view.strides[last] == 1;
+}
+
+bool is_state(const StridedView& view, const std::array<std::int64_t, 4>& sizes) {
+  std::int64_t stride = 1;
+  if (view.dims != 4 || view.sizes != sizes || view.type != ActivationType::kFloat32) return false;
+  for (int dim = 3; dim >= 0; --dim) {
+    const auto i = static_cast<std::size_t>(dim);
+    if (view.sizes[i] != 1 && view.strides[i] != stride) return false;
+    stride *= view.sizes[i];
+  }
+  return true;
+}
+
+float number(double value) { return static_cast<float>(value); }
+
+}  // namespace
+
+void DeltaRuleArgs::check() const {
+  require(value.dims == 4 && key.dims == 4, "delta_rule: key and value have four dimensions");
+  const std::int64_t batch = value.sizes[0], tokens = value.sizes[1], heads = value.sizes[2], columns = value.sizes[3];
+  const std::int64_t key_heads = key.sizes[2], keys = key.sizes[3];
+  require(is_shaped(key, {batch, tokens, key_heads, keys}) && is_shaped(query, {batch, tokens, key_heads, keys}) &&
+              is_shaped(out, {batch, tokens, heads, columns}) && is_shaped(beta, {batch, tokens, heads}) &&
+              (is_shaped(decay, {batch, tokens, heads}) || is_shaped(decay, {batch, tokens, heads, keys})),
+          "delta_rule: the operands' shapes do not fit together");
+  require(tokens > 0, "delta_rule: no tokens");
+  require(key_heads > 0 && heads % key_heads == 0, "delta_rule: the heads are not a multiple of the key heads");
+  require(keys <= kMostKeyColumns, "delta_rule: a head has too many key columns");
+  require(is_state(state, {batch, heads, keys, columns}) && (!before || is_state(before, {batch, heads, keys, columns})),
+          "delta_rule: a state is not (batch, heads, key columns, value columns) float32, contiguous");
+  require(has_rows(query) && has_rows(key) && has_rows(value) && has_rows(out) && (decay.dims == 3 || has_rows(decay)),
+          "delta_rule: the last dimension of an operand is not contiguous");
+}
+
+void ShortConvArgs::check() const {
+  require(x.dims == 3 && weight.dims == 2, "short_conv: x has three dimensions, weight two");
+  const std::int64_t batch = x.sizes[0], channels = x.sizes[1], tokens = x.sizes[2];
+  require(is_shaped(out, {batch, channels, tokens}) && weight.sizes[0] == channels && (!bias || is_shaped(bias, {channels})) &&
+              (!state || is_shaped(state, {batch, channels, state.sizes[2]})),
+          "short_conv: the operands' shapes do not fit together");
+  require(weight.sizes[1] >= 1 && weight.sizes[1] <= kMostTaps, "short_conv: a weight has no or too many taps");
+  require(!state || state.type == x.type, "short_conv: the state and x differ in dtype");
+}
+
+void SelectiveScanArgs::check() const {
+  require(x.dims == 4 && b.dims == 4, "selective_scan: x and b have four dimensions");
+  const std::int64_t batch = x.sizes[0], tokens = x.sizes[1], heads = x.sizes[2], channels = x.sizes[3];
+  const std::int64_t groups = b.sizes[2], columns = b.sizes[3];
+  require(is_shaped(b, {batch, tokens, groups, columns}) && is_shaped(c, {batch, tokens, groups, columns}) &&
+              is_shaped(out, {batch, tokens, heads, channels}) && is_shaped(dt, {batch, tokens, heads}) &&
+              (is_shaped(a, {heads}) || is_shaped(a, {heads, columns})) && (!d || is_shaped(d, {heads})) &&
+              (!dt_bias || is_shaped(dt_bias, {heads})) && (!z || is_shaped(z, {batch, tokens, heads, channels})),
+          "selective_scan: the operands' shapes do not fit together");
+  require(tokens > 0, "selective_scan: no tokens");
+  require(groups > 0 && heads % groups == 0, "selective_scan: the heads are not a multiple of the groups");
+  require(columns <= kMostStateColumns, "selective_scan: a state has too many columns");
+  require(is_state(state, {batch, heads, channels, columns}) && (!before || is_state(before, {batch, heads, channels, columns})),
+          "selective_scan: a state is not (batch, heads, channels, columns) float32, contiguous");
+  require(has_rows(b) && has_rows(c) && (a.dims == 1 || has_rows(a)), "selective_scan: the last dimension of an operand is not contiguous");
+}
+
+const RecurrentKernels& recurrent_kernels(const Kernels& kernels) {
+#if defined(__x86_64__)
+  if (std::strncmp(kernels.isa, "avx512", 6) == 0 || std::strncmp(kernels.isa, "amx", 3) == 0) return avx512_recurrent();
+  if (std::strncmp(kernels.isa, "avx2", 4) == 0) return avx2_recurrent();
+#else
+  (void)kernels;
+#endif
+  return kLoops;
+}
+
+RecurrentJob::RecurrentJob(const Kernels& kernels, const std::string& name, const std::vector<double>& numbers, int workers)
+    : kernels_(kernels), loops_(recurrent_kernels(kernels)), phase_(workers) {
+  const auto require_numbers = [&](std::size_t count) {
+    if (numbers.size() != count) throw std::invalid_argument(name + ": expected " + std::to_string(count) + " numbers");
+    for (const double value : numbers) require(!std::isnan(value), "a number of a recurrent layer is not a number");
+  };
+  if (name == "delta_rule") {
+    require_numbers(2);
+    rule_ = Rule::kDelta;
+    delta_.scale = number(numbers[0]);
+    delta_.epsilon = number(numbers[1]);
+  } else if (name == "short_conv") {
+    require_numbers(1);
+    rule_ = Rule::kConv;
+    conv_.silu = numbers[0] != 0.0;
+  } else if (name == "selective_scan") {
+    require_numbers(3);
+    rule_ = Rule::kScan;
+    scan_.softplus = numbers[0] != 0.0;
+    scan_.least = number(numbers[1]);
+    scan_.most = number(numbers[2]);
+  } else {
+    throw std::invalid_argument("unknown rule of a recurrent layer '" + name + "'");
+  }
+}
+
+std::size_t RecurrentJob::operands() const { return rule_ == Rule::kDelta ? 8 : rule_ == Rule::kConv ? 5 : 11; }
+
+void RecurrentJob::set(const std::vector<StridedView>& given) {
+  require(given.size() == operands(), "a recurrent layer has another number of operands");
+  std::size_t next = 0;
+  const auto fill = [&](auto&... members) { ((members = given[next++]), ...); };
+  if (rule_ == Rule::kDelta) {
+    DeltaRuleArgs& d = delta_;
+    fill(d.out, d.state, d.query, d.key, d.value, d.decay, d.beta, d.before);
+    d.check();
+    units_ = d.units();
+  } else if (rule_ == Rule::kConv) {
+    ShortConvArgs& c = conv_;
+    fill(c.out, c.state, c.x, c.weight, c.bias);
+    c.check();
+    units_ = c.units();
+  } else {
+    SelectiveScanArgs& s = scan_;
+    fill(s.out, s.state, s.x, s.dt, s.a, s.b, s.c, s.d, s.dt_bias, s.z, s.before);
+    s.check();
+    units_ = s.units();
+  }
+  require(units_ <= std::numeric_limits<int>::max(), "a recurrent layer is too large");
+}
+
+void RecurrentJob::run(int worker) noexcept {
+  int count = 0;
+  for (int unit = phase_.take(worker); unit >= 0; unit = phase_.take(worker), ++count) {
+    if (rule_ == Rule::kDelta) loops_.delta_rule(kernels_, delta_, unit);
+    else if (rule_ == Rule::kConv) loops_.short_conv(kernels_, conv_, unit);
+    else loops_.selective_scan(kernels_, scan_, unit);
+  }
+  phase_.finish(count);
+  phase_.wait();
+}
+
+}  // namespace moegraft
