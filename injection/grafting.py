@@ -24,7 +24,7 @@ from moegraft.operators.machine import Machine, probe_machine, threads_beside_gp
 from moegraft.operators.weights import WeightTypes
 
 if TYPE_CHECKING:
-    from moegraft.operators.decode.captured import CapturedSteps
+    from moegraft.operators.decode.cuda_graph import CapturedSteps
     from moegraft.operators.decode.replay import StepReplay
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _step_replay(plan: Plan, context: InjectionContext) -> tuple[StepReplay | No
     """Return what replays decode steps as native programs, and what captures them on GPUs, where the model's operators allow it."""
     engines = context.gpu_engines_in_use
     if engines is not None and engines.may_open:
-        from moegraft.operators.decode.captured import CapturedSteps
+        from moegraft.operators.decode.cuda_graph import CapturedSteps
 
         return None, CapturedSteps(engines, context.draft_switch) if engines.captures else None
     if "runtime" not in vars(context) or not all(swap.traits.replays_steps for swap in plan.swaps):

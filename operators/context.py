@@ -17,7 +17,7 @@ from moegraft.operators.draft import DraftSwitch
 # Triton is not installed.
 if TYPE_CHECKING:
     from moegraft.operators.cache_form import QuantisedForm
-    from moegraft.operators.decode.captured import CapturedSteps
+    from moegraft.operators.decode.cuda_graph import CapturedSteps
     from moegraft.operators.decode.replay import StepReplay
     from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.model_experts import ModelEngines

@@ -57,7 +57,7 @@ INTERFACE = {
     "cache_form",
     "context",
     "decode.cache",
-    "decode.captured",
+    "decode.cuda_graph",
     "decode.loop",
     "decode.native.record",
     "decode.pages",

@@ -16,13 +16,13 @@ from support.gpus import emulated_only, limit, placed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.decode import captured
-from moegraft.operators.decode.captured import TIMED_STEPS, CapturedSteps, to_dynamic, to_static
+from moegraft.operators.decode import cuda_graph
+from moegraft.operators.decode.cuda_graph import TIMED_STEPS, CapturedSteps, to_dynamic, to_static
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.offload.captured import CapturedLayer, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.scheduler import Scheduler
+from moegraft.operators.offload.step_graph import CapturedLayer, StepGraph
 
 RULES = """
 version: 1
@@ -70,7 +70,7 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is logged about captured steps; a GPU's warm-up logs as well."""
-    return [record.message for record in caplog.records if record.name == captured.logger.name]
+    return [record.message for record in caplog.records if record.name == cuda_graph.logger.name]
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
@@ -117,7 +117,7 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
     load, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the step makes the masks of its windows itself, it does so from numbers."""
-    monkeypatch.setattr(captured, "why_counted_in_python", lambda arguments, cache: None)
+    monkeypatch.setattr(cuda_graph, "why_counted_in_python", lambda arguments, cache: None)
     model = load("gpt_oss")
     ids = prompt(10).to(model.device)
     expected = model(input_ids=ids).logits

@@ -35,8 +35,8 @@ from transformers.utils.generic import ModelOutput
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.cache import buffers_of, own
 from moegraft.operators.decode.loop import effective_config
-from moegraft.operators.offload.captured import StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.step_graph import StepGraph
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
