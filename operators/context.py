@@ -17,7 +17,6 @@ from moegraft.operators.draft import DraftSwitch
 # Triton is not installed.
 if TYPE_CHECKING:
     from moegraft.operators.cache_form import QuantisedForm
-    from moegraft.operators.decode.cuda_graph import CapturedSteps
     from moegraft.operators.decode.replay import StepReplay
     from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.model_experts import ModelEngines
@@ -37,8 +36,7 @@ class InjectionContext:
         expert_group: the processes that hold the experts; None where this one holds all.
         cache_form: the form that the plan gives the key-value cache; None for the dtype of the model.
         draft_switch: how many experts run while a draft is computed.
-        replay: what replays decode steps on the CPU as native programs; None where nothing does.
-        captured: what captures decode steps on GPUs, which then need caches of fixed size; None where nothing does.
+        replay: what replays decode steps, as native programs or captured graphs; None where nothing does.
     """
 
     dtype: torch.dtype
@@ -47,7 +45,6 @@ class InjectionContext:
     cache_form: QuantisedForm | None = None
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     replay: StepReplay | None = field(default=None, init=False, repr=False)
-    captured: CapturedSteps | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
     @cached_property

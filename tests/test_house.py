@@ -60,6 +60,7 @@ INTERFACE = {
     "decode.cuda_graph",
     "decode.loop",
     "decode.native.record",
+    "decode.native.steps",
     "decode.pages",
     "decode.replay",
     "draft",
