@@ -25,7 +25,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.offload.cache import CacheOptions, make_policy
-from moegraft.operators.offload.captured import StepGraph
 from moegraft.operators.offload.costs import CostModel, CostTables
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
@@ -34,6 +33,7 @@ from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
+from moegraft.operators.offload.step_graph import StepGraph
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.routing import Router
 

@@ -25,7 +25,6 @@ from moegraft.operators.machine import Machine, probe_machine, threads_beside_gp
 from moegraft.operators.weights import WeightTypes
 
 if TYPE_CHECKING:
-    from moegraft.operators.decode.captured import CapturedSteps
     from moegraft.operators.decode.replay import StepReplay
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ def graft(
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
     if context.gpu_engines_in_use is not None:
         context.gpu_engines_in_use.cache = replace(kv_cache(skeleton), form=plan.cache_form(skeleton.config))
-    context.replay, context.captured = _step_replay(plan, context)
+    context.replay = _step_replay(plan, context)
     injection = Injection(plan, operators, context)
     if injection.model_operator is not None:
         injection.model_operator.check()
@@ -123,7 +122,7 @@ def graft(
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(
         injection,
-        injected_class(base, captures=any(each is not None for each in (context.replay, context.captured, expert_group))),
+        injected_class(base, captures=context.replay is not None or expert_group is not None),
         checkpoint,
         None if isinstance(model, MetaModel) else model,
         sparsity,
@@ -131,18 +130,18 @@ def graft(
     )
 
 
-def _step_replay(plan: Plan, context: InjectionContext) -> tuple[StepReplay | None, CapturedSteps | None]:
-    """Return what replays decode steps as native programs, and what captures them on GPUs, where the model's operators allow it."""
+def _step_replay(plan: Plan, context: InjectionContext) -> StepReplay | None:
+    """Return what replays decode steps, as captured graphs where experts run on a GPU, else as native programs; None where nothing can."""
     engines = context.gpu_engines_in_use
     if engines is not None and engines.may_open:
-        from moegraft.operators.decode.captured import CapturedSteps
+        from moegraft.operators.decode.cuda_graph import CudaGraphs
 
-        return None, CapturedSteps(engines, context.draft_switch) if engines.captures else None
+        return CudaGraphs(engines, context.draft_switch) if engines.captures else None
     if "runtime" not in vars(context) or not all(swap.traits.replays_steps for swap in plan.swaps):
-        return None, None
-    from moegraft.operators.decode.replay import StepReplay
+        return None
+    from moegraft.operators.decode.native.steps import NativePrograms
 
-    return StepReplay(context.runtime, context.draft_switch, vars(context).get("sparse_layers")), None
+    return NativePrograms(context.runtime, context.draft_switch, vars(context).get("sparse_layers"))
 
 
 def infer_device_map(plan: Plan, machine: Machine) -> Any:

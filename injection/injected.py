@@ -20,7 +20,6 @@ from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, ca
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.cache import new_cache as empty_cache
 from moegraft.operators.decode.cache import own
-from moegraft.operators.decode.loop import generate as generate_one
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
@@ -75,7 +74,7 @@ class Injection:
         """Return the statistics of a model and its operators.
 
         `modules` by path, `sparsity` of each target that rules give, `devices` for each GPU that holds experts, `decode_steps`: how many
-        steps were replayed as native programs on the CPU, and why others were not, and `ranks` that hold experts.
+        steps were replayed, as native programs or captured graphs, and why others were not, and `ranks` that hold experts.
         """
         modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
         context, engines = self.context, self.context.gpu_engines_in_use
@@ -131,9 +130,8 @@ class Injection:
 
     def forget_steps(self) -> None:
         """Record decode steps again, as after a change of the model that is not noticed (moegraft.operators.decode.replay.FrozenModel)."""
-        for steps in (self.context.replay, self.context.captured):
-            if steps is not None:
-                steps.release()
+        if self.context.replay is not None:
+            self.context.replay.release()
 
 
 class InjectedModel:
@@ -203,10 +201,8 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         with nullcontext() if group is None else group.result() as give, _HELD_LOG.while_printing(streamer):
             if operator is not None:
                 outputs = operator.generate(self, stock, *args, **kwargs)
-            elif context.captured is not None:
-                outputs = context.captured.generate(self, stock, args, kwargs)
             elif context.replay is not None:
-                outputs = generate_one(self, stock, args, kwargs, context.replay)
+                outputs = context.replay.generate(self, stock, args, kwargs)
             else:
                 outputs = stock(*args, **kwargs)
             if give is not None:
@@ -231,7 +227,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
                 "this process holds experts for the model of rank 0: call generate in all processes, or call moegraft.follow() of this "
                 "model here and forward on rank 0"
             )
-        steps = None if injection is None else injection.context.replay or injection.context.captured
+        steps = None if injection is None else injection.context.replay
         if steps is None:
             return base.forward(self, *args, **kwargs)
         if len(args) == 1 and first_argument == "input_ids":

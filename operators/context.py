@@ -16,7 +16,6 @@ from moegraft.operators.draft import DraftSwitch
 # Members that only some models need are imported on first use: a model on the CPU does not wait for the GPU engine, and runs where
 # Triton is not installed.
 if TYPE_CHECKING:
-    from moegraft.operators.decode.captured import CapturedSteps
     from moegraft.operators.decode.replay import StepReplay
     from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.model_experts import ModelEngines
@@ -35,8 +34,7 @@ class InjectionContext:
         threads: CPU threads of the operators; 0 for one per physical core.
         expert_group: the processes that hold the experts; None where this one holds all.
         draft_switch: how many experts run while a draft is computed.
-        replay: what replays decode steps on the CPU as native programs; None where nothing does.
-        captured: what captures decode steps on GPUs, which then need caches of fixed size; None where nothing does.
+        replay: what replays decode steps, as native programs or captured graphs; None where nothing does.
     """
 
     dtype: torch.dtype
@@ -44,7 +42,6 @@ class InjectionContext:
     expert_group: ExpertGroup | None = None
     draft_switch: DraftSwitch = field(default_factory=DraftSwitch, init=False)
     replay: StepReplay | None = field(default=None, init=False, repr=False)
-    captured: CapturedSteps | None = field(default=None, init=False, repr=False)
     _warnings: set[str] = field(default_factory=set, init=False, repr=False)
 
     @cached_property

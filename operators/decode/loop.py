@@ -37,7 +37,8 @@ from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Gre
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting
-    from moegraft.operators.decode.replay import Continuation, StepReplay
+    from moegraft.operators.decode.native.steps import Continuation
+    from moegraft.operators.decode.replay import StepReplay
 
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -46,11 +47,11 @@ _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 
 
 def generate(
+    replay: StepReplay | None,
     model: PreTrainedModel,
     stock: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    replay: StepReplay | None,
     drafting: Drafting | None = None,
 ) -> Any:
     """Return what `stock(*args, **kwargs)`, the model's `generate`, returns, by `Decoding` where it serves the call."""

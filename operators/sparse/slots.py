@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.cuda_graph import capture_graph
 from moegraft.operators.kernels.epilogue import Threshold
 from moegraft.operators.kernels.launch import PackedBytes, on
 from moegraft.operators.kernels.packed_layout import SparseLayout, in_element_order, in_unit_order, sparse_layout
@@ -30,6 +29,7 @@ from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_c
 from moegraft.operators.kernels.sparse_dense import down_dense, up_dense
 from moegraft.operators.kernels.sparse_pairs import ActiveNeurons, down_pairs, list_active, up_pairs
 from moegraft.operators.sparse.choice import PathChoices, TimedCase, default_path
+from moegraft.operators.stream_capture import capture_graph
 from moegraft.operators.weights import Part
 
 

@@ -179,7 +179,7 @@ class SpeculativeDraft(ModelOperator):
             clock=self.clock,
             trace=self.trace,
         )
-        result = generate(model, plain, args, kwargs, self._context.replay, drafting)
+        result = generate(self._context.replay, model, plain, args, kwargs, drafting)
         if self.options.mode == "adaptive":
             logger.debug("speculative_draft: %s", self._statistics.line())
         return result

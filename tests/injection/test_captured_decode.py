@@ -16,13 +16,13 @@ from support.gpus import emulated_only, limit, placed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.decode import captured
-from moegraft.operators.decode.captured import TIMED_STEPS, CapturedSteps, to_dynamic, to_static
+from moegraft.operators.decode import cuda_graph, replay
+from moegraft.operators.decode.cuda_graph import TIMED_STEPS, CudaGraphs, to_dynamic, to_static
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.offload.captured import CapturedLayer, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.scheduler import Scheduler
+from moegraft.operators.offload.step_graph import CapturedLayer, StepGraph
 
 RULES = """
 version: 1
@@ -70,7 +70,7 @@ def answer(model: PreTrainedModel, **arguments: Any) -> tuple[list[int], torch.T
 
 def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is logged about captured steps; a GPU's warm-up logs as well."""
-    return [record.message for record in caplog.records if record.name == captured.logger.name]
+    return [record.message for record in caplog.records if record.name == replay.logger.name]
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
@@ -117,7 +117,7 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
     load, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the step makes the masks of its windows itself, it does so from numbers."""
-    monkeypatch.setattr(captured, "why_counted_in_python", lambda arguments, cache: None)
+    monkeypatch.setattr(cuda_graph, "why_counted_in_python", lambda arguments, cache: None)
     model = load("gpt_oss")
     ids = prompt(10).to(model.device)
     expected = model(input_ids=ids).logits
@@ -129,7 +129,7 @@ def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
     refused = "torch.tensor copies a number from the host", "the step cannot be captured"  # the latter by a GPU
     assert "a captured step gave logits that are" in notice or any(reason in notice for reason in refused)
     assert difference(torch.cat(found, dim=1), expected) < tolerance
-    assert engine_of(model).statistics.replayed == 0
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] == 0
 
 
 def test_windows_without_their_masks_run_layer_by_layer(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
@@ -247,6 +247,33 @@ def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped
     assert "a captured step gave logits that are" in notice
 
 
+def test_a_model_that_is_changed_is_captured_again(load, tolerance: float, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    """A parameter that is replaced in the middle of a text, and a hook, which no graph would call."""
+    seen: list[int] = []
+
+    def steps(model: Any) -> torch.Tensor:
+        ids, cache = prompt(20).to(model.device), StaticCache(config=model.config, max_cache_len=20)
+        found = []
+        with torch.no_grad():
+            for at in range(20):
+                if at == 8:
+                    weight = model.model.norm.weight
+                    model.model.norm.weight = torch.nn.Parameter(weight * torch.linspace(0.5, 1.5, weight.numel(), device=weight.device))
+                if at == 14:
+                    handle = model.model.norm.register_forward_hook(lambda *given: seen.append(1))
+                found.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)
+        handle.remove()
+        return torch.cat(found, dim=1)
+
+    expected, model = steps(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")), load("qwen3_moe")
+    with caplog.at_level(logging.WARNING, "moegraft"):
+        assert difference(steps(model), expected) < tolerance
+    assert len(seen) == 12 and ["its modules have hooks" in notice for notice in notices(caplog)] == [True]
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] >= 6
+    tokens = answer(model)[0]
+    assert tokens == answer(model)[0] and engine_of(model).statistics.replayed > NEW
+
+
 def test_what_fails_on_the_cpu_is_raised_and_the_model_answers_on(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe")
     expected = answer(model)
@@ -289,13 +316,16 @@ def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ign
     assert "the device failed in a captured step: injected" in caplog.text
 
 
-def test_auto_measures_both_ways(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_auto_measures_both_ways(  # type: ignore[no-untyped-def]
+    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """On an emulated device nothing can be measured, so its own clock stands in."""
     tokens, _ = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"), max_new_tokens=4 * TIMED_STEPS)
-    monkeypatch.setattr(CapturedSteps, "_find_obstacle", lambda self, model: None)
+    monkeypatch.setattr(CudaGraphs, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
-    assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
-    assert model.moegraft.context.captured.mode in ("eager", "graph")
+    with caplog.at_level(logging.DEBUG, "moegraft"):
+        assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
+    assert "ms layer by layer and" in caplog.text
 
 
 @emulated_only
@@ -310,13 +340,13 @@ def test_without_a_measurement_auto_is_eager(load, caplog: pytest.LogCaptureFixt
 def test_a_schedule_that_divides_otherwise_is_refused(load) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuleFileError, match=r"decode: graph computes resident experts on the GPU.*which schedule: all_cpu does not"):
         load("qwen3_moe", "schedule: all_cpu, decode: graph")
-    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.captured is None
+    assert load("qwen3_moe", "schedule: on_demand, cache: {ratio: 0.5}").moegraft.context.replay is None
 
 
 def test_a_model_with_a_captured_step_goes_as_a_whole(load) -> None:  # type: ignore[no-untyped-def]
     model = load("qwen3_moe")
     answer(model)
-    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.captured)]
+    watched = [weakref.ref(model), weakref.ref(model.model.layers[1].mlp.experts), weakref.ref(model.moegraft.context.replay)]
     del model
     gc.collect()
     assert [each() for each in watched] == [None] * 3

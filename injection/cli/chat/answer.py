@@ -336,7 +336,7 @@ def _stats(streamer: AnswerStreamer, prompt_tokens: int, kept_tokens: int) -> An
 
 
 def work_lines(model: PreTrainedModel) -> list[str]:
-    """Return lines on drafts, if there were any, on decode steps on the CPU, and on each device that experts share."""
+    """Return lines on drafts, if there were any, on decode steps, and on each device that experts share."""
     injection = injection_of(model)
     if injection is None:
         return []
@@ -346,17 +346,19 @@ def work_lines(model: PreTrainedModel) -> list[str]:
         lines.append(f"drafts: {_drafts(operator.statistics())}")
     devices, steps = (injection.statistics()[name] for name in ("devices", "decode_steps"))
     assert isinstance(devices, Mapping) and isinstance(steps, Mapping), "statistics by name"
-    if steps:
+    if any(steps.values()):
         lines.append(f"decode steps: {_steps(steps)}")
     return [*lines, *(f"{name}: {_named(found)}" for name, found in devices.items())]
 
 
 def _steps(found: Mapping[str, object]) -> str:
-    times = f", {found['step_us']} us each, {found['outside_kernels_us']} us of them outside kernels" if found["replayed_steps"] else ""
+    times = f", {found['step_us']} us each" if found["replayed_steps"] else ""
+    if times and "outside_kernels_us" in found:
+        times += f", {found['outside_kernels_us']} us of them outside kernels"
     reasons = found["reasons"]
     assert isinstance(reasons, list), "a list of texts"
     others = f"; others layer by layer: {'; '.join(reasons)}" if reasons else ""
-    return f"{found['replayed_steps']} as native programs{times}{others}"
+    return f"{found['replayed_steps']} as {'native programs' if 'programs' in found else 'captured graphs'}{times}{others}"
 
 
 def _drafts(found: Mapping[str, object]) -> str:

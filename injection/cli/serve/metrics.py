@@ -179,7 +179,7 @@ def _operators(injection: Injection) -> Iterator[Metric]:
     ]
     yield _gauge("moegraft:sparsity", "Share of neurons that the layers of each target leave out.", shares)
     steps = [({"name": name}, value) for name, value in _numbers(found["decode_steps"])]
-    yield _gauge("moegraft:decode_steps", "Decode steps on the CPU that were native programs, and their times.", steps)
+    yield _gauge("moegraft:decode_steps", "Decode steps that were native programs or captured graphs, and their times.", steps)
     devices = {(name, what): value for name, values in found["devices"].items() for what, value in _numbers(values)}
     devices |= {(name, what): value for name, counts in injection.device_counts() for what, value in _numbers(counts)}
     labelled = [({"device": name, "name": what}, value) for (name, what), value in devices.items()]

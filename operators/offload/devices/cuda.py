@@ -21,7 +21,6 @@ from queue import SimpleQueue
 
 import torch
 
-from moegraft.operators.cuda_graph import capture_graph
 from moegraft.operators.offload.devices.base import (
     Buffer,
     Bytes,
@@ -35,6 +34,7 @@ from moegraft.operators.offload.devices.base import (
     Work,
     check_not_forked,
 )
+from moegraft.operators.stream_capture import capture_graph
 
 LIBRARIES = {"cuda": "libcudart", "hip": "libamdhip64"}
 HOST_TO_DEVICE = 1

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from moegraft.cpu_backend import Program
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.operators.decode.cache import cache_counts, cache_tensors
-from moegraft.operators.decode.replay import MAX_CONTINUED, StepReplay
+from moegraft.operators.decode.native.steps import MAX_CONTINUED, NativePrograms
 
 FAMILIES = (
     "qwen3_moe",
@@ -89,15 +89,15 @@ class Counts:
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
     counts = Counts()
-    fed = StepReplay.fed
+    fed = NativePrograms.fed
 
-    def noted(self: StepReplay, continuation: Any, *numbers: Any) -> None:
+    def noted(self: NativePrograms, continuation: Any, *numbers: Any) -> None:
         before = continuation.done
         fed(self, continuation, *numbers)
         counts.steps += continuation.done - before
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepReplay, "fed", noted)
+        patch.setattr(NativePrograms, "fed", noted)
         yield counts
 
 

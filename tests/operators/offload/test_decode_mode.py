@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moegraft.operators.decode.captured import TIMED_STEPS, DecodeModeTuner
+from moegraft.operators.decode.cuda_graph import TIMED_STEPS, DecodeModeTuner
 
 
 def run(tuner: DecodeModeTuner, steps: int, cost_ms: dict[str, float], start_ms: float = 0.0) -> tuple[list[str], float]:

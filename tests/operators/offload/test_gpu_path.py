@@ -21,11 +21,11 @@ from support.virtual_device import VirtualDevice
 from triton.runtime.interpreter import InterpretedFunction
 
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.offload.captured import CallShape, StepBuffers, StepGraph
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import Stream, Work
 from moegraft.operators.offload.executors import EngineLayers, LookAhead
 from moegraft.operators.offload.gpu_layer import GpuLayer
+from moegraft.operators.offload.step_graph import CallShape, StepBuffers, StepGraph
 from moegraft.operators.routing import Router
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tensors of this device are on the CPU")

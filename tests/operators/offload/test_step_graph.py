@@ -15,11 +15,11 @@ from support.kernel_cases import make_batch, make_layer, relative_error
 from support.transfer_harness import DEVICES, EMULATED, advance
 
 from moegraft.cpu_backend import PackedExperts, Runtime
-from moegraft.operators.offload.captured import CallShape, StepGraph
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.slots import SlotTable
+from moegraft.operators.offload.step_graph import CallShape, StepGraph
 from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.timeline import Timeline
 

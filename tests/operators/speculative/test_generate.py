@@ -20,7 +20,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.operators.decode.replay import StepReplay
+from moegraft.operators.decode.native.steps import NativePrograms
 
 STEPS = 24
 IDS = prompt(9)
@@ -282,14 +282,14 @@ def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:
 def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted under a processor with state; the steps follow each other as those of plain decoding do."""
     pair = drafting("mixtral"), stock("mixtral")
-    fed, steps = StepReplay.fed, []
+    fed, steps = NativePrograms.fed, []
 
-    def noted(self: StepReplay, continuation: Any, *numbers: Any) -> None:
+    def noted(self: NativePrograms, continuation: Any, *numbers: Any) -> None:
         before = continuation.done
         fed(self, continuation, *numbers)
         steps.append(continuation.done - before)
 
-    monkeypatch.setattr(StepReplay, "fed", noted)
+    monkeypatch.setattr(NativePrograms, "fed", noted)
     marks = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400, 836])
     for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
         for seed in range(3):

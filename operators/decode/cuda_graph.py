@@ -1,8 +1,7 @@
-"""Captured decode steps of a whole model, and the key-value caches that they need.
+"""Decode steps as captured CUDA graphs: how StepReplay (replay.py) captures and runs them, and the key-value caches that they need.
 
-The first step on a cache runs layer by layer and is captured afterwards. The first captured step of all is also replayed before any other
-is used, and its logits are compared with those of the same experts on the same devices, layer by layer: it was captured a token later, so
-that a model which counts in Python gives wrong logits there. A step is captured again, and compared, when a sliding window becomes full.
+A step runs layer by layer and is captured afterwards. The next ones are computed both ways, with the same experts on the same devices: a
+model that counts in Python gives wrong logits in one of them. A step is captured again, and compared, when a sliding window becomes full.
 Steps are kept: a new text whose cache has the form of one that is gone gets its memory.
 Whatever cannot be captured runs layer by layer, and the reason is logged once:
 
@@ -12,7 +11,7 @@ Whatever cannot be captured runs layer by layer, and the reason is logged once:
 - caches that grow or are quantised, recurrent states, and windows whose masks and positions the step is not given;
 - experts without some of their neurons, several GPUs, and operators on the CPU, which a capture does not see.
 
-No GPU has run this yet. Hooks on modules do not see replayed steps.
+No GPU has run this yet.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import statistics
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,8 +34,9 @@ from transformers.utils.generic import ModelOutput
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.cache import buffers_of, own
 from moegraft.operators.decode.loop import effective_config
-from moegraft.operators.offload.captured import StepGraph
+from moegraft.operators.decode.replay import CACHE, Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.step_graph import StepGraph
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from moegraft.operators.offload.model_experts import ModelEngines
 
 logger = logging.getLogger(__name__)
-Forward = Callable[..., Any]
 DecodeMode = Literal["eager", "graph"]
-CACHE = "past_key_values"
 MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
 TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order, of the same experts on the same devices
 CACHE_TENSORS = ("keys", "values", "cumulative_length")  # of a layer
@@ -56,45 +54,98 @@ KEPT_STEPS = 4  # of different forms: windows that are full or not, lengths of c
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
 
 
-class CapturedSteps:
-    """Runs the decode steps of one model, which asks it at every forward pass.
+class CudaGraphs(StepReplay):
+    """Captures decode steps, and runs them as graphs.
 
     Args:
         engines: of the model, open by the first forward pass.
-        draft: the switch that is on while a draft is drawn.
     """
 
+    CANNOT_RUN = "the first captured step failed: {}"
+    DIFFERS = "a captured step gave logits that are {:.1%} off"
+
     def __init__(self, engines: ModelEngines, draft: DraftSwitch) -> None:
+        forced = any(options.decode == "graph" for options in engines.options)
+        super().__init__(draft, logging.WARNING if forced else logging.INFO)
         self._engines = engines
-        self._draft = draft
-        self._mode = "graph" if any(options.decode == "graph" for options in engines.options) else "auto"
-        self._tuner = DecodeModeTuner()
-        self._logged: set[str] = set()
+        self._tuner = None if forced else DecodeModeTuner()
         self._obstacle: str | None = None  # why no step will be captured
         self._obstacle_known = False
-        self._checked: set[object] = set()  # by which windows are full
         self._steps: list[_CapturedStep] = []  # the last one used last
-        self._lock = threading.Lock()
 
-    @property
-    def mode(self) -> DecodeMode | None:
-        """The faster mode by measurement; None while it is not known, or need not be."""
-        return self._tuner.winner
-
-    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
-        """Return `plain(*args, **arguments)`, the model's own forward pass, or the result of a replayed step in its place."""
+    def describe(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> Step | str | None:
         ids = arguments.get("input_ids")
-        single = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and not args and not torch.is_grad_enabled()
-        if not single or self._tuner.winner == "eager" or self._lock.locked():
-            self._tuner.pause()
-            return plain(*args, **arguments)
-        with self._lock:  # an interrupt right after `acquire` would leave it locked
-            reason = self._why_eager(model, arguments)
-            if reason is not None:
-                self._log(reason)
-            elif self._mode == "auto" and self._tuner.next(next(iter(self._engines)).device.now_ms()) == "eager":
-                reason = "measured"
-            return plain(**arguments) if reason is not None else self._forward(plain, arguments)
+        single = isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] == 1 and not torch.is_grad_enabled()
+        if not single or self._measured_slower:
+            if self._tuner is not None:
+                self._tuner.pause()
+            return None
+        reason = self._why_eager(model, arguments)
+        if reason is not None:
+            return reason
+        if self._tuner is not None and self._tuner.next(next(iter(self._engines)).device.now_ms()) == "eager":
+            return None
+        return Step(_form(arguments), arguments[CACHE], {}, arguments)
+
+    def record(self, kind: Kind, step: Step, plain: Forward, frozen: FrozenModel) -> Any:
+        windows = _full_windows(step.cache)
+        outputs = plain(**step.settings)  # also the warm-up that a capture needs
+        if _full_windows(step.cache) != windows:
+            return outputs  # it filled a window: the steps that follow are of another kind
+        # A cache that is gone, and whose memory does not fit this one, was the last of its size: `generate` makes none smaller than before.
+        for gone in [each for each in self._steps if each.memory.free] + self._steps[: -KEPT_STEPS + 1]:
+            if gone in self._steps:
+                self._steps.remove(gone)
+                gone.release()
+        try:
+            self._steps.append(self._capture(step, plain))
+        except RuntimeError as error:  # DeviceError among them, and lack of memory
+            self.give_up(kind, str(error))
+        return outputs
+
+    def bind(self, kind: Kind, step: Step) -> _CapturedStep | None:
+        alike = (each for each in reversed(self._steps) if each.form == step.kind)
+        found = next((each for each in alike if each.memory.owns(step.cache) or each.memory.adopt(step.cache)), None)
+        if found is not None:
+            self._steps.remove(found)
+            self._steps.append(found)
+        return found
+
+    def run(self, kind: Kind, replay: _CapturedStep, step: Step, *, keep: bool) -> Any:
+        put_back = None if keep else _saved(step.cache)
+        try:
+            return replay(step.settings)
+        except DeviceError as error:
+            self.give_up(kind, f"the device failed in a captured step: {error}")
+            raise
+        finally:
+            if put_back is not None:
+                put_back()
+
+    def tolerance(self, replay: _CapturedStep) -> float:
+        return TOLERANCE
+
+    def compared(self) -> AbstractContextManager[None]:
+        """Compute with the same experts on each device as a captured step.
+
+        The CPU quantises activations and a GPU does not, so two splits of the work may differ by more than a mistake.
+        """
+        return self._engines.layers[0].engine.by_residency()
+
+    def give_up(self, kind: Kind, reason: str) -> None:
+        """Capture no more, of any kind: a cache of fixed size is then a loss."""
+        super().give_up(kind, reason)
+        self._obstacle, self._obstacle_known = reason, True
+        self.release()
+
+    def release(self) -> None:
+        super().release()
+        while self._steps:
+            self._steps.pop().release()
+
+    def statistics(self) -> dict[str, object]:
+        """Return those of any backend, and the number of graphs."""
+        return {**super().statistics(), "graphs": len(self._steps)}
 
     def generate(self, model: PreTrainedModel, stock: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `stock(*args, **kwargs)`, the model's `generate`, returns.
@@ -130,93 +181,31 @@ class CapturedSteps:
             outputs[CACHE] = given if growing else own(to_dynamic(fixed, text_config))
         return outputs
 
-    def release(self) -> None:
-        """Free the captured steps; the model computes no more."""
-        while self._steps:
-            self._steps.pop().release()
+    @property
+    def _measured_slower(self) -> bool:
+        return self._tuner is not None and self._tuner.winner == "eager"
 
     def _may_capture(self, model: PreTrainedModel) -> bool:
-        return self._why_never(model) is None and self._tuner.winner != "eager"
+        return self._why_never(model) is None and not self._measured_slower
 
-    def _forward(self, plain: Forward, arguments: Mapping[str, Any]) -> Any:
-        form, cache = _form(arguments), arguments[CACHE]
-        windows = form[-1]
-        alike = (each for each in reversed(self._steps) if each.form == form)
-        step = next((each for each in alike if each.memory.owns(cache) or each.memory.adopt(cache)), None)
-        if step is not None:
-            self._steps.remove(step)
-            self._steps.append(step)
-            try:
-                return step(arguments)
-            except DeviceError as error:
-                self.release()
-                self._obstacle = f"the device failed in a captured step: {error}"
-                raise
-        snapshot = None if windows in self._checked else _CacheSnapshot(cache)
-        expected = plain(**arguments)  # also the warm-up that a capture needs
-        if _full_windows(cache) != windows:
-            return expected  # it filled a window: the steps that follow are of another kind
-        # A cache that is gone, and whose memory does not fit this one, was the last of its size: `generate` makes none smaller than before.
-        for gone in [each for each in self._steps if each.memory.free] + self._steps[: -KEPT_STEPS + 1]:
-            if gone in self._steps:
-                self._steps.remove(gone)
-                gone.release()
-        try:
-            step = self._capture(plain, arguments)
-            self._steps.append(step)
-        except RuntimeError as error:  # DeviceError among them, and lack of memory
-            self._give_up(str(error))
-            return expected
-        if snapshot is None:
-            return expected
-        self._checked.add(windows)
-        return self._compare(step, expected, plain, arguments, snapshot)
-
-    def _capture(self, plain: Forward, arguments: Mapping[str, Any]) -> _CapturedStep:
+    def _capture(self, step: Step, plain: Forward) -> _CapturedStep:
         layers = self._engines.layers
         graph = StepGraph(layers[0].engine, layers[0].layers, [layer.last_call for layer in layers])
         for layer, captured in zip(layers, graph.layers, strict=True):
             layer.captured = threading.get_ident(), captured
         try:
-            cache = arguments[CACHE]
-            memory = next((each.memory for each in self._steps if each.memory.owns(cache)), None)
-            return _CapturedStep(graph, plain, arguments, memory or _CacheMemory(cache))
+            memory = next((each.memory for each in self._steps if each.memory.owns(step.cache)), None)
+            return _CapturedStep(graph, step, plain, memory or _CacheMemory(step.cache))
         finally:
             for layer in layers:
                 layer.captured = None
 
-    def _compare(self, step: _CapturedStep, expected: Any, plain: Forward, arguments: Mapping[str, Any], snapshot: _CacheSnapshot) -> Any:
-        """Replay the captured step on the token that was just computed, and give it up if the logits differ.
-
-        What they are compared with is computed layer by layer too, but with the same experts on each device: the CPU quantises activations
-        and a GPU does not, so two splits of the work may differ by more than a mistake.
-        """
-        try:
-            with self._engines.layers[0].engine.by_residency():
-                snapshot.restore()
-                right = _logits(plain(**arguments)).float()
-                snapshot.restore()
-                found = _logits(step(arguments)).float()
-            error = float((found - right).norm() / right.norm())
-            if error <= TOLERANCE:
-                return expected
-            self._give_up(f"a captured step gave logits that are {error:.1%} off")
-        except (RuntimeError, ValueError) as failure:
-            self._give_up(f"the first captured step failed: {failure}")
-        self.release()
-        snapshot.restore()
-        return plain(**arguments)
-
-    def _give_up(self, reason: str) -> None:
-        self._obstacle = reason
-        self._log(reason)
-
     def _why_eager(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> str | None:
-        """Why a step is not captured; an empty reason is not logged."""
+        """Why a step is not captured; an empty reason need not be logged."""
         never = self._why_never(model)
         if never is not None:
             return never
-        if self._draft.settings is not None:
+        if self.draft.settings is not None:
             return "tokens are drafted with fewer experts, and verified several at once"
         if len(arguments["input_ids"]) > MAX_SEQUENCES:
             return f"a step of {len(arguments['input_ids'])} sequences is scheduled layer by layer; up to {MAX_SEQUENCES} are captured"
@@ -229,12 +218,12 @@ class CapturedSteps:
     def _why_never(self, model: PreTrainedModel) -> str | None:
         if not self._obstacle_known:  # found once, when the model is complete
             self._obstacle_known = True
-            self._obstacle = self._obstacle or self._find_obstacle(model)
+            self._obstacle = self._find_obstacle(model)
         return self._obstacle
 
     def _find_obstacle(self, model: PreTrainedModel) -> str | None:
         engines, layers = list(self._engines), self._engines.layers
-        if not engines or (self._mode == "auto" and engines[0].device.torch_device.type != "cuda"):
+        if not engines or (self._tuner is not None and engines[0].device.torch_device.type != "cuda"):
             return ""  # that everything runs on the CPU was logged; and where no GPU is, nothing can be measured
         if len(engines) > 1 or len(self._engines.options) > 1:
             return "the layers are on several GPUs, or their experts differ in size or options"
@@ -248,11 +237,6 @@ class CapturedSteps:
         if engines[0].device.torch_device.type != "cuda" and len(others) > len(layers):
             return "other operators compute on the CPU, where a capture does not see them"
         return None
-
-    def _log(self, reason: str) -> None:
-        if reason and reason not in self._logged:
-            self._logged.add(reason)
-            logger.log(logging.WARNING if self._mode == "graph" else logging.INFO, "decode steps run layer by layer: %s", reason)
 
 
 class DecodeModeTuner:
@@ -324,26 +308,27 @@ class _CapturedStep:
     """A captured step of the whole model; its inputs and outputs, and the memory of its cache, stay in place.
 
     Args:
-        memory: of the cache in `arguments`.
+        given: the arguments of the first step.
+        memory: of its cache.
     """
 
-    def __init__(self, graph: StepGraph, forward: Forward, arguments: Mapping[str, Any], memory: _CacheMemory) -> None:
-        self.form = _form(arguments)
+    def __init__(self, graph: StepGraph, given: Step, forward: Forward, memory: _CacheMemory) -> None:
+        self.form, cache = given.kind, given.cache
         self._graph = graph
         self.memory = memory
-        leaves, form = _flatten(arguments)
+        leaves, tree = _flatten(given.settings)
         with torch.inference_mode(False):  # what inference mode makes cannot be written outside of it
             self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._kind: type | None = None  # of the outputs, where they are a mapping, as transformers' are
         self._outputs: Any = None
 
         def step() -> None:
-            outputs = forward(**tree_unflatten(self._inputs, form), **{CACHE: arguments[CACHE]})
+            outputs = forward(**tree_unflatten(self._inputs, tree), **{CACHE: cache})
             if isinstance(outputs, dict):  # without the cache, which would live as long as this
                 self._kind, outputs = type(outputs), {name: None if name == CACHE else value for name, value in outputs.items()}
             self._outputs = outputs
 
-        with _capturable_windows(arguments[CACHE]):
+        with _capturable_windows(cache):
             graph.capture(step)
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
@@ -366,11 +351,11 @@ def _flatten(arguments: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
     return tree_flatten({name: value for name, value in arguments.items() if name != CACHE})
 
 
-def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, list[object], list[type], tuple[bool, ...]]:
+def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, tuple[object, ...], tuple[type, ...], tuple[bool, ...]]:
     """What a captured step depends on besides its memory: forms of tensors, values of all else, kinds of layers, which windows are full."""
     leaves, form = _flatten(arguments)
-    values: list[object] = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return form, values, [type(layer) for layer in arguments[CACHE].layers], _full_windows(arguments[CACHE])
+    values = tuple((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return form, values, tuple(map(type, arguments[CACHE].layers)), _full_windows(arguments[CACHE])
 
 
 def _cache_tensors(cache: Any) -> list[torch.Tensor]:
@@ -386,12 +371,6 @@ def _copied(outputs: Any, cache: Any) -> Any:
     if isinstance(outputs, dict):
         return type(outputs)(**{name: cache if name == CACHE else _copied(value, cache) for name, value in outputs.items()})
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
-
-
-def _logits(outputs: Any) -> torch.Tensor:
-    found = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    assert isinstance(found, torch.Tensor), "a causal model's outputs have logits"
-    return found
 
 
 # The key-value cache. A captured step needs one whose memory stays and whose counts Python need not keep. A sliding window counts its
@@ -462,20 +441,20 @@ def to_dynamic(cache: StaticCache, config: PretrainedConfig) -> DynamicCache:
     return made  # type: ignore[no-any-return]
 
 
-class _CacheSnapshot:
-    """What a cache held, to restore it: the number of tokens, and the contents of windows, whose tokens leave."""
+def _saved(cache: Any) -> Callable[[], None]:
+    """Copy what a cache loses in a step: the number of tokens, and the contents of windows, whose tokens leave. The result puts it back."""
+    counts = [(layer.cumulative_length, layer.cumulative_length.clone()) for layer in cache.layers]
+    windows = [(layer, layer.cumulative_length_int, layer.keys.clone(), layer.values.clone()) for layer in _windows(cache)]
 
-    def __init__(self, cache: Any) -> None:
-        self._counters = [(layer.cumulative_length, layer.cumulative_length.clone()) for layer in cache.layers]
-        self._windows = [(layer, layer.cumulative_length_int, layer.keys.clone(), layer.values.clone()) for layer in _windows(cache)]
-
-    def restore(self) -> None:
-        for counter, value in self._counters:
-            counter.copy_(value)
-        for layer, count, keys, values in self._windows:
-            layer.cumulative_length_int = count
+    def put_back() -> None:
+        for count, value in counts:
+            count.copy_(value)
+        for layer, number, keys, values in windows:
+            layer.cumulative_length_int = number
             layer.keys.copy_(keys)
             layer.values.copy_(values)
+
+    return put_back
 
 
 @contextmanager
