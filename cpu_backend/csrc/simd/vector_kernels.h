@@ -26,7 +26,7 @@ template <class T, Format Kind, int V, int N>
 inline void tile_part(const TileArgs& args, int first_vector) {
   if constexpr (Kind == Format::kFloat32 || Kind == Format::kFloat16) tile_columns<T, Kind, V, N>(args, first_vector);
   else if constexpr (Kind == Format::kBFloat16 || Kind == Format::kBFloat16Dot) tile_pairs<T, Kind, V, N>(args, first_vector);
-  else if constexpr (kIsFloat8<CodedOf<Kind>>) tile_float8<T, Kind, V, N>(args, first_vector);
+  else if constexpr (kIsFloat8<CodedOf<Kind>>) tile_float8<T, V, N>(args, kFloat8Blocks<CodedOf<Kind>>, first_vector);
   else tile_coded<T, Kind, V, N>(args, first_vector);
 }
 

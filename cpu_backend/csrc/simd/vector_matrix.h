@@ -145,50 +145,48 @@ struct PairPanel {
 };
 static_assert(sizeof(PairPanel) <= sizeof ExpandedWeights::memory);
 
-// Fills the panel of some columns, four at a time.
+// Where the lines of a panel's columns begin; its scales are written. All formats of FP8 have the same lines.
 template <class T, Format Kind>
-struct PairExpansion {
-  const std::byte* lines;
-  MOEGRAFT_INLINE PairExpansion(const std::byte* block, int group, PairPanel& out) {
-    using Coded = CodedOf<Kind>;
-    static_assert(Derived<Coded>::kGroups % kFloatPanelGroups == 0, "a panel has one scale of each row");
-    const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-    lines = base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes;
-    for (int row = 0; row < kBlockRows; row += T::kWidth) {
-      typename Coded::template Reader<T> reader;
-      reader.block(base, row);
-      T::store(out.scale + row, reader.scale[0]);
-    }
+inline const std::byte* begin_panel(const std::byte* block, int group, PairPanel& out) {
+  using Coded = CodedOf<Kind>;
+  static_assert(Derived<Coded>::kGroups % kFloatPanelGroups == 0, "a panel has one scale of each row");
+  static_assert(Derived<Coded>::kLinesBytes == kGroup / 4 * kWordsBytes, "a line has four columns");
+  const std::byte* base = block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
+  for (int row = 0; row < kBlockRows; row += T::kWidth) {
+    typename Coded::template Reader<T> reader;
+    reader.block(base, row);
+    T::store(out.scale + row, reader.scale[0]);
   }
-  // `pair` is even.
-  MOEGRAFT_INLINE void columns(int pair, PairPanel& out) const {
+  return base + Derived<Coded>::kLinesOffset + group % Derived<Coded>::kGroups * Derived<Coded>::kLinesBytes;
+}
+
+// Fills four columns of the panel; `pair` is even.
+template <class T>
+MOEGRAFT_INLINE void expand_pairs(const std::byte* lines, int pair, PairPanel& out) {
 #pragma GCC unroll 4
-    for (int row = 0; row < kBlockRows; row += T::kWidth) {
-      typename T::I first, second;
-      T::float8_pairs(T::load_int(lines + pair / 2 * kWordsBytes + row * 4), first, second);
-      T::store_int(&out.pairs[pair][row], first);
-      T::store_int(&out.pairs[pair + 1][row], second);
-    }
+  for (int row = 0; row < kBlockRows; row += T::kWidth) {
+    typename T::I first, second;
+    T::float8_pairs(T::load_int(lines + pair / 2 * kWordsBytes + row * 4), first, second);
+    T::store_int(&out.pairs[pair][row], first);
+    T::store_int(&out.pairs[pair + 1][row], second);
   }
-};
+}
 
 // The first tile fills the panel meanwhile, in units that its products do not use, so many pairs ahead that these do not wait for it: 0.93 of
 // the time of filling it before, with 32 tokens, and 0.83 with 12 (EPYC Zen 4).
 constexpr int kPairsAhead = 4;
 
-template <class T, Format Kind, bool First, int N>
-inline void multiply_pairs(const MatrixArgs& args, int first_group, const std::uint32_t* words, float* out) {
+template <class T, bool First, int N>
+inline void multiply_pairs(PairPanel& panel, [[maybe_unused]] const std::byte* lines, const std::uint32_t* words, bool adds, float* out) {
   constexpr int V = T::kVectors, kWords = words_per_group(Format::kBFloat16Dot), kPairs = kFloatPanelGroups * kWords;
-  auto& panel = *reinterpret_cast<PairPanel*>(args.expanded->memory);
-  [[maybe_unused]] const PairExpansion<T, Kind> expansion(args.block, first_group, panel);
   if constexpr (First)
-    for (int pair = 0; pair < kPairsAhead; pair += 2) expansion.columns(pair, panel);
+    for (int pair = 0; pair < kPairsAhead; pair += 2) expand_pairs<T>(lines, pair, panel);
   typename T::F sums[N][V] = {};
   const auto* weights = &panel.pairs[0][0];
   for (int group = 0; group < kPairs; group += kWords, words += (T::kFloatTokens - 1) * kWords) {
     for (int pair = group; pair < group + kWords; ++pair, ++words, weights += kBlockRows) {
       if constexpr (First)
-        if (pair % 2 == 0 && pair + kPairsAhead < kPairs) expansion.columns(pair + kPairsAhead, panel);
+        if (pair % 2 == 0 && pair + kPairsAhead < kPairs) expand_pairs<T>(lines, pair + kPairsAhead, panel);
       typename T::I factors[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) factors[v] = T::load_int(weights + v * T::kWidth);
@@ -200,7 +198,6 @@ inline void multiply_pairs(const MatrixArgs& args, int first_group, const std::u
       }
     }
   }
-  const bool adds = args.adds || first_group > 0;
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
@@ -211,12 +208,12 @@ inline void multiply_pairs(const MatrixArgs& args, int first_group, const std::u
     }
 }
 
-template <class T, Format Kind, bool First, int N = T::kFloatTokens>
-inline void multiply_pairs_of(int tokens, const MatrixArgs& args, int first_group, const std::uint32_t* words, float* out) {
+template <class T, bool First, int N = T::kFloatTokens>
+inline void multiply_pairs_of(int tokens, PairPanel& panel, const std::byte* lines, const std::uint32_t* words, bool adds, float* out) {
   if constexpr (N > 1) {
-    if (tokens != N) return multiply_pairs_of<T, Kind, First, N - 1>(tokens, args, first_group, words, out);
+    if (tokens != N) return multiply_pairs_of<T, First, N - 1>(tokens, panel, lines, words, adds, out);
   }
-  multiply_pairs<T, Kind, First, N>(args, first_group, words, out);
+  multiply_pairs<T, First, N>(panel, lines, words, adds, out);
 }
 
 template <class T, Format Kind>
@@ -224,15 +221,18 @@ void matrix_pairs(const MatrixArgs& args) {
   constexpr int kRows = T::kFloatTokens;
   const int tiles = (args.tokens + kRows - 1) / kRows, base = args.tokens / tiles, longer = args.tokens % tiles;
   const int parts = args.groups / kFloatPanelGroups * tiles, lines = (args.ahead_lines + parts - 1) / parts;
+  auto& panel = *reinterpret_cast<PairPanel*>(args.expanded->memory);
   const std::byte* ahead = args.ahead;
   for (int first = 0; first < args.groups; first += kFloatPanelGroups) {
     const std::uint32_t* words = args.records + static_cast<std::size_t>(first) * kRows * words_per_group(Format::kBFloat16Dot);
+    const std::byte* codes = begin_panel<T, Kind>(args.block, first, panel);
+    const bool adds = args.adds || first > 0;
     float* out = args.out;
     for (int tile = 0; tile < tiles; ++tile, words += args.tile_words, out += kRows * kBlockRows) {
       for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
       const int tokens = base + (tile < longer ? 1 : 0);
-      if (tile == 0) multiply_pairs_of<T, Kind, true>(tokens, args, first, words, out);
-      else multiply_pairs_of<T, Kind, false>(tokens, args, first, words, out);
+      if (tile == 0) multiply_pairs_of<T, true>(tokens, panel, codes, words, adds, out);
+      else multiply_pairs_of<T, false>(tokens, panel, codes, words, adds, out);
     }
   }
 }

@@ -117,24 +117,33 @@ MOEGRAFT_INLINE void small_columns(typename T::I codes, typename T::F (&columns)
   columns[3] = T::high_bf16(odd);
 }
 
+// How the blocks of FP8's formats differ.
+struct Float8Blocks {
+  int groups, bytes, lines_offset;
+  bool shares_scales;  // each byte of the header is a quarter of four rows' scale; otherwise a row has its own
+};
+template <class Coded>
+constexpr Float8Blocks kFloat8Blocks = {Derived<Coded>::kGroups, Derived<Coded>::kBytes, Derived<Coded>::kLinesOffset,
+                                        kRowsOfScale<Coded> == 4};
+constexpr int kMostFloat8Groups = 8;
+
 // FP8 weights, whose products are in float: 2^120 times too small, of activations that are 2^40 times too large, so that a product is exact
 // unless it is below 2^-45. The scale makes up for both.
-template <class T, Format Kind, int V, int N>
-inline void tile_float8(const TileArgs& args, int first_vector) {
-  using Coded = CodedOf<Kind>;
+template <class T, int V, int N>
+inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int first_vector) {
   using F = typename T::F;
-  constexpr int kGroups = Derived<Coded>::kGroups, kSums = kFloat8Sums<T>;
+  constexpr int kSums = kFloat8Sums<T>;
   F sums[N][V] = {};
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
-  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes, words += kGroups * N * kGroup) {
-    alignas(64) float enlarged[kGroups * N * kGroup];
-    for (int i = 0; i < kGroups * N * kGroup; i += T::kWidth)
+  for (int first = 0; first < args.groups; first += form.groups, block += form.bytes, words += form.groups * N * kGroup) {
+    alignas(64) float enlarged[kMostFloat8Groups * N * kGroup];
+    for (int i = 0; i < form.groups * N * kGroup; i += T::kWidth)
       T::store(enlarged + i, T::mul(T::load(reinterpret_cast<const float*>(words + i)), T::set(kFloat8Enlarged)));
     const auto* values = reinterpret_cast<const std::uint32_t*>(enlarged);
-    const std::byte* line = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
+    const std::byte* line = block + form.lines_offset + first_vector * T::kWidth * 4;
     F parts[kSums][N][V] = {};
-    for (int group = 0; group < kGroups; ++group, values += (N - 1) * kGroup) {
+    for (int group = 0; group < form.groups; ++group, values += (N - 1) * kGroup) {
       prefetch_ahead(args, first + group);
       for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, values += 4) {
         F weights[V][4];
@@ -152,9 +161,9 @@ inline void tile_float8(const TileArgs& args, int first_vector) {
     }
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      typename Coded::template Reader<T> reader;
-      reader.block(block, (first_vector + v) * T::kWidth);
-      const F scale = T::mul(reader.scale[0], T::set(0x1p120f / kFloat8Enlarged));
+      const int row = (first_vector + v) * T::kWidth;
+      const F read = form.shares_scales ? T::load_quarters(block + row) : T::load(reinterpret_cast<const float*>(block + row * 4));
+      const F scale = T::mul(read, T::set(0x1p120f / kFloat8Enlarged));
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
         F sum = parts[0][n][v];
