@@ -29,8 +29,8 @@ from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
-from moegraft.operators.decode.states import past_positions
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
+from moegraft.operators.decode.states import past_positions
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 
