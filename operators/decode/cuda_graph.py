@@ -8,7 +8,7 @@ Whatever cannot be captured runs layer by layer, and the reason is logged once:
 - drafts and their verification, whose steps differ in the number of tokens and in the experts that may run;
 - texts that the server decodes as a batch, whose cache grows and shrinks with each that joins or leaves;
 - prompts, and steps of more than `MAX_SEQUENCES` sequences, which gain more from a schedule for each layer;
-- caches that grow or are quantised, recurrent states, and windows whose masks and positions the step is not given;
+- caches that grow or are quantised, and windows whose masks and positions the step is not given;
 - experts without some of their neurons, several GPUs, and operators on the CPU, which a capture does not see.
 
 No GPU has run this yet.
@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.cache import buffers_of, own
 from moegraft.operators.decode.loop import effective_config
 from moegraft.operators.decode.replay import CACHE, Forward, FrozenModel, Kind, Step, StepReplay
+from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.step_graph import StepGraph
 
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 DecodeMode = Literal["eager", "graph"]
 MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
 TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order, of the same experts on the same devices
-CACHE_TENSORS = ("keys", "values", "cumulative_length")  # of a layer
+CACHE_TENSORS = ("keys", "values", "cumulative_length")  # of a layer of attention
 DEFAULT_NEW_TOKENS = 20  # transformers' own, of a call that gives no length
 KEPT_STEPS = 4  # of different forms: windows that are full or not, lengths of caches, sequences
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
@@ -211,7 +212,7 @@ class CudaGraphs(StepReplay):
             return f"a step of {len(arguments['input_ids'])} sequences is scheduled layer by layer; up to {MAX_SEQUENCES} are captured"
         cache: Any = arguments.get(CACHE)
         reason = why_not_static(cache) or why_counted_in_python(arguments, cache)
-        if reason is None and not all(layer.is_initialized for layer in cache.layers):
+        if reason is None and not _has_memory(cache):
             reason = ""  # the cache gets its memory with the first tokens
         return reason
 
@@ -279,7 +280,7 @@ class _CacheMemory:
 
     def __init__(self, cache: Any) -> None:
         self._owner = weakref.ref(cache)
-        self._tensors = _cache_tensors(cache)
+        self._tensors = [held[key] for held, key in _cache_tensors(cache)]
 
     @property
     def free(self) -> bool:
@@ -288,18 +289,18 @@ class _CacheMemory:
 
     def owns(self, cache: Any) -> bool:
         """Return whether it is this cache's."""
-        return all(one is other for one, other in zip(_cache_tensors(cache), self._tensors, strict=False))
+        return all(held[key] is kept for (held, key), kept in zip(_cache_tensors(cache), self._tensors, strict=False))
 
     def adopt(self, cache: Any) -> bool:
         """Move a new cache's contents here, and make this its memory; False where it is still another's, or of another form."""
-        given = _cache_tensors(cache)
-        if not self.free or [*map(_memory_form, given)] != [*map(_memory_form, self._tensors)]:
+        places = _cache_tensors(cache)
+        if not self.free or [_memory_form(held[key]) for held, key in places] != [*map(_memory_form, self._tensors)]:
             return False
         with torch.inference_mode():
-            for new, kept in zip(given, self._tensors, strict=True):
-                kept.copy_(new)
-        for number, kept in enumerate(self._tensors):
-            setattr(cache.layers[number // len(CACHE_TENSORS)], CACHE_TENSORS[number % len(CACHE_TENSORS)], kept)
+            for (held, key), kept in zip(places, self._tensors, strict=True):
+                kept.copy_(held[key])
+        for (held, key), kept in zip(places, self._tensors, strict=True):
+            held[key] = kept
         self._owner = weakref.ref(cache)
         return True
 
@@ -358,8 +359,11 @@ def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, tuple[object, ...], t
     return form, values, tuple(map(type, arguments[CACHE].layers)), _full_windows(arguments[CACHE])
 
 
-def _cache_tensors(cache: Any) -> list[torch.Tensor]:
-    return [getattr(layer, name) for layer in cache.layers for name in CACHE_TENSORS]
+def _cache_tensors(cache: Any) -> list[tuple[dict[Any, torch.Tensor], Any]]:
+    """What holds each tensor of a cache, and the key that it has there."""
+    places = [(vars(layer), name) for layer in cache.layers if isinstance(layer, StaticLayer) for name in CACHE_TENSORS]
+    states = [getattr(layer, name) for layer in cache.layers if has_states(layer) for name in TENSORS]
+    return places + [(held, key) for held in states for key, tensor in held.items() if tensor is not None]
 
 
 def _memory_form(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -373,9 +377,9 @@ def _copied(outputs: Any, cache: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
 
-# The key-value cache. A captured step needs one whose memory stays and whose counts Python need not keep. A sliding window counts its
-# tokens in Python as well, and computes one way until it is full and another way from then on: a step is captured for each of the two,
-# and every replay increments the count.
+# The cache. A captured step needs one whose memory stays, as that of recurrent states does, and whose counts Python need not keep. A
+# sliding window counts its tokens in Python as well, and computes one way until it is full and another way from then on: a step is captured
+# for each of the two, and every replay increments the count.
 
 
 def why_not_static(cache: Any) -> str | None:
@@ -383,18 +387,31 @@ def why_not_static(cache: Any) -> str | None:
     if cache is None:
         return "there is no key-value cache"
     layers = getattr(cache, "layers", None) or []
-    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)})
+    others = sorted({type(layer).__name__ for layer in layers if not _is_static(layer)})
     if others or not layers:
         kinds = f" of {', '.join(others)}" if others else ""
         return (
-            f"the key-value cache ({type(cache).__name__}{kinds}) is not of fixed size, full attention and sliding windows; for a model "
-            "that has no other layers, generate(..., cache_implementation='static') makes one"
+            f"the key-value cache ({type(cache).__name__}{kinds}) is not of fixed size: full attention, sliding windows and recurrent "
+            "states; for a model that has no other layers, generate(..., cache_implementation='static') makes one"
         )
     if getattr(cache, "offloading", False):
         return "the key-value cache is offloaded"
-    if not all(isinstance(getattr(layer, "cumulative_length", None), torch.Tensor) for layer in layers):
+    if not all(isinstance(getattr(layer, "cumulative_length", None), torch.Tensor) for layer in layers if isinstance(layer, StaticLayer)):
         return "this version of transformers does not count the tokens of a static cache in the cache"
     return None
+
+
+def _is_static(layer: object) -> bool:
+    """Whether the tensors of a layer have a fixed size."""
+    if has_states(layer):  # beside a static window, transformers' own step fails once that is full
+        return not isinstance(layer, DynamicLayer | StaticSlidingWindowLayer) and not getattr(layer, "record_past", False)
+    # The latter, for layers without attention, is not in transformers 5.17, where these have states that are never set.
+    return type(layer) in (StaticLayer, StaticSlidingWindowLayer) or type(layer).__name__ == "DummyLayer"
+
+
+def _has_memory(cache: Any) -> bool:
+    """Whether the first tokens were there, with which all layers get their memory."""
+    return all(layer.is_initialized for layer in cache.layers if isinstance(layer, StaticLayer)) and bool(_cache_tensors(cache))
 
 
 def why_counted_in_python(arguments: Mapping[str, Any], cache: Any) -> str | None:
@@ -410,11 +427,11 @@ def why_counted_in_python(arguments: Mapping[str, Any], cache: Any) -> str | Non
 
 
 def to_static(cache: DynamicCache | None, config: PretrainedConfig, tokens: int) -> StaticCache:
-    """Return a static cache of `tokens` with the contents of `cache`, which has full attention and sliding windows alone."""
+    """Return a static cache of `tokens` with the contents of `cache`, which has full attention, sliding windows and states alone."""
     made: Any = StaticCache(config=config, max_cache_len=tokens)
     layers: list[Any] = [] if cache is None else cache.layers  # of several kinds without a common type
     for number, layer in enumerate(layers):
-        if not layer.is_initialized:
+        if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
             continue
         made.update(layer.keys, layer.values, number)
         held = layer.keys
@@ -423,6 +440,8 @@ def to_static(cache: DynamicCache | None, config: PretrainedConfig, tokens: int)
             for tensor in (made.layers[number].keys, made.layers[number].values):
                 tensor.copy_(tensor.roll(1, dims=2))
             made.layers[number].cumulative_length_int += gone
+    if cache is not None:
+        SavedStates(cache).restore(made)
     return made  # type: ignore[no-any-return]
 
 
@@ -431,22 +450,27 @@ def to_dynamic(cache: StaticCache, config: PretrainedConfig) -> DynamicCache:
     made: Any = DynamicCache(config=config)
     layers: list[Any] = cache.layers
     for number, layer in enumerate(layers):
-        if not layer.is_initialized:
+        held: Any = layer if isinstance(layer, StaticLayer) else None  # transformers' members of it are optional
+        if held is None or not held.is_initialized:
             continue
-        window = type(layer) is StaticSlidingWindowLayer
-        tokens = layer.cumulative_length_int if window else int(layer.cumulative_length)
-        made.update(layer.keys[:, :, :tokens].clone(), layer.values[:, :, :tokens].clone(), number)
+        window = isinstance(held, StaticSlidingWindowLayer)
+        tokens = int(held.cumulative_length_int if window else held.cumulative_length)
+        made.update(held.keys[:, :, :tokens].clone(), held.values[:, :, :tokens].clone(), number)
         if window:
             made.layers[number].cumulative_length = tokens
+    SavedStates(cache).restore(made)
     return made  # type: ignore[no-any-return]
 
 
 def _saved(cache: Any) -> Callable[[], None]:
-    """Copy what a cache loses in a step: the number of tokens, and the contents of windows, whose tokens leave. The result puts it back."""
-    counts = [(layer.cumulative_length, layer.cumulative_length.clone()) for layer in cache.layers]
+    """Copy what a cache loses in a step: the number of tokens, windows, whose tokens leave, and states. The result puts it back."""
+    counts = [(layer.cumulative_length, layer.cumulative_length.clone()) for layer in cache.layers if isinstance(layer, StaticLayer)]
+    states = SavedStates(cache)
     windows = [(layer, layer.cumulative_length_int, layer.keys.clone(), layer.values.clone()) for layer in _windows(cache)]
 
+    @torch.inference_mode()
     def put_back() -> None:
+        states.restore(cache)
         for count, value in counts:
             count.copy_(value)
         for layer, number, keys, values in windows:
@@ -488,7 +512,7 @@ def _update_full_window(
 
 
 def _windows(cache: Any) -> list[Any]:
-    return [layer for layer in cache.layers if type(layer) is StaticSlidingWindowLayer]
+    return [layer for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
 
 
 def _full_windows(cache: Any) -> tuple[bool, ...]:
@@ -497,7 +521,7 @@ def _full_windows(cache: Any) -> tuple[bool, ...]:
 
 
 def _has_static_form(config: PretrainedConfig) -> bool:
-    """Whether a static cache of this model has full attention and sliding windows alone."""
+    """Whether a static cache of this model has full attention, sliding windows and states alone."""
     try:
         cache = StaticCache(config=config, max_cache_len=1)
     except (KeyError, ValueError, TypeError, NotImplementedError):

@@ -94,8 +94,8 @@ class HybridExpertsOptions:
         decode: how a decode step runs. On the CPU: `auto`, it is recorded twice and then replayed as one native program wherever the two
             agree; `eager`, layer by layer. On a GPU: `eager`, the schedule decides layer by layer; `graph`, a token's whole step is
             captured once and replayed, resident experts on the GPU and the rest on the CPU; `auto`, the faster of the two, measured on
-            the first tokens of a real GPU. A captured step needs a static key-value cache of full attention and sliding windows;
-            without one, `eager` runs and the reason is logged.
+            the first tokens of a real GPU. A captured step needs a static cache of full attention, sliding windows and
+            recurrent states; without one, `eager` runs and the reason is logged.
     """
 
     weights: WEIGHT_TYPES | ExpertWeights = "stored"

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +32,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import TextIteratorStreamer
 
 from moegraft.injection import new_cache, optimize_and_load
-from moegraft.operators.decode.native.fit import Affine, Place
-from moegraft.operators.decode.native.lower import Lowering, Node
-from moegraft.operators.decode.native.program import NativeStep, StepProgram
+from moegraft.operators.decode.native.program import StepProgram
 from moegraft.operators.decode.replay import StepReplay
 from moegraft.operators.decode.rollback import CacheMark
 from moegraft.operators.decode.schedule import FixedSchedule
@@ -131,53 +131,57 @@ def assert_equal_text(model: PreTrainedModel, ids: torch.Tensor, **options: Any)
         assert torch.equal(generated(model, ids, **options), expected)
 
 
-def test_rotary_embeddings_are_one_operation_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    emit = NativeStep._emit
-
-    def emitted(step: NativeStep, node: Node) -> None:
-        names.append(node.name)
-        emit(step, node)
-
-    monkeypatch.setattr(NativeStep, "_emit", emitted)
-    model = new_model("qwen3_moe", "cpu-exact")
-    assert_equal_text(model, prompt(7), tokens=8)
-    assert names.count("rotary") == 2 * model.config.num_hidden_layers and "neg" not in names
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-@pytest.mark.parametrize("change", ["", "halves", "another reader", "type", "in place"])
-def test_only_whole_rotary_embeddings_become_one_operation(change: str) -> None:
-    def place(storage: int, heads: int = 3) -> Place:
-        sizes = Affine(1), Affine(heads), Affine(1), Affine(8)
-        return Place(storage, torch.bfloat16, Affine(0), sizes, (Affine(8 * heads), Affine(8), Affine(8), Affine(1)))
+def turned_half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., :half], x[..., half:]), -1)
 
-    def halves(whole: Place) -> tuple[Place, Place]:
-        return whole.sliced(-1, Affine(0), Affine(4)), whole.sliced(-1, Affine(4), Affine(4))
 
-    x, out, plain, joined, turned = map(place, range(5))
-    cos, sin = (place(storage, 1).expanded(x.sizes) for storage in (5, 6))
-    (first, second), (front, back) = halves(x), halves(joined)
-    negated = dataclasses.replace(second, storage=7, offset=Affine(0))
-    if change == "halves":
-        first, second = second, first
-    if change == "type":
-        plain = dataclasses.replace(plain, dtype=torch.float32)
-    if change == "in place":
-        out = x
-    nodes = [
-        Node("small", [plain], [x, cos], "mul"),
-        Node("small", [negated], [second], "neg"),
-        Node("small", [front], [negated], "copy"),
-        Node("small", [back], [first], "copy"),
-        Node("small", [turned], [joined, sin], "mul"),
-        Node("small", [out], [plain, turned], "add"),
-    ]
-    if change == "another reader":
-        nodes.append(Node("small", [place(8)], [turned], "copy"))
-    lowering = Lowering.__new__(Lowering)
-    lowering.nodes, lowering.produced = list(nodes), {plain.storage, joined.storage, turned.storage, negated.storage}
-    lowering._fuse_rotary()
-    assert lowering.nodes == (nodes if change else [Node("small", [out], [x, cos, sin], "rotary")])
+def in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned = rotated(x) * sin
+    return x.mul_(cos).add_(turned)
+
+
+def read_twice(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned = rotated(x) * sin
+    return x * cos + turned + 0.5 * turned
+
+
+ROTARY: dict[str, Callable[..., torch.Tensor]] = {
+    "whole": lambda x, cos, sin: x * cos + rotated(x) * sin,
+    "halves": lambda x, cos, sin: x * cos + turned_half(x) * sin,
+    "another reader": read_twice,
+    "type": lambda x, cos, sin: ((x * cos).double() + rotated(x) * sin).float(),
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("way", ROTARY)
+def test_only_whole_rotary_embeddings_become_one_operation(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each layer has one for its queries and one for its keys."""
+
+    def applied(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return ROTARY[way](q, cos, sin), ROTARY[way](k, cos, sin)
+
+    def operations() -> int:
+        with caplog.at_level("DEBUG", logger="moegraft.operators.decode"):
+            assert_equal_text(model, prompt(7), tokens=8)
+        (message,) = (message for message in caplog.messages if message.startswith("decode steps are native programs: "))
+        caplog.clear()
+        return int(message.split(": ")[1].split()[0])
+
+    model = new_model("qwen3_moe")
+    fused, layers = operations(), model.config.num_hidden_layers
+    monkeypatch.setattr("transformers.models.qwen3_moe.modeling_qwen3_moe.apply_rotary_pos_emb", applied)
+    model = new_model("qwen3_moe")
+    assert operations() == fused if way == "whole" else operations() >= fused + 8 * layers
 
 
 @pytest.fixture
@@ -227,8 +231,7 @@ def test_steps_of_several_tokens(models: Callable[[str], PreTrainedModel], famil
     assert family == "qwen3_next" or replayed(model)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 8])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize(("family", "rows"), [*itertools.product(("mixtral", "qwen3_moe", "qwen3_next"), (2, 5, 8)), ("deepseek_v3", 2)])
 def test_batches(models: Callable[[str], PreTrainedModel], family: str, rows: int) -> None:
     assert_equal_steps(models(family), prompt(30, batch=rows), [7, *[1] * 23], least=10)
 
@@ -242,10 +245,6 @@ def test_steps_called_with_ids_by_position(qwen: PreTrainedModel) -> None:
         expected = fed(qwen, ids, [7, *[1] * 23])
     assert differences(torch.cat(found, 1), expected).max() < 1e-4
     assert replayed(qwen) - before >= 10
-
-
-def test_batches_of_latent_attention(models: Callable[[str], PreTrainedModel]) -> None:
-    assert_equal_steps(models("deepseek_v3"), prompt(30, batch=2), [7, *[1] * 23], least=10)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next"])
@@ -1084,12 +1083,9 @@ def test_pools_of_tokens(models: Callable[[str], PreTrainedModel], family: str) 
     assert_equal_steps(model, prompt(58), [8, *[1] * 50], least=8)
     if family == "qwen4_exp_text":
         assert_equal_steps(model, prompt(52, batch=2), [33, *[1] * 19], least=1)
+        assert_equal_steps(model, prompt(93), [33, *[3] * 20], least=1)  # drafts
     assert_equal_steps(model, prompt(20), [3, *[1] * 17], least=4)  # in the first steps fewer tokens than are looked at
     assert not reasons(model)
-
-
-def test_drafts_over_pools_of_tokens(models: Callable[[str], PreTrainedModel]) -> None:
-    assert_equal_steps(models("qwen4_exp_text"), prompt(93), [33, *[3] * 20], least=1)
 
 
 def test_a_pool_that_is_hidden_later(models: Callable[[str], PreTrainedModel]) -> None:
@@ -1133,18 +1129,10 @@ def test_two_models_in_turn_and_in_threads() -> None:
     for _ in range(2):
         for model, wanted in zip(pair, expected, strict=True):
             assert torch.equal(generated(model, prompt(7), 40), wanted)
-    found: dict[int, torch.Tensor] = {}
-
-    def work(index: int) -> None:
-        found[index] = generated(pair[index % 2], prompt(7), 40)
-
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]  # two with each model
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for index in range(4):
-        assert torch.equal(found[index], expected[index % 2])
+    with ThreadPoolExecutor(4) as workers:  # two with each model
+        found = list(workers.map(lambda index: generated(pair[index % 2], prompt(7), 40), range(4)))
+    for index, text in enumerate(found):
+        assert torch.equal(text, expected[index % 2])
 
 
 def test_threads_record_one_model() -> None:
@@ -1152,18 +1140,9 @@ def test_threads_record_one_model() -> None:
     model = new_model("qwen3_moe")
     with layer_by_layer():
         expected = [generated(model, prompt(7, seed=seed), 30) for seed in range(3)]
-    found: dict[int, torch.Tensor] = {}
-
-    def work(seed: int) -> None:
-        found[seed] = generated(model, prompt(7, seed=seed), 30)
-
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for seed, wanted in enumerate(expected):
-        assert torch.equal(found[seed], wanted)
+    with ThreadPoolExecutor(3) as workers:
+        found = workers.map(lambda seed: generated(model, prompt(7, seed=seed), 30), range(3))
+    assert all(map(torch.equal, found, expected))
     assert replayed(model)
     assert not reasons(model)
 
