@@ -40,6 +40,14 @@ def _is_appendable(layer: object) -> bool:
     return part in APPENDABLE or (part is None and has_states(layer))
 
 
+def chunk_size(model: PreTrainedModel, chunk_tokens: int) -> int:
+    """Return the tokens of a model's chunks where `chunk_tokens` are asked for; 0 where it computes prompts at once."""
+    if not chunk_tokens or why_not_appendable(model) is not None:
+        return 0
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return max(chunk_tokens, LEAST_STATE_CHUNK) if any(map(has_states, layers)) else chunk_tokens
+
+
 @torch.no_grad()
 def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
     """Compute a prompt chunk by chunk until at most `chunk_tokens` are left, which `generate` computes.
@@ -47,17 +55,19 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     Args:
         token_ids: the whole prompt; `cache` may hold its beginning.
         cache: None for a new one.
-        chunk_tokens: 0 leaves everything to `generate`. Of a model with states, `LEAST_STATE_CHUNK` at least.
+        chunk_tokens: 0 leaves everything to `generate`; see `chunk_size`.
 
     Returns:
         The cache; `cache` itself, None included, if no chunk was computed.
     """
     held = cache.get_seq_length() if cache is not None else 0
-    if not chunk_tokens or len(token_ids) - held <= chunk_tokens or why_not_appendable(model) is not None:
+    if len(token_ids) - held <= chunk_tokens:
+        return cache
+    chunk_tokens = chunk_size(model, chunk_tokens)
+    if not chunk_tokens or len(token_ids) - held <= chunk_tokens:
         return cache
     cache = cache if cache is not None else new_cache(model)
     stateful = any(map(has_states, cache.layers))
-    chunk_tokens = max(chunk_tokens, LEAST_STATE_CHUNK) if stateful else chunk_tokens
     call: Any = model
     # The logits of a chunk are not used, and with a large vocabulary they would be the largest tensor.
     extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

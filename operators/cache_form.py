@@ -91,7 +91,8 @@ class KvCache:
     def nbytes(self, context: int, batch: int = 1) -> int:
         """Return the bytes of `batch` sequences of `context` tokens."""
         if self.form is not None:
-            return batch * self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
+            tokens = self.form.cache_bytes([layer.bytes_per_token for layer in self.layers], self.itemsize, context)
+            return batch * (self.state_bytes + tokens)
         kept = (min(context, layer.window) if layer.window else context for layer in self.layers)
         return batch * sum(layer.fixed_bytes + layer.bytes_per_token * tokens for layer, tokens in zip(self.layers, kept, strict=True))
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
 from moegraft.operators.base import ModelOperator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
-
-if TYPE_CHECKING:
-    from transformers import Cache
-
+from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, why_not_split
 
 Backend = Literal["hqq", "fp8"]
 # hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
 BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "fp8": (8,)}
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
+LAYERS: dict[Backend, str] = {"hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,8 @@ class QuantizedKvCacheOptions:
 class QuantizedKvCache(ModelOperator):
     """`generate` over transformers' `QuantizedCache` (after KIVI: Liu et al. 2024, arXiv:2402.02750).
 
+    Recurrent and convolution states, which do not grow, stay as they are in layers beside those of attention.
+
     The cache takes fewer bytes and is not exact: the text may change. Each step restores a layer's keys and values to the model's dtype
     before attention, so decoding is slower: the operator is for contexts that do not fit otherwise. A call with a cache of its own uses
     that cache, and a call that must remove tokens from its cache is not quantised.
@@ -121,6 +121,8 @@ class QuantizedKvCache(ModelOperator):
             self.warn_once(f"the cache is not quantised: {reason}")
             return plain(**arguments)
         self._caches += 1
+        if _other_layers(model):  # `generate` makes caches of full attention alone
+            return plain(**{**arguments, "past_key_values": quantised_cache(model, self.options)})
         # A new dictionary per call: older versions of transformers remove entries from it.
         return plain(**{**arguments, "cache_implementation": "quantized", "cache_config": self.options.cache_config(self._group)})
 
@@ -134,9 +136,26 @@ class QuantizedKvCache(ModelOperator):
 
 
 def quantised_cache(model: PreTrainedModel, options: QuantizedKvCacheOptions) -> QuantizedCache:
-    """Return an empty cache, as `generate` creates it."""
+    """Return an empty cache, as `generate` creates it; layers with recurrent or convolution states keep these as they are."""
     config: Any = options.cache_config(group_of(model.config, options))
-    return QuantizedCache(config=model.config.get_text_config(decoder=True), **config)
+    if not _other_layers(model):
+        return QuantizedCache(config=model.config.get_text_config(decoder=True), **config)
+    kind = getattr(cache_utils, LAYERS[config.pop("backend")])
+    return _CacheWithStates([kind(**config) if type(layer) is DynamicLayer else layer for layer in _layers(model)])
+
+
+class _CacheWithStates(QuantizedCache):
+    def __init__(self, layers: list[Any]) -> None:
+        Cache.__init__(self, layers=layers)  # the class in between makes layers of full attention alone
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    return DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+
+
+def _other_layers(model: PreTrainedModel) -> list[int]:
+    """Return the layers of a model's cache that are not of full attention alone."""
+    return [index for index, layer in enumerate(_layers(model)) if type(layer) is not DynamicLayer]
 
 
 def group_of(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> int:
@@ -172,14 +191,13 @@ def _unsupported_group(config: PreTrainedConfig, options: QuantizedKvCacheOption
 
 
 def _unsupported_layers(model: PreTrainedModel) -> str | None:
-    if getattr(model, "_is_stateful", False):
-        return "its layers keep a recurrent state, which no quantised cache can hold"
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    others = [index for index, layer in enumerate(layers) if type(layer) is not DynamicLayer]
-    if not others:
-        return None
-    named, _ = name_layers(layers, others, layer_types(model.config))
-    return f"{named}, and transformers quantises the cache only of models with full attention in every layer"
+    layers, names = _layers(model), layer_types(model.config)
+    plain = [keeps_nothing(layer) or (has_states(layer) and attention_part(layer) is None) for layer in layers]
+    others = [index for index in _other_layers(model) if not plain[index]]
+    if others:
+        named, _ = name_layers(layers, others, names)
+        return f"{named}, and transformers quantises the cache only of layers with full attention, and nothing beside it"
+    return why_not_split(model, Cache(layers=layers), names)
 
 
 def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
     "operators/decode": {"operators/decode", "operators/offload", *ROOT_PARTS},
     "operators/speculative": {"operators/speculative", "operators/decode", *ROOT_PARTS},
-    "operators/kv_cache": ROOT_PARTS,
+    "operators/kv_cache": {"operators/decode", *ROOT_PARTS},
     # The one object a model whose members its operators share; each is imported when an operator first asks for it.
     "operators/context": {"operators/decode", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
     "operators": {"operators", "operators/context", "cpu_backend"},

@@ -15,7 +15,7 @@ from support import import_benchmark
 from support.families import build_model, prompt, served_cases
 from support.rule_support import findings_of, write
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import QuantizedCache
+from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.conversation import SavedChat, read_chat, write_chat
@@ -26,6 +26,7 @@ from moegraft.injection.prefill import read_ahead
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
 from moegraft.operators.cache_form import QuantisedForm, kv_cache
+from moegraft.operators.decode.states import TENSORS, has_states
 from moegraft.operators.kv_cache import QuantizedKvCache
 from moegraft.operators.registry import load_registry
 
@@ -162,6 +163,7 @@ def test_cpu_attention_works_with_a_quantised_cache(load) -> None:  # type: igno
 
 
 FULL = ("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe")
+STATES = ("qwen3_next", "nemotron_h", "granitemoehybrid", "kimi_linear", "lfm2_moe", "jamba")  # some layers of full attention
 
 
 @HQQ
@@ -174,14 +176,32 @@ def test_logits_of_families_with_full_attention_stay_close(model_type: str, load
     assert isinstance(answer(model, ids=ids[:, :21]).past_key_values, QuantizedCache)
 
 
+@HQQ
+@pytest.mark.parametrize("model_type", STATES)
+def test_states_stay_as_they_are_beside_quantised_keys_and_values(model_type: str, load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(model_type, "bits: 8, residual: 16"), prompt(PROMPT + NEW, batch=1, seed=3)
+    quantised, exact = new_cache(model), DynamicCache(config=model.config)
+    expected, found = followed(model, exact, ids), followed(model, quantised, ids)
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+    assert [type(mine) for mine in quantised.layers if has_states(mine)] == [type(each) for each in exact.layers if has_states(each)]
+    assert len([layer for layer in quantised.layers if isinstance(layer, QuantizedLayer)]) == 1
+    assert isinstance(answer(model, ids=ids[:, :21]).past_key_values, QuantizedCache)
+    read = read_ahead(model, ids[0].tolist(), None, 64)
+    assert isinstance(read, QuantizedCache) and read.get_seq_length() == 128
+    states = [each for layer in exact.layers if has_states(layer) for name in TENSORS for each in vars(layer)[name].values()]
+    form = form_of(model)
+    counted = replace(kv_cache(stock(model_type).to("meta")), form=form)
+    rows = form.cache_bytes([layer.bytes_per_token for layer in counted.layers], 4, 1000)
+    assert counted.nbytes(1000) - rows == sum(each.nbytes for each in states if each is not None)
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
         ("gpt_oss", "of kind sliding_attention"),
-        ("qwen3_next", "recurrent state"),
-        ("lfm2_moe", "recurrent state|of kind conv"),
+        ("inkling_text", "of kind hybrid, hybrid_sliding, and transformers quantises .* nothing beside it"),
         ("phimoe", "of kind DynamicSlidingWindowLayer"),
-        ("jamba", "recurrent state|linear_attention|hybrid"),
+        ("minimax", "a cache of its own"),
     ],
 )
 def test_models_with_other_kinds_of_layers_are_refused(model_type: str, reason: str, load) -> None:  # type: ignore[no-untyped-def]

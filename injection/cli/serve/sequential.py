@@ -16,7 +16,7 @@ from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
 from moegraft.injection.cli.serve.sampling import Draft, adjusted, usable
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import read_ahead, why_not_appendable
+from moegraft.injection.prefill import chunk_size, read_ahead
 from moegraft.operators.cache_form import KvCache
 
 MOST_PROMPTS = 8  # that are computed alternately
@@ -39,7 +39,7 @@ class SequentialDecoder:
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._pad_token = pad_token
-        self._chunk = prefill_chunk if why_not_appendable(model) is None else 0
+        self._chunk = chunk_size(model, prefill_chunk)
         self._prefix_bytes = prefix_bytes
         self._prefix = PromptCache(model, checkpoint_bytes=prefix_bytes // 2)
         self._prefix_scope = ""

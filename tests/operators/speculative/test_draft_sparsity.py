@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from support.families import build_model, served_cases
+from transformers import AutoTokenizer, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
@@ -73,6 +75,20 @@ def test_sparser_drafts_do_not_change_the_text(experts: str, draft: str, tmp_pat
     found = statistics(model)
     assert found["rounds"] > 0
     assert any(share < 1 for share in found["acceptance_by_position"]), "drafts are not sparser: each one stood"
+
+
+def test_sparser_drafts_over_recurrent_states_do_not_change_the_text(tmp_path: Path) -> None:
+    tokenizer, texts = AutoTokenizer.from_pretrained(demo_path()), []
+    case = next(case for case in served_cases() if case.model_type == "qwen3_next")
+    model = build_model(replace(case, text={**case.text, "vocab_size": len(tokenizer)}))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    for draft in ("", DRAFT.format(draft="schedule: fixed, max_draft: 4, draft_top_k: 2, draft_sparsity: 0.8")):
+        (tmp_path / "rules.yaml").write_text(RULES.format(experts=WHOLE) + draft)
+        found = optimize_and_load(tmp_path / "model", tmp_path / "rules.yaml", dtype="float32", progress=False, threads=1)
+        texts.append(write(found))
+    assert torch.equal(*texts)
+    assert 0 < min(statistics(found)["acceptance_by_position"]) < 1
 
 
 def test_drafts_and_verifications_leave_out_their_own_shares(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ rules:
 - match: {{kind: model}}
   replace: {{class: speculative_draft, kwargs: {{schedule: fixed, {draft}}}}}
 """
-FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "olmoe"]
+FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_next", "nemotron_h"]
 RESIDENT = "max_draft: 4, draft_top_k: 2, experts: resident"
 STEPS = 24
 
