@@ -138,7 +138,8 @@ def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecas
         lines += _expect(counts.get("attention")) or ["  expect: any"]
     for kind in ("norm", "router"):
         lines += [f"- id: {kind}s", f"  match: {{kind: {kind}}}", f"  replace: {{class: cpu_{kind}}}", "  expect: any"]
-    lines += ["- id: recurrent", "  match: {kind: recurrent}", "  replace: {class: cpu_recurrent}", "  expect: any"]
+    if figures is None or "recurrent" in counts:
+        lines += ["- id: recurrent", "  match: {kind: recurrent}", "  replace: {class: cpu_recurrent}", "  expect: any"]
     return "\n".join(lines) + "\n"
 
 

@@ -91,8 +91,10 @@ def random_model(config: PreTrainedConfig, device: torch.device | str = "cpu", *
             drawn = torch.empty(distinct, *parameter.shape[1:], device=device)
             drawn.normal_(std=0.02) if parameter.dim() > 1 else drawn.fill_(1.0)
             parameter.data.unflatten(0, (-1, distinct)).copy_(drawn)
-    model.model.rotary_emb.__init__(config=model.config)  # recreates its buffers, which `to_empty` cleared
-    model.model.rotary_emb.to(device)
+    rotary = getattr(model.model, "rotary_emb", None)  # hybrid models may have none
+    if rotary is not None:
+        rotary.__init__(config=model.config)  # recreates its buffers, which `to_empty` cleared
+        rotary.to(device)
     return model.eval()
 
 

@@ -36,6 +36,8 @@ ISA_FLAGS = {
         "simd/avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
         "simd/avx512_bf16_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"],
         "simd/amx.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+        "recurrent/avx2.cpp": AVX2,
+        "recurrent/avx512.cpp": AVX512,
     },
     "aarch64": {
         "simd/neon.cpp": [],

@@ -86,7 +86,7 @@ void SelectiveScanArgs::check() const {
 }
 
 const RecurrentKernels& recurrent_kernels(const Kernels& kernels) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
   if (std::strncmp(kernels.isa, "avx512", 6) == 0 || std::strncmp(kernels.isa, "amx", 3) == 0) return avx512_recurrent();
   if (std::strncmp(kernels.isa, "avx2", 4) == 0) return avx2_recurrent();
 #else

@@ -99,7 +99,7 @@ struct RecurrentKernels {
   void (*selective_scan)(const Kernels& kernels, const SelectiveScanArgs& args, std::int64_t unit);
 };
 const RecurrentKernels& recurrent_kernels(const Kernels& kernels);  // for the instruction set of `kernels`
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(MOEGRAFT_SCALAR_ONLY)
 const RecurrentKernels& avx2_recurrent();
 const RecurrentKernels& avx512_recurrent();
 #endif

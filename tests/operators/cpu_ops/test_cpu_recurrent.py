@@ -27,10 +27,11 @@ rules:
 - {match: {kind: recurrent}, replace: {class: cpu_recurrent}}
 """
 CONVOLUTIONS = {"inkling_text", "lfm2_moe"}  # alone, without a rule of a state
-RECURRENT = sorted({
+NAMES = {
     "bailing_hybrid", "glm5_next", "granitemoehybrid", "jamba", "kimi_linear", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_next", "qwen4_exp", "qwen4_exp_text",
-} | CONVOLUTIONS)  # fmt: skip
+    "qwen3_next", "qwen4_exp", "qwen4_exp_text", *CONVOLUTIONS,
+}  # fmt: skip
+RECURRENT = sorted(NAMES & {case.model_type for case in served_cases()})  # older versions of transformers have fewer
 PARTS = (0, 13, 14, 17, 40)  # a prompt, one token, a draft's verification, another prompt
 
 
