@@ -158,6 +158,8 @@ class ReadAhead:
     def _ask(self) -> None:
         for extents in self._extents:
             self._steps.acquire()
+            if self._ended:
+                return
             left = AHEAD_BYTES
             for file, parts in itertools.groupby(sorted(extents, key=lambda each: (each.file, each.begin)), lambda each: each.file):
                 try:
