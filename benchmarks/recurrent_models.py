@@ -1,0 +1,160 @@
+"""Do models with recurrent layers run faster than with transformers and llama.cpp, and does a second turn begin sooner than a first?
+
+    python benchmarks/recurrent_models.py    # a Qwen3-Next- and a Granite-4-H-shaped model; about eight minutes on two cores
+
+Each model has four layers, three of them recurrent, and 64 experts. A checkpoint with random weights is written, and from it a GGUF file in
+8 bits; moegraft computes the file as it is stored, and llama.cpp the same file, each in a process of its own. transformers computes the
+checkpoint in bfloat16. Providers alternate in each round, and logits are compared first. `ratio` is the median over rounds of moegraft's
+rate over the provider's. `second turn` is the time to the first token of a prompt that goes on after one of 4,000 tokens and its answer,
+whose last tokens it changes, beside that of computing it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.llama_cpp import is_installed
+from harness.models import VOCABULARY, injected, random_model
+from harness.peers import PeerFailed, PeerProcess
+from harness.record import Recorder, parser
+from harness.rounds import alternate, median_ratio, percentiles
+from harness.whole_models import Opener, Phases, llama_cpp, ours_from_file, phases_of, random_tokens
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, PreTrainedConfig, Qwen3NextConfig
+
+from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.moegraft import app
+from moegraft.injection.demo import demo_path
+from moegraft.injection.prefill import PREFILL_CHUNK
+
+OURS, LLAMA, STOCK = "ours", "llama.cpp", "stock"
+RULES = "extends: cpu-exact\nrules: []\n"
+CONTEXT, NEW = 8, 32  # tokens before and of a decode phase
+PROMPTS = (512, 4096)
+LIMIT = 0.3  # relative difference of logits: rounding to 8 bits and bfloat16 sends some tokens to other experts
+TURN, QUESTION, ANSWER = 4000, 40, 8  # tokens
+
+
+def qwen3_next() -> PreTrainedConfig:
+    experts: dict[str, Any] = {"num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 32}
+    sizes: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
+    return Qwen3NextConfig(**experts, **heads, **sizes, shared_expert_intermediate_size=512)
+
+
+def granite() -> PreTrainedConfig:
+    experts: dict[str, Any] = {
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64}
+    sizes: dict[str, Any] = {"hidden_size": 1536, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
+    kinds = ["mamba", "mamba", "mamba", "attention"]
+    return GraniteMoeHybridConfig(**experts, **heads, **sizes, layer_types=kinds, mamba_d_state=128, mamba_n_groups=1)
+
+
+SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {"qwen3-next": qwen3_next, "granite-4-h": granite}
+
+
+@contextmanager
+def stock(folder: Path) -> Iterator[Phases]:
+    with torch.inference_mode():
+        yield phases_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
+
+
+def decode_rate(phases: Phases) -> float:
+    return (NEW - 1) / phases.decode(NEW, CONTEXT)
+
+
+def prompt_rate(phases: Phases, tokens: int) -> float:
+    start = time.perf_counter()
+    phases.prefill(tokens)
+    return tokens / (time.perf_counter() - start)
+
+
+def logits(phases: Phases) -> torch.Tensor:
+    return torch.from_numpy(phases.logits(CONTEXT))
+
+
+def rates(opened: Mapping[str, Opener], rounds: int) -> Iterator[dict[str, object]]:
+    """Yield a row of each phase and provider."""
+    providers = [PeerProcess(name, *opener) for name, opener in opened.items()]
+    with providers[0] as ours, providers[1] as one:
+        peers = {OURS: ours, list(opened)[1]: one}
+        found = {name: peer.call(logits) for name, peer in peers.items()}
+        for name, other in found.items():
+            error = float((found[OURS] - other).norm() / other.norm())
+            if not error <= LIMIT:
+                raise SystemExit(f"{name}: logits differ by {error:.2e}; not measured")
+        phases: dict[str, Callable[[PeerProcess], float]] = {f"decode after {CONTEXT}": lambda peer: peer.call(decode_rate)}
+        for tokens in PROMPTS:
+            phases[f"prompt of {tokens}"] = lambda peer, tokens=tokens: peer.call(prompt_rate, tokens)  # type: ignore[misc]
+        for phase, call in phases.items():
+            taken = alternate({name: lambda peer=peer: call(peer) for name, peer in peers.items()}, rounds)  # type: ignore[misc]  # noqa: B023
+            for name, measured in taken.items():
+                ratio = round(median_ratio(taken[OURS], measured), 2)
+                yield {"phase": phase, "provider": name, **percentiles(measured, "tokens_s", 1), "ratio": ratio}
+
+
+@torch.inference_mode()
+def second_turn(folder: Path, rounds: int) -> Iterator[dict[str, object]]:
+    model: Any = injected(folder, RULES, gguf=folder / "model.gguf")
+    ids = random_tokens(model.config.vocab_size).tolist()
+    first, second = ids[:TURN], [*ids[: TURN - 4], *ids[-QUESTION:]]
+
+    def answer(cache: PromptCache, prompt: list[int], tokens: int) -> float:
+        start = time.perf_counter()
+        held, _ = cache.take(prompt)
+        held = cache.read_ahead(prompt, held, PREFILL_CHUNK)
+        arguments = {"past_key_values": held, "max_new_tokens": tokens, "do_sample": False, "return_dict_in_generate": True}
+        made = model.generate(torch.tensor([prompt]), **arguments)
+        cache.keep(made.sequences[0].tolist(), made.past_key_values)
+        return time.perf_counter() - start
+
+    def kept() -> float:
+        cache = PromptCache(model)
+        answer(cache, first, ANSWER)
+        return answer(cache, second, 1)
+
+    taken = alternate({"kept": kept, "computed again": lambda: answer(PromptCache(model), second, 1)}, rounds)
+    for name, measured in taken.items():
+        ratio = round(statistics.median(measured) / statistics.median(taken["computed again"]), 3)
+        yield {"phase": "second turn", "provider": name, **percentiles([each * 1e3 for each in measured], "ms", 1), "ratio": ratio}
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    given = options.parse_args()
+    rows = Recorder("recurrent_models", ("torch", "transformers", "llama-cpp-python"), replaces=("shape", "hardware"), write=given.write)
+    for shape in given.shapes:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            random_model(SHAPES[shape]()).save_pretrained(folder)
+            for file in demo_path().glob("tokenizer*"):  # a GGUF file has one
+                shutil.copy(file, folder)
+            command = ["quantize", "--model", temporary, "--weights", "Q8_0", "--out", str(folder / "model.gguf")]
+            app(command, standalone_mode=False)
+            ours: Opener = (ours_from_file, folder, RULES)
+            peers: dict[str, Opener] = {STOCK: (stock, folder)} | ({LLAMA: (llama_cpp, folder)} if is_installed() else {})
+            for name, peer in peers.items():
+                try:
+                    for row in rates({OURS: ours, name: peer}, given.rounds):
+                        rows.add({"shape": shape, "beside": name, **row})
+                except PeerFailed as failed:
+                    rows.add({"shape": shape, "beside": name, "failure": str(failed)})
+            for row in second_turn(folder, given.rounds):
+                rows.add({"shape": shape, **row})
+
+
+if __name__ == "__main__":
+    main()
