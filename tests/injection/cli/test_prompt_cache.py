@@ -14,7 +14,9 @@ from support.families import FamilyCase, build_model, prompt, served_cases
 
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.serve.pages import UnbatchableError, open_pool
 from moegraft.injection.prefill import read_ahead, why_not_appendable
+from moegraft.operators.decode.rollback import unsupported_model_reason
 
 GUIDE = Path(__file__).parents[3] / "rules" / "guide" / "families.md"
 LENGTH, CHUNK = 200, 50
@@ -52,8 +54,19 @@ def test_the_guide_has_every_family_with_states() -> None:
 
 @pytest.mark.parametrize("model_type", STATEFUL)
 def test_what_the_guide_has_of_a_family_is_so(model_type: str) -> None:
-    works = why_not_appendable(injected(model_type)) is None
-    assert documented()[model_type][1:3] == ["yes" if works else "no"] * 2
+    model = injected(model_type)
+    works = why_not_appendable(model) is None
+    batched = _opens_a_pool(model)
+    drafts = unsupported_model_reason(model) is None
+    assert documented()[model_type][1:5] == ["yes" if each else "no" for each in (works, works, batched, drafts)]
+
+
+def _opens_a_pool(model: Any) -> bool:
+    try:
+        open_pool(model, limit=1 << 24, prefix_bytes=None, most=2, context=64)
+    except UnbatchableError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("model_type", [name for name in STATEFUL if documented().get(name, [""] * 3)[2] == "yes"])
