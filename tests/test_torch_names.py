@@ -51,6 +51,7 @@ SINCE = {
     "torch.cuda.set_stream": "2.4",
     "torch.cuda.stream": "2.4",
     "torch.cuda.synchronize": "2.4",
+    "torch.fx.experimental._config": "2.4",
     "torch.library.custom_op": "2.4",
     "torch.nn.modules.module._has_any_global_hook": "2.8",
     "torch.utils._python_dispatch": "2.4",

@@ -22,7 +22,7 @@ def _keeps_states(case: FamilyCase) -> bool:
     return case.generates and any(map(has_states, cache.layers))
 
 
-@pytest.mark.parametrize("case", filter(_keeps_states, served_cases()), ids=lambda case: case.model_type)
+@pytest.mark.parametrize("case", list(filter(_keeps_states, served_cases())), ids=lambda case: case.model_type)
 def test_states_are_counted_once_and_keys_and_values_for_each_token(case: FamilyCase) -> None:
     with torch.device("meta"):
         sizes = kv_cache(model_class(case)(build_config(case)))

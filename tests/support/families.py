@@ -7,6 +7,7 @@ A family is a package of `transformers.models`. `unlisted_families` returns fami
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib
 import math
@@ -73,9 +74,9 @@ def model_class(case: FamilyCase) -> type[PreTrainedModel]:
 
 
 def _chosen(config_class: type[PreTrainedConfig], small: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `own`, and `small` for the other fields of `config_class`."""
+    """Return `own`, and `small` for the other fields of `config_class`: copies, as some configurations change their lists in place."""
     names = {f.name for f in dataclasses.fields(config_class)}
-    return {name: value for name, value in small.items() if name in names} | dict(own)
+    return copy.deepcopy({name: value for name, value in small.items() if name in names} | dict(own))
 
 
 def _tower(default: PreTrainedConfig, own: Mapping[str, Any]) -> PreTrainedConfig:

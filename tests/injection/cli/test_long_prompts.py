@@ -65,7 +65,6 @@ LENGTHS = textwrap.dedent(
     from moegraft.injection.cli.models import load_model
     from moegraft.injection.cli.options import ModelOptions
     from moegraft.injection.cli.output import Terminal
-from moegraft.injection.planning import human_bytes
 
     class Usage(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h mapped u f used free keep".split()]

@@ -167,8 +167,8 @@ def test_checkpoints_are_evicted_with_the_oldest_prefixes(qwen: PreTrainedModel)
     assert begun[-1] == 40
 
 
-def test_prompts_that_cannot_go_on_from_states_are_computed_whole(loaded: LoadedModel) -> None:
-    """As Jamba's, whose scan of several tokens begins again."""
+def test_a_family_whose_own_scan_does_not_go_on_from_states_does_so_here(loaded: LoadedModel) -> None:
+    """Jamba's scan of several tokens begins again in transformers."""
     model = built("jamba")
     server, seen = Server(loaded, model), []
     hook = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
@@ -177,10 +177,10 @@ def test_prompts_that_cannot_go_on_from_states_are_computed_whole(loaded: Loaded
     while any(job.ending is None for job in jobs):
         server.step()
     hook.remove()
-    assert set(seen) == {150, 20, 1}
+    assert 64 in seen and max(seen) == 64
     for job, (ids, tokens) in zip(jobs, asked, strict=True):
         assert job.token_ids == greedy(model, ids, tokens)
-    assert server.answer([*jobs[0].token_ids, 5, 6]).cached_tokens == 0
+    assert server.answer([*jobs[0].token_ids, 5, 6]).cached_tokens > 0
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_what_generate_logs_waits_for_a_streamer_that_prints(chat_folder: Path) 
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-    assert re.fullmatch(rf"[a-z]{{{TOKENS}}}\n(decode steps .*\n(a program.*\n)*)after it\n", screen.getvalue())
+    assert re.fullmatch(rf"[a-z]{{{TOKENS}}}\n(decode steps .*\n(a replayed.*\n)*)after it\n", screen.getvalue())
     assert log.handlers == handlers
 
 

@@ -100,6 +100,7 @@ def test_logits_and_states_of_every_family_stay(model_type: str, tmp_path: Path)
     parts = PARTS if model_type != "jamba" else (0, 37, 38, 39, 40)
     expected, states = in_parts(model, ids, parts)
     ours = injected(model, tmp_path)
+    in_parts(ours, ids[:, :8], (0, 8))  # the first pass over several tokens also tests whether layers go on from their states
     with counted(ours) as calls:
         found, own_states = in_parts(ours, ids, parts)
     assert_close(found, expected, 5e-6)
