@@ -29,8 +29,8 @@ def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: p
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     # Norms, the embedding and FP8's kv_b are 16 bits wide, and experts are padded to whole cache lines.
     assert stored <= 1.02 * found["held_bytes"] and found["held_bytes"] <= 1.1 * stored
-    # Beside the blocks, some MiB of one expert's codes while they are converted; the models of the benchmark are larger.
-    assert found["peak_bytes"] <= 1.05 * found["held_bytes"] + (4 << 20)
+    # Beside the blocks, some MiB of two experts' codes while they are converted; the models of the benchmark are larger.
+    assert found["peak_bytes"] <= 1.05 * found["held_bytes"] + (8 << 20)
 
 
 def test_the_files_for_llama_cpp_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
