@@ -115,6 +115,30 @@ def loading() -> str:
 
 
 @section
+def recurrent_models() -> str:
+    """Return the rates of models with recurrent layers beside transformers' and llama.cpp's, and the time of a second turn."""
+    rows = read("recurrent_models")
+    by_peer = {(row["shape"], row["beside"], row["phase"]): row for row in rows if row["provider"] in ("stock", "llama.cpp")}
+    turns = {(row["shape"], row["provider"]): row for row in rows if row["phase"] == "second turn"}
+    body = []
+    for row in rows:
+        if row["provider"] == "ours":
+            peer = by_peer[row["shape"], row["beside"], row["phase"]]
+            body.append([row["shape"], row["phase"], row["beside"], row["p50_tokens_s"], peer["p50_tokens_s"], peer["ratio"]])
+    seconds = "; ".join(
+        f"{shape}, {float(row['p50_ms']):.0f} ms and {float(turns[shape, 'computed again']['p50_ms']):.0f} ms"
+        for (shape, provider), row in turns.items()
+        if provider == "kept"
+    )
+    head = ["", "", "beside", "moegraft, tokens/s", "peer, tokens/s", "ratio"]
+    return (
+        "Four layers, three of them recurrent, with 64 experts; 8-bit weights, stock transformers in bfloat16; each pair alternates in "
+        f"processes of its own.\n\n{table(head, body)}\n\nA second turn after 4,000 tokens, to its first token, going on from a checkpoint "
+        f"and computed again: {seconds}. {provenance(rows)}"
+    )
+
+
+@section
 def families() -> str:
     rows = read("families")
     served = [row for row in rows if row["outcome"] == "served"]
