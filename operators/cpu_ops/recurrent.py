@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import math
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,16 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 
+class _Pass(threading.local):
+    """What a thread computes with a layer.
+
+    Attributes:
+        before: the state of the cache before the pass; None where there is none.
+    """
+
+    before: Tensor | None = None
+
+
 class CpuRecurrent(CpuOperator):
     """Gated delta rules, selective scans and short convolutions of a layer by C++ kernels, one call each.
 
@@ -54,7 +65,7 @@ class CpuRecurrent(CpuOperator):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
-        self._before: Tensor | None = None  # the state of the cache, while the layer computes
+        self._pass = _Pass()
 
     def install(self, module: nn.Module) -> dict[str, object]:
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
@@ -83,11 +94,11 @@ class CpuRecurrent(CpuOperator):
         place: Any = module.layer_idx
         layer = layers[place] if isinstance(place, int) and place < len(layers) else None
         has_state = getattr(layer, "has_previous_state", {}).get(0, False)
-        self._before = getattr(layer, "recurrent_states", {}).get(0) if has_state else None
+        self._pass.before = getattr(layer, "recurrent_states", {}).get(0) if has_state else None
         try:
             yield
         finally:
-            self._before = None
+            self._pass.before = None
 
     def _knows(self, *tensors: Tensor | None) -> bool:
         """Whether the kernels can read these tensors."""
@@ -99,19 +110,16 @@ class CpuRecurrent(CpuOperator):
         return all(plain) and all(tensor.numel() for tensor in given) and not needs_gradient(*given)
 
     def delta_rule(self, own: Function) -> Function:
-        forms = [dims for dims in (3, 4) if self._agrees(functools.partial(_delta_answers, dims), own, self._delta(own, (dims,)))]
-        if not forms:
-            raise NotRecognisedError(f"{own.__name__} computes something else than the gated delta rule")
-        return self._delta(own, tuple(forms))
+        return self._in_forms(own, self._delta, _delta_answers, (3, 4), "the gated delta rule")
 
-    def _delta(self, own: Function, forms: tuple[int, ...]) -> Function:
+    def _delta(self, forms: tuple[int, ...]) -> Function:
         def kernel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             g: Any = kwargs.get("g")
             beta, before = kwargs.get("beta"), kwargs.get("initial_state")
             keys = key.shape[-1]
             known = not args and g is not None and beta is not None and g.dim() in forms and kwargs.get("cu_seqlens") is None
             if not known or not self._knows(query, key, value, g, beta, before) or keys > _MOST_COLUMNS:
-                return own(query, key, value, *args, **kwargs)
+                return NotImplemented
             out = query.new_empty(value.shape)
             state = query.new_empty((value.shape[0], value.shape[2], keys, value.shape[3]), dtype=torch.float32)
             rows = [_rows(tensor) for tensor in (query, key, value)]
@@ -130,23 +138,19 @@ class CpuRecurrent(CpuOperator):
             bias: Tensor | None = None,
             activation: str | None = None,
             **kwargs: Any,
-        ) -> Tensor:
+        ) -> Any:
             same = hidden_states.dtype == conv_state.dtype == weight.dtype and weight.shape[1] - 1 <= conv_state.shape[2]
             if not same or not self._convolves(hidden_states, weight, bias, activation) or not self._knows(conv_state):
-                found: Tensor = own(hidden_states, conv_state, weight, bias, activation, **kwargs)
-                return found
+                return NotImplemented
             return self._convolved(hidden_states, conv_state, weight, bias, activation)
 
         return self._tested(own, kernel, _conv_update_answers, "a short convolution")
 
     def conv(self, own: Function) -> Function:
-        def kernel(
-            hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
-        ) -> Tensor:
+        def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any) -> Any:
             same = hidden_states.dtype == weight.dtype and kwargs.get("seq_idx") is None
             if not same or not self._convolves(hidden_states, weight, bias, activation):
-                found: Tensor = own(hidden_states, weight, bias, activation, **kwargs)
-                return found
+                return NotImplemented
             return self._convolved(hidden_states, None, weight, bias, activation)
 
         return self._tested(own, kernel, _conv_answers, "a short convolution")
@@ -160,6 +164,9 @@ class CpuRecurrent(CpuOperator):
         return out
 
     def state_update(self, own: Function) -> Function:
+        return self._in_forms(own, self._update, _update_answers, (2, 3), "a selective state update")
+
+    def _update(self, forms: tuple[int, ...]) -> Function:
         def kernel(
             state: Tensor,
             hidden_states: Tensor,
@@ -172,22 +179,21 @@ class CpuRecurrent(CpuOperator):
             dt_bias: Tensor | None = None,
             dt_softplus: bool = False,
             **kwargs: Any,
-        ) -> Tensor:
-            found: Tensor | None = None
-            if state.dtype == torch.float32 and state.is_contiguous() and self._knows(state, hidden_states, dt, A, B, C, D, z, dt_bias):
-                given = (hidden_states, dt, A, B, C, D, z, dt_bias)
-                operands = _one_by_head(*given) if hidden_states.dim() == 3 else _one_by_channel(*given)
-                if operands is not None:
-                    x, dts, a, b, c, d, gate, bias = operands
-                    held = state if state.dim() == 4 else state.unsqueeze(2)
-                    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-                    self._scan([out, held, x, dts, a, b, c, d, bias, gate, held], dt_softplus)
-                    found = out.view(hidden_states.shape)
-            if found is None:
-                found = own(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
-            return found
+        ) -> Any:
+            tensors = (hidden_states, dt, A, B, C, D, z, dt_bias)
+            known = hidden_states.dim() in forms and state.dtype == torch.float32 and state.is_contiguous()
+            if not known or not self._knows(state, *tensors):
+                return NotImplemented
+            operands = _one_by_head(*tensors) if hidden_states.dim() == 3 else _one_by_channel(*tensors)
+            if operands is None:
+                return NotImplemented
+            x, dts, a, b, c, d, gate, bias = operands
+            held = state if state.dim() == 4 else state.unsqueeze(2)
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            self._scan([out, held, x, dts, a, b, c, d, bias, gate, held], dt_softplus)
+            return out.view(hidden_states.shape)
 
-        return self._tested(own, kernel, _update_answers, "a selective state update")
+        return kernel
 
     def chunk_scan(self, own: Function) -> Function:
         def kernel(
@@ -208,15 +214,7 @@ class CpuRecurrent(CpuOperator):
             unknown = kwargs.get("z") is not None or kwargs.get("seq_idx") is not None or (D is not None and D.dim() != 1)
             tensors = (hidden_states, dt, A, B, C, D, dt_bias, initial_states)
             if unknown or not self._knows(*tensors) or B.shape[3] > _MOST_COLUMNS:
-                known = {
-                    "D": D,
-                    "dt_bias": dt_bias,
-                    "initial_states": initial_states,
-                    "dt_softplus": dt_softplus,
-                    "dt_limit": dt_limit,
-                    "return_final_states": return_final_states,
-                }
-                return own(hidden_states, dt, A, B, C, *args, **known, **kwargs)
+                return NotImplemented
             out = hidden_states.new_empty(hidden_states.shape, dtype=torch.float32)
             state = out.new_empty((out.shape[0], out.shape[2], out.shape[3], B.shape[3]))
             operands = [out, state, hidden_states, dt, A, _rows(B), _rows(C), D, dt_bias, None, _as_state(initial_states)]
@@ -239,10 +237,9 @@ class CpuRecurrent(CpuOperator):
             return_last_state: bool = False,
             **kwargs: Any,
         ) -> Any:
-            before = self._before
+            before = self._pass.before
             if not self._knows(hidden_states, dt, A, B, C, D, z, delta_bias, before) or A.shape[1] > _MOST_COLUMNS:
-                known = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, "return_last_state": return_last_state}
-                return own(hidden_states, dt, A, B, C, D, z, **known, **kwargs)
+                return NotImplemented
             x = hidden_states.transpose(1, 2).unsqueeze(3)
             b, c = (_rows(tensor.transpose(1, 2).unsqueeze(2)) for tensor in (B, C))
             out = x.new_empty(x.shape, dtype=torch.float32)
@@ -259,10 +256,24 @@ class CpuRecurrent(CpuOperator):
     def _scan(self, operands: list[Tensor | None], softplus: bool, limits: tuple[float, float] = _NO_LIMITS) -> None:
         self.runtime.recurrent("selective_scan", operands, [float(softplus), *map(float, limits)])
 
+    def _in_forms(
+        self,
+        own: Function,
+        kernel: Callable[[tuple[int, ...]], Function],
+        answers: Callable[[int, Function], list[Tensor]],
+        forms: tuple[int, ...],
+        rule: str,
+    ) -> Function:
+        """Return the kernel of the forms, by dimensions of an operand, in which it agrees with a function."""
+        agreed = tuple(dims for dims in forms if self._agrees(functools.partial(answers, dims), own, kernel((dims,))))
+        if not agreed:
+            raise NotRecognisedError(f"{own.__name__} computes something else than {rule}")
+        return _or_own(kernel(agreed), own)
+
     def _tested(self, own: Function, kernel: Function, answers: Callable[[Function], list[Tensor]], rule: str) -> Function:
         if not self._agrees(answers, own, kernel):
             raise NotRecognisedError(f"{own.__name__} computes something else than {rule}")
-        return kernel
+        return _or_own(kernel, own)
 
     def _agrees(self, answers: Callable[[Function], list[Tensor]], own: Function, kernel: Function) -> bool:
         """Whether a function and its kernel give the same answers."""
@@ -272,10 +283,20 @@ class CpuRecurrent(CpuOperator):
             return False
         with torch.no_grad():
             found = answers(kernel)
-        return all(
-            one.shape == other.shape and float((one - other).norm()) <= _TOLERANCE * float(other.norm())
+        return all(  # a kernel that does not know these arguments has given NotImplemented
+            isinstance(one, Tensor) and one.shape == other.shape and float((one - other).norm()) <= _TOLERANCE * float(other.norm())
             for one, other in zip(found, expected, strict=True)
         )
+
+
+def _or_own(kernel: Function, own: Function) -> Function:
+    """Return a function that calls `own` where the kernel does not know the arguments and returns NotImplemented."""
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        found = kernel(*args, **kwargs)
+        return own(*args, **kwargs) if found is NotImplemented else found
+
+    return answered
 
 
 _RULES: dict[str, Callable[[CpuRecurrent, Function], Function]] = {
@@ -378,47 +399,32 @@ def _conv_answers(function: Function) -> list[Tensor]:
     return [function(x, weight, given, activation=activation) for given, activation in ((None, "silu"), (bias, None))]
 
 
-def _update_answers(function: Function) -> list[Tensor]:
-    """Mamba-2's form or Mamba's, of which a function knows one."""
-    forms: list[tuple[list[Tensor], Tensor, Tensor, Tensor]] = [
-        (
-            [
-                _random(2, 4, 3, seed=1),
-                _random(2, 4, 1, seed=2).expand(-1, -1, 3),
-                -_random(4, 1, 1, seed=3).exp().expand(-1, 3, 8),
-                _random(2, 2, 8, seed=4),
-                _random(2, 2, 8, seed=5),
-                _random(4, 1, seed=6).expand(-1, 3),
-            ],
-            _random(2, 4, 3, 8, seed=0),
-            _random(2, 4, 3, seed=7),
-            _random(4, 1, seed=8).expand(-1, 3),
-        ),
-        (
-            [
-                _random(2, 4, seed=1),
-                _random(2, 4, seed=2),
-                -_random(4, 8, seed=3).exp(),
-                _random(2, 8, seed=4),
-                _random(2, 8, seed=5),
-                _random(4, seed=6),
-            ],
-            _random(2, 4, 8, seed=0),
-            _random(2, 4, seed=7),
-            _random(4, seed=8),
-        ),
-    ]
-    error: Exception | None = None
-    for operands, state, gate, bias in forms:
-        try:
-            found: list[Tensor] = []
-            for z in (None, gate):
-                found += [function(state, *operands, z=z, dt_bias=bias, dt_softplus=True), state.clone()]
-            return found
-        except (IndexError, ValueError, RuntimeError) as other:
-            error = other
-    assert error is not None, "there are forms"
-    raise error
+def _update_answers(dims: int, function: Function) -> list[Tensor]:
+    """In Mamba-2's form (3 dimensions), whose numbers are those of a head, or in Mamba's (2), whose channels have their own."""
+    if dims == 3:
+        operands = [
+            _random(2, 4, 3, seed=1),
+            _random(2, 4, 1, seed=2).expand(-1, -1, 3),
+            (-_random(4, 1, 1, seed=3).exp()).expand(-1, 3, 8),
+            _random(2, 2, 8, seed=4),
+            _random(2, 2, 8, seed=5),
+            _random(4, 1, seed=6).expand(-1, 3),
+        ]
+        state, gate, bias = _random(2, 4, 3, 8, seed=0), _random(2, 4, 3, seed=7), _random(4, 1, seed=8).expand(-1, 3)
+    else:
+        operands = [
+            _random(2, 4, seed=1),
+            _random(2, 4, seed=2),
+            -_random(4, 8, seed=3).exp(),
+            _random(2, 8, seed=4),
+            _random(2, 8, seed=5),
+            _random(4, seed=6),
+        ]
+        state, gate, bias = _random(2, 4, 8, seed=0), _random(2, 4, seed=7), _random(4, seed=8)
+    found: list[Tensor] = []
+    for z in (None, gate):
+        found += [function(state, *operands, z=z, dt_bias=bias, dt_softplus=True), state.clone()]
+    return found
 
 
 def _chunk_answers(function: Function) -> list[Tensor]:

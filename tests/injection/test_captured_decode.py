@@ -131,7 +131,7 @@ def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped
         found, found_logits = answer(model, ids=ids)
     assert not notices(caplog), caplog.text
     assert found == tokens and difference(found_logits, logits) < tolerance
-    assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared anew
+    assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared again
 
 
 def test_a_step_that_counts_in_python_is_found(  # type: ignore[no-untyped-def]
@@ -190,7 +190,7 @@ def test_any_number_of_slots_answers_the_same(cache: str, load, tolerance: float
 
 
 def test_answers_follow_one_another_on_caches_of_their_own(load) -> None:  # type: ignore[no-untyped-def]
-    """A new cache has other addresses: the step is captured anew."""
+    """A new cache has other addresses: the step is captured again."""
     model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
     for length in (3, 9):
         assert answer(model, ids=prompt(length))[0] == answer(stock, ids=prompt(length))[0]

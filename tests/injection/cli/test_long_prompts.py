@@ -161,15 +161,15 @@ def test_chunks_change_no_answer(kind: str, chunk: int, passes: list[int], reque
 
 
 def test_a_sliding_window_is_kept_until_the_history_changes(sliding: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-    kept, anew = open_chat(sliding), open_chat(sliding)
+    kept, fresh = open_chat(sliding), open_chat(sliding)
     for question in ["hello, a long question", "and then?"]:
-        anew.answerer.cache.drop()
-        assert kept.turn(question).text == anew.turn(question).text
+        fresh.answerer.cache.drop()
+        assert kept.turn(question).text == fresh.turn(question).text
     assert kept.last is not None and kept.last.kept_tokens > 30
-    for chat in (kept, anew):
+    for chat in (kept, fresh):
         chat.conversation.reset()
-    anew.answerer.cache.drop()
-    assert kept.turn("hello, a long story").text == anew.turn("hello, a long story").text
+    fresh.answerer.cache.drop()
+    assert kept.turn("hello, a long story").text == fresh.turn("hello, a long story").text
     assert kept.last.kept_tokens == 0
     assert sum("cannot be cropped" in record.message for record in caplog.records) == 1
 

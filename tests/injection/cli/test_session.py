@@ -55,10 +55,10 @@ def test_answers_alone_go_out_and_what_they_cost_beside_them(loaded: LoadedModel
 
 
 def test_a_kept_cache_changes_no_answer(loaded: LoadedModel) -> None:
-    kept, anew = open_chat(loaded), open_chat(loaded)
+    kept, fresh = open_chat(loaded), open_chat(loaded)
     for question in ["hello", "and then?", "why"]:
-        anew.answerer.cache.drop()
-        first, second = kept.turn(question), anew.turn(question)
+        fresh.answerer.cache.drop()
+        first, second = kept.turn(question), fresh.turn(question)
         assert first.text == second.text
     assert first.stats and second.stats
     assert second.stats.kept_tokens == 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,20 @@ def test_copies_compute_like_the_model(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = module(x)
         assert torch.equal(copy.copy(module)(x), expected)
+
+
+def test_a_scan_goes_on_from_the_cache_of_its_own_thread(tmp_path: Path) -> None:
+    """Jamba's scan is given no state: the operator finds that of the pass."""
+    model = injected(stock("jamba"), tmp_path)
+    prompts = [prompt(24, seed=seed) for seed in range(2)]
+    expected = [in_parts(model, ids, (0, 8, 16, 24))[0] for ids in prompts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(20):
+                found = list(pool.map(lambda ids: in_parts(model, ids, (0, 8, 16, 24))[0], prompts))
+                for one, other in zip(found, expected, strict=True):
+                    assert_close(one, other, 1e-5)
+    finally:
+        sys.setswitchinterval(interval)
