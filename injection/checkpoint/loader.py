@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
-import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moegraft.injection.checkpoint.files import Extent, LazyTensor, open_checkpoint
+from moegraft.injection.checkpoint.files import LazyTensor, open_checkpoint
 from moegraft.injection.checkpoint.keymap import KeyMap
 from moegraft.injection.checkpoint.quantised import paired, quantisation_of
 from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
@@ -26,7 +23,6 @@ from moegraft.operators.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 SHOWN_KEYS = 5
-AHEAD_BYTES = 1 << 30  # of one operator that are asked for before they are read
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
@@ -110,67 +106,9 @@ class CheckpointLoader:
     def load_operators(self, advance: Callable[[int], None]) -> None:
         """Load the weights of every operator; a source is dropped as soon as its operator has them."""
         self._rest.clear()
-        with ReadAhead([self._extents(path) for path in self._operators]) as ahead:
-            for path, operator in self._operators.items():
-                ahead.step()
-                operator.load(self._sources.pop(path), advance)
+        for path, operator in self._operators.items():
+            operator.load(self._sources.pop(path), advance)
         gc.collect()
-
-    def _extents(self, path: str) -> list[Extent]:
-        weights = self._weights
-        return [
-            extent for target in weights.keymap.under(path).values() for key in target.all_keys for extent in weights.tensors[key].extents
-        ]
-
-
-class ReadAhead:
-    """Asks the operating system for the stored bytes of operators before they are read from the mapped files.
-
-    A page of a mapped file that is not in memory is read when it is touched, with little around it: a cold start takes three times the
-    time of reading the same bytes in order. A thread asks for the bytes of the next operator, at most `AHEAD_BYTES`, while one packs its
-    own. Where the system has no `posix_fadvise`, nothing is asked.
-
-    Args:
-        extents: of each operator, in the order of loading.
-    """
-
-    def __init__(self, extents: Sequence[Sequence[Extent]]) -> None:
-        self._extents = extents
-        self._steps = threading.Semaphore(1)  # operators whose bytes may be asked for: the first and the second one at the first step
-        self._ended = False
-        self._thread = threading.Thread(target=self._ask, name="moegraft-read-ahead", daemon=True)
-
-    def __enter__(self) -> Self:
-        if hasattr(os, "posix_fadvise"):
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended = True
-        self._steps.release()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def step(self) -> None:
-        """Go on to the next operator."""
-        self._steps.release()
-
-    def _ask(self) -> None:
-        for extents in self._extents:
-            self._steps.acquire()
-            if self._ended:
-                return
-            left = AHEAD_BYTES
-            for file, parts in itertools.groupby(sorted(extents, key=lambda each: (each.file, each.begin)), lambda each: each.file):
-                try:
-                    with file.open("rb", buffering=0) as opened:
-                        for part in parts:
-                            if self._ended or left <= 0:
-                                break
-                            os.posix_fadvise(opened.fileno(), part.begin, min(left, part.nbytes), os.POSIX_FADV_WILLNEED)
-                            left -= part.nbytes
-                except OSError:  # the reading of the tensor reports it
-                    return
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:
