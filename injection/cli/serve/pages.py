@@ -76,21 +76,17 @@ class SequencePool:
     If the model has recurrent states, each sequence also has a place for them, and another can begin with a prefix only at its checkpoints
     (decode/state_pool.py): one near the end of a prompt, others in long prompts, and one at the end of the answer.
 
-    Attributes:
-        appendable: whether a prompt may be computed in parts; otherwise all of it is one pass, and no sequence begins with a prefix.
-
     Args:
         prefix_bytes: for the prefixes, checkpoints included.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int, *, appendable: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._cache = cache
         self._pool = cache.pool
         self._promised: dict[PagedSequence, int] = {}  # pages
         self._prefixes: list[_Prefix] = []  # the most recently used one last
         self._states = cache.pool.states
-        self.appendable = appendable
         checkpoint_bytes = 0 if self._states is None else self._states.checkpoints * self._states.place_bytes
         self._most_prefix_pages = (prefix_bytes - checkpoint_bytes) // self._pool.page_bytes
         injection = injection_of(model)
@@ -126,7 +122,7 @@ class SequencePool:
         Args:
             multiple: so many tokens are shared, or a multiple of them; 0: none.
         """
-        sequence = (self._fork(np.array(token_ids[:-1]), scope, multiple) if multiple and self.appendable else None) or PagedSequence()
+        sequence = (self._fork(np.array(token_ids[:-1]), scope, multiple) if multiple else None) or PagedSequence()
         if self._states is not None and sequence.place is None:
             self._states.enter(sequence)
         self._promised[sequence] = pages_of(most_tokens)
@@ -170,7 +166,7 @@ class SequencePool:
     def checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> None:
         """Save the states of a sequence that has a part of its prompt, if that is a place for a checkpoint."""
         at = sequence.tokens
-        if self._states is None or not self.appendable or not multiple or at % multiple or at >= prompt_tokens:
+        if self._states is None or not multiple or at % multiple or at >= prompt_tokens:
             return
         last = (prompt_tokens - 1) // multiple * multiple
         if at == last or at - max(sequence.checkpoints, default=0) >= CHECKPOINT_SPACING:
@@ -178,7 +174,7 @@ class SequencePool:
 
     def _last_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
         """Return where the last checkpoint of a prompt will be; 0 if there will be none any more."""
-        if self._states is None or not self._states.checkpoints or not self.appendable or not multiple:
+        if self._states is None or not self._states.checkpoints or not multiple:
             return 0
         last = (prompt_tokens - 1) // multiple * multiple
         return last if sequence.tokens < last and prompt_tokens >= LEAST_CHECKED_PROMPT else 0
@@ -279,7 +275,7 @@ class SequencePool:
         assert self._states is not None, "the model has states"
         for at in [at for at in sequence.checkpoints if at > tokens]:
             self._states.drop(sequence, at)
-        if self.appendable and self._most_prefix_pages > 0 and sequence.states_at == sequence.tokens <= tokens:
+        if self._most_prefix_pages > 0 and sequence.states_at == sequence.tokens <= tokens:
             self._save(sequence)
         self._states.leave(sequence)
 
@@ -374,8 +370,6 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
         except Exception as error:  # noqa: BLE001 # the model's own code computes with states that it does not expect
             reason = str(error)
             continue
-        if checkpoints and not pool.appendable:  # which leaves their memory to pages
-            return open_pool(model, limit=limit, prefix_bytes=0, most=most, context=context)
         cache.offers_pages = False
         if cache.gathers:
             logger.info("serve: keys and values are gathered from their pages, as not all of the model's attention reads pages")
@@ -411,7 +405,7 @@ def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, noise: float) -> None:
-    """Compare the logits after both probes with `expected`; let the pool be no appendable one where only whole prompts have these.
+    """Compare the logits after both probes, which are computed in parts, with `expected`.
 
     Args:
         noise: by how much the model's own logits differ where recurrent states are computed token by token: quantised activations and
@@ -420,29 +414,17 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
     Raises:
         ValueError: they differ.
     """
-    exact = model.dtype == torch.float32
-    off = _difference(model, pool, expected, in_parts=True)
-    if pool.recurrent:  # some models' code begins again without their states where several tokens follow them
-        whole = _difference(model, pool, expected, in_parts=False)
-        pool.appendable = off <= max(4 * max(whole, noise), 1e-3 if exact else 0.02)
-        off = off if pool.appendable else whole
-    if not off <= max(4 * noise, 1e-3 if exact else 0.1):
-        raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")
-
-
-def _difference(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, *, in_parts: bool) -> float:
-    """Compute both probes alone but for the last token, and in parts for two more, then together; return how far `expected` is."""
     prompts = _probes(model)
     sequences = [pool.begin(prompt, len(prompt)) for prompt in prompts]
-    alone = -3 if in_parts else -1
     try:
         with torch.inference_mode():
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                pool.forward([sequence], [prompt[:alone]])
-            if in_parts:
-                pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
+                pool.forward([sequence], [prompt[:-3]])
+            pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
             found = pool.step(sequences, [prompt[-1] for prompt in prompts])
     finally:
         for sequence in sequences:
             pool.end(sequence)
-    return _off(found, expected)
+    off = _off(found, expected)
+    if not off <= max(4 * noise, 1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")

@@ -139,7 +139,7 @@ class Scheduler:
         self._most = most
         self._own_passes = own_passes
         self._shared_tokens = shared_tokens
-        self._chunk = ChunkSize(prefill_chunk if pool.appendable else 0, fixed=own_passes)
+        self._chunk = ChunkSize(prefill_chunk, fixed=own_passes)
         self._sequences: dict[Job, PagedSequence] = {}  # of all running requests
         self._decoding: list[Job] = []
         self._prefilling: list[Job] = []  # the oldest first

@@ -97,9 +97,9 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
         (family, kind)
         for family in FAMILIES + RECURRENT
         for kind in ("native", "mixed", "gathered")
-        if family != "nemotron_h" or kind != "mixed"
+        if (family, kind) not in (("nemotron_h", "mixed"), ("jamba", "gathered"))
     ],
-)  # nemotron_h has one layer of attention
+)  # nemotron_h has one layer of attention, and jamba's own scan does not go on from a state
 def test_sequences_have_the_models_own_logits(models: Models, family: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also past windows of 16 tokens, while sequences join and leave, and with native steps."""
     caplog.set_level("INFO")
