@@ -63,7 +63,7 @@ def expected_error(weight_type: str | None, activations: torch.dtype, stored: Co
     Args:
         stored: the formats of blocks that the file has; by default all.
     """
-    names = WeightTypes.parse(weight_type or "").names
+    names = sorted(WeightTypes.parse(weight_type or "").names)
     parts = [(BY_ENCODING if stored is not None and name in BY_ENCODING and name not in stored else BY_WEIGHTS).get(name) for name in names]
     of_activations = BY_ACTIVATIONS.get(activations)
     known = [part for part in parts if part is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,16 @@ def test_logit_figures_do_not_depend_on_chunks() -> None:
 def test_types_that_weights_are_packed_to_have_an_expected_error() -> None:
     assert set(BY_ENCODING) == {name for name in PACKED_TYPES if FORMATS[name].stored}
     assert all(expected.typical < expected.limit < 1 for expected in BY_ENCODING.values())
+
+
+def test_of_types_with_equal_errors_the_first_by_name_gives_the_reason() -> None:
+    """Sets of names have another order in each process."""
+    pairs = [sorted(pair) for pair in combinations(BY_ENCODING, 2) if BY_ENCODING[pair[0]].limit == BY_ENCODING[pair[1]].limit]
+    assert len(pairs) > 3
+    for first, second in pairs:
+        for types in (f"{first}+{second}", f"{second}+{first}"):
+            found = expected_error(types, torch.float32, stored=())
+            assert found is not None and found.reason == BY_ENCODING[first].reason
 
 
 def test_expected_errors_are_ordered() -> None:
