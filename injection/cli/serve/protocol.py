@@ -204,6 +204,23 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 FlatFormat = Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")]
 
 
+# Any JSON object; keys have an end, since some models write one until `max_tokens`.
+ANY_OBJECT: dict[str, Any] = {
+    "type": "object",
+    "patternProperties": {"^(?s:.{0,128})$": {"$ref": "#/$defs/value"}},
+    "additionalProperties": False,
+    "$defs": {
+        "value": {
+            "anyOf": [
+                {"type": ["string", "number", "boolean", "null"]},
+                {"type": "array", "items": {"$ref": "#/$defs/value"}},
+                {"$ref": "#"},
+            ]
+        }
+    },
+}
+
+
 def _form(
     form: TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat | None, grammar: str | None, forced: Sequence[str] = ()
 ) -> dict[str, Any] | str | None:
@@ -212,7 +229,7 @@ def _form(
     if (form is not None) + (grammar is not None) + bool(forced) > 1:
         raise RequestError(400, "response_format, grammar and a forced call of a tool contradict each other; give one of them")
     if isinstance(form, JsonFormat):
-        return {"type": "object"}
+        return ANY_OBJECT
     if form is not None:
         return form.schema_ if isinstance(form, FlatSchemaFormat) else form.json_schema.schema_
     return grammar
