@@ -144,7 +144,10 @@ class Choice:
             return {
                 "tokens": texts,
                 "token_logprobs": [score.logprob for score in scores],
-                "top_logprobs": [None if score.logprob is None else dict(top) for score, top in zip(scores, tops, strict=True)],
+                "top_logprobs": [
+                    None if score.logprob is None else {**dict(top), score.text: score.logprob}
+                    for score, top in zip(scores, tops, strict=True)
+                ],
                 "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
             }
 

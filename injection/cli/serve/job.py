@@ -210,14 +210,17 @@ class Job:
     def take(self, token: int, score: TokenScore | None = None) -> bool:
         """Add the next token of the answer; return whether the answer ends with it."""
         assert self.ending is None, "nothing follows the end of an answer"
-        if score is not None and token not in self._end_tokens:
+        ends = token in self._end_tokens
+        if score is not None and not ends:
             self._scores.append(score)
         self.token_ids.append(token)
         self.completion_tokens += 1
         self._last_s = time.perf_counter()
         self._first_s = self._first_s or self._last_s
-        if token in self._end_tokens:
+        if ends:
             self.finish("stop")
+            if score is not None and self.ask.echo:  # who scores a prompt asks for one token, and takes off the last score
+                self._scores.append(score)
         else:
             with self.failing_alone():
                 self._streamer.put(torch.tensor([token]))

@@ -188,6 +188,27 @@ def test_an_echoed_prompt_has_the_scores_of_its_tokens(loaded: LoadedModel, max_
     assert reply.usage.completion_tokens == max_tokens
 
 
+def test_an_echoed_prompt_has_a_score_for_each_token_also_where_the_answer_ends_at_once(loaded: LoadedModel) -> None:
+    """Clients that score a text ask for one token and take off the last score."""
+    prompt, end = "the quick fox", loaded.tokenizer.eos_token_id
+    with serving(loaded) as server:
+        options: dict[str, Any] = {"model": server.service.model_id, "prompt": prompt, "logprobs": 1, "max_tokens": 1}
+        [choice] = server.client().completions.create(**options, echo=True, logit_bias={str(end): 100}).choices
+    assert choice.finish_reason == "stop" and choice.text == prompt
+    count = len(loaded.tokenizer(prompt)["input_ids"])
+    assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == count + 1 and choice.logprobs.tokens[-1] == ""
+
+
+def test_a_token_is_among_the_likeliest_ones_of_its_place(loaded: LoadedModel) -> None:
+    """As with OpenAI's completions: one more than asked for, where it is none of these."""
+    with serving(loaded) as server:
+        options: dict[str, Any] = {"model": server.service.model_id, "prompt": "the quick fox", "max_tokens": 0, "echo": True}
+        for asked in (0, 1):
+            scores = server.client().completions.create(**options, logprobs=asked).choices[0].logprobs
+            for token, value, top in list(zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True))[1:]:
+                assert top[token] == value and asked <= len(top) <= asked + 1
+
+
 @pytest.mark.parametrize("way", ["together", "one by one"])
 def test_penalties_and_biases_apply(loaded: LoadedModel, way: str) -> None:
     if way == "one by one":
@@ -410,6 +431,9 @@ def test_forced_json_leaves_no_room_for_white_space(loaded: LoadedModel) -> None
         assert reply.output_text == content
         anything = ask(server, "hello", response_format={"type": "json_object"}, max_tokens=60, logit_bias=blanks)
         assert re.match(r'\{(}|" )', anything.choices[0].message.content), "only in a text are there spaces"
+        endless = {str(loaded.tokenizer("a")["input_ids"][0]): 100}
+        long = ask(server, "hello", response_format={"type": "json_object"}, max_tokens=200, logit_bias=endless).choices[0].message.content
+        assert re.match(r'\{"a{128}":', long), "a key has an end"
         forced = ask(server, "hello", tools=[LOOK_UP], tool_choice="required", max_tokens=90, logit_bias=blanks, parallel_tool_calls=False)
         [call] = forced.choices[0].message.tool_calls
         longest = f'<tool_call>\n{{"name": "look_up", "arguments": {call.function.arguments}}}\n</tool_call>'
