@@ -61,7 +61,8 @@ class ServeOptions:
         bool,
         typer.Option(
             "--batch-invariant",
-            help="Exactly the same answer whatever else is answered; each token of each answer has a pass of its own, which is slower.",
+            help="Exactly the same answer whatever else is answered, which rounding may change otherwise; each token of each answer has a "
+            "pass of its own: about a third of the tokens per second with 8 clients.",
             rich_help_panel=PANEL,
         ),
     ] = False
