@@ -102,6 +102,14 @@ class QuantizedLinear(Operator):
         self._bias_bytes = b""  # to tell weights apart
         self._number = register(self)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise AttributeError(
+                f"quantized_linear holds packed weights and no parameter '{name}', which layers of Mamba-2 read in training: call "
+                "model.eval(), or leave this linear layer out of the rule"
+            )
+        return super().__getattr__(name)
+
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedLinearOptions) -> str | None:
         if type(module) is not nn.Linear:
