@@ -16,7 +16,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, reordered, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -97,6 +97,7 @@ class QuantizedLinear(Operator):
         self._weight_type: str = options.weights  # what `stored` means is known when the weights are loaded
         self._runtime = runtime
         self._device = device
+        self._columns: tuple[int, int] | None = None  # the order of the packed columns, as `Codes` has it
         self._packed: PackedLinear | None = None
         self._on_gpu: PackedLinearOnGpu | None = None
         self._bias_bytes = b""  # to tell weights apart
@@ -159,6 +160,7 @@ class QuantizedLinear(Operator):
         elif codes is not None:
             packed.pack_quantized(codes.codes, codes.scales)
         if codes is not None:
+            self._columns = codes.columns
             advance(codes.elements * source.dtype.itemsize)
         else:
             weight = rounded(source.read_shaped("weight", (self.out_features, self.in_features))).contiguous()
@@ -188,6 +190,8 @@ class QuantizedLinear(Operator):
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `forward` outside of any graph."""
+        if self._columns is not None:
+            x = reordered(x, self._columns)
         if self._on_gpu is not None:
             y = self._on_gpu.forward(rounded(x.detach()).to(self._device))
             return y.to(x.device, x.dtype)

@@ -76,11 +76,13 @@ class Codes:
     Attributes:
         codes: (rows, cols) int8; 4-bit codes are -8 to 7.
         scales: (rows, cols / 32) float16.
+        columns: two sizes (m, n), where the columns are the module's inputs (m, n, rest) as (n, m, rest); None if they are in order.
     """
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float16]
     bits: Literal[4, 8]
+    columns: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
@@ -94,14 +96,21 @@ class StoredBlocks:
     Attributes:
         blocks: (rows, bytes of a row) uint8, contiguous.
         weight_type: the name of the format, one of `STORED_FORMATS`.
+        columns: as those of `Codes`; blocks of 256 columns cannot be brought into another order.
     """
 
     blocks: NDArray[np.uint8]
     weight_type: str
+    columns: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
         return self.blocks.size // FORMATS[self.weight_type].block_bytes * FORMATS[self.weight_type].block_weights
+
+
+def reordered(values: torch.Tensor, columns: tuple[int, int]) -> torch.Tensor:
+    """Return values (..., m * n * rest) in the order (n, m, rest) of their last dimension, for columns (m, n)."""
+    return values.unflatten(-1, (*columns, -1)).transpose(-3, -2).flatten(-3)
 
 
 def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:

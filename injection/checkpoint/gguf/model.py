@@ -70,6 +70,7 @@ class Names:
         for end, other in RENAMED.items():
             if parameter.endswith(end):
                 parameter = parameter.removesuffix(end) + other
+        parameter = parameter.replace("model.language_model.", "model.")  # beside an image tower
         name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias"))
         return name
 
@@ -310,7 +311,8 @@ class GgufWeights:
             return None
         change = change_of(self._config, parameter)
         tensor = self._take(name, shape if change.shape is None else change.shape(self._config, shape), parameter)
-        return Plain((tensor,), shape, None if parts else self._rows(parameter, shape), change.load)
+        rows = None if parts else self._rows(parameter, shape)
+        return Plain((tensor,), shape, rows, None if change.columns is None else change.columns(self._config), change.load)
 
     def _rows(self, parameter: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
         rows = change_of(self._config, parameter).rows

@@ -16,7 +16,7 @@ from moegraft.injection.checkpoint.files import DTYPES, Conversion, Extent, Lazy
 from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor, Index
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, StoredBlocks, WeightSource, widest
+from moegraft.operators.weights import Codes, Part, StoredBlocks, WeightSource, reordered, widest
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -51,12 +51,14 @@ class Plain(Stored):
 
     Attributes:
         rows: the stored row of each row of the parameter; None if the order is the same.
+        columns: as `Change` has them, for this config.
         load: the values from the stored ones; None if they are the same.
     """
 
     parts: tuple[BlockTensor, ...]
     shape: tuple[int, ...]
     rows: NDArray[np.int64] | None = None
+    columns: tuple[int, int] | None = None
     load: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -68,10 +70,12 @@ class Plain(Stored):
         whole = first.read() if len(self.parts) == 1 else torch.cat([part.read().to(self.dtype) for part in self.parts])
         values = whole.reshape(self.shape)
         if self.rows is not None:
-            return values[torch.from_numpy(self.rows)]
+            values = values[torch.from_numpy(self.rows)]
+        if self.columns is not None:
+            return reordered(values, self.columns[::-1])
         if self.load is not None:
             return self._loaded(values)
-        return values.clone() if len(self.parts) == 1 and first.block_type in FLOATS else values
+        return values.clone() if len(self.parts) == 1 and self.rows is None and first.block_type in FLOATS else values
 
     def _loaded(self, values: torch.Tensor) -> torch.Tensor:
         assert self.load is not None
@@ -91,10 +95,10 @@ class Plain(Stored):
         blocks = [each for each in found if isinstance(each, StoredBlocks)]
         codes = [each for each in found if isinstance(each, Codes)]
         if blocks and len(blocks) == len(found) and len({each.weight_type for each in blocks}) == 1:
-            return StoredBlocks(_together([each.blocks for each in blocks])[order], blocks[0].weight_type)
+            return StoredBlocks(_together([each.blocks for each in blocks])[order], blocks[0].weight_type, self.columns)
         if codes and len(codes) == len(found):
             values, scales = _together([each.codes for each in codes]), _together([each.scales for each in codes])
-            return Codes(values[order], scales[order], max(each.bits for each in codes))
+            return Codes(values[order], scales[order], max(each.bits for each in codes), self.columns)
         return None
 
 

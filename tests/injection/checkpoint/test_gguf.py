@@ -23,7 +23,7 @@ from support.gguf_files import (
     tensors_of,
     write_gguf,
 )
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3_5MoeTextConfig, Qwen3MoeConfig, Qwen3NextConfig
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import CheckpointError
@@ -257,6 +257,33 @@ def test_a_projection_in_two_tensors_is_kept_in_its_own_order_of_rows(
     held = np.concatenate([part.reshape(2, -1, 256) for part in of_gates], axis=1).reshape(-1, 256)
     error = np.abs(projection._packed.unpack() - held).max()
     assert error == 0 if weights else error < 0.01 * np.abs(held).max()
+
+
+@pytest.mark.parametrize("kind", [BlockType.Q8_0, BlockType.Q4_K], ids=lambda kind: kind.name)
+def test_columns_in_another_order_are_kept_and_the_inputs_reordered(
+    kind: BlockType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5's value heads of 64 columns are stored in another order, and blocks of 256 columns hold several heads."""
+    torch.manual_seed(0)
+    old = qwen3_next().config.to_dict()
+    names = set(Qwen3_5MoeTextConfig().to_dict()) - {"model_type", "architectures", "rope_parameters"}
+    model = AutoModelForCausalLM.from_config(Qwen3_5MoeTextConfig(**{name: old[name] for name in names & set(old)})).eval()
+    rules = rules_in(tmp_path, "kind: linear, name: 'linear_attn.out_proj$'", "class: quantized_linear")
+    folder = saved(model, tmp_path, {"ssm_out": kind})
+    out = load(folder, rules).get_submodule("model.layers.0.linear_attn.out_proj")
+    assert isinstance(out, QuantizedLinear) and out.weight_type == {"Q8_0": "int8", "Q4_K": "q4_k"}[kind.name]
+    assert "are converted" not in caplog.text
+    weight = load(folder, rules_in(tmp_path, "kind: linear, name: lm_head", "class: quantized_linear")).get_parameter(
+        "model.layers.0.linear_attn.out_proj.weight"
+    )
+    x = torch.randn(2, 3, 256)
+    with torch.no_grad():
+        expected = x @ weight.T
+        assert float((out(x) - expected).norm() / expected.norm()) < 0.02  # activations of 8 bits
+    with caplog.at_level("DEBUG", logger="moegraft.operators.decode"):
+        load(folder, "cpu").generate(prompt(8), max_new_tokens=12, do_sample=False)
+    (message,) = (message for message in caplog.messages if message.startswith("decode steps are native programs: "))
+    assert "calls of PyTorch" not in message
 
 
 @pytest.mark.parametrize(
