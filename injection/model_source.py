@@ -248,7 +248,7 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     # The config's quantisation is that of the folder's own weights.
     config = _as_floats(source.config)
     text = config.get_text_config()
-    language_model = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    language_model: Any = AutoModelForCausalLM._model_mapping.get(type(text), None)
     if text is not config and text.model_type in FAMILIES and language_model is not None:
         source, config = replace(source, model_class=language_model), text
     return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))

@@ -74,8 +74,8 @@ def _class_sources(module: ModuleType) -> dict[str, str]:
 
 
 @lru_cache(maxsize=512)
-def weights_read(owner: type[nn.Module]) -> frozenset[str]:
-    """Return the names of the modules whose `weight` the code of a class reads itself, other than in training."""
+def weights_read(owner: Any) -> frozenset[str]:
+    """Return the names of the modules whose `weight` the code of a module's class reads itself, other than in training."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:

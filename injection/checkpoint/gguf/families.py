@@ -25,6 +25,7 @@ class Change:
     Attributes:
         parts: the tensors of a layer that hold the parameter's rows, by name, and how many each holds; None if one tensor holds all.
             Files of older converters may hold all in one tensor, in the parameter's order.
+        kinds: the heads, and how many rows each kind has, where rows are head by head and stored kind by kind.
         rows: the stored row of each row of the parameter, counted through all parts; None if the order is the same.
         columns: two sizes (m, n), where columns of (m, n, rest) are stored as (n, m, rest); None if the order is the same.
         shape: the tensor's shape, from the parameter's.
@@ -32,6 +33,7 @@ class Change:
     """
 
     parts: Callable[[Any, int], Mapping[str, int]] | None = None
+    kinds: Callable[[Any], tuple[int, tuple[int, ...]]] | None = None
     rows: Callable[[Any, int], NDArray[np.int64]] | None = None
     columns: Callable[[Any], tuple[int, int]] | None = None
     shape: Callable[[Any, Shape], Shape] | None = None
@@ -81,16 +83,19 @@ def _query_key_value_and_gate(config: Any, count: int) -> Mapping[str, int]:
     return {"attn_qkv": 2 * keys + values, "attn_gate": values}
 
 
-def _kinds_apart(config: Any, count: int) -> NDArray[np.int64]:
+def _kinds(config: Any) -> tuple[int, tuple[int, ...]]:
     keys, values = _delta_rule_sizes(config)
-    ends = np.cumsum([keys, keys, values, values])
-    return np.concatenate(
-        [part.reshape(config.linear_num_key_heads, -1) for part in np.split(np.arange(count), ends[:-1])], axis=1
-    ).reshape(-1)
+    return config.linear_num_key_heads, (keys, keys, values, values)
+
+
+def _kinds_apart(config: Any, count: int) -> NDArray[np.int64]:
+    heads, sizes = _kinds(config)
+    kinds = np.split(np.arange(count), np.cumsum(sizes)[:-1])
+    return np.concatenate([kind.reshape(heads, -1) for kind in kinds], axis=1).reshape(-1)
 
 
 # One head's queries, keys, values and gates follow each other in transformers; all heads' queries do here, then all keys, ...
-APART = Change(parts=_query_key_value_and_gate, rows=_kinds_apart)
+APART = Change(parts=_query_key_value_and_gate, kinds=_kinds, rows=_kinds_apart)
 
 
 def _value_heads(config: Any) -> tuple[int, int]:

@@ -223,6 +223,10 @@ class GgufWeights:
         if not down:
             return None
         whole = narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
+        weight = None if path in self._experts else self._held(path)["weight"]
+        if isinstance(weight, Plain) and weight.is_of_two_types:
+            first, second = weight.parts
+            return StoredTypes(whole, first.kept_type, second.kept_type, (first.shape[0], second.shape[0]))
         return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
     def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
@@ -300,7 +304,8 @@ class GgufWeights:
         name, parts = self._names.stored(parameter), self._names.parts(parameter, shape[0] if shape else 1)
         if parts and name not in self._gguf.tensors:
             taken = tuple(self._take(part, (rows, *shape[1:]), parameter) for part, rows in parts.items())
-            return Plain(taken, shape, self._rows(parameter, shape))
+            kinds = change_of(self._config, parameter).kinds
+            return Plain(taken, shape, self._rows(parameter, shape), kinds=None if kinds is None else kinds(self._config))
         if name is None:
             return None
         if name.endswith("attn_kv_b.weight"):
@@ -312,7 +317,7 @@ class GgufWeights:
         change = change_of(self._config, parameter)
         tensor = self._take(name, shape if change.shape is None else change.shape(self._config, shape), parameter)
         rows = None if parts else self._rows(parameter, shape)
-        return Plain((tensor,), shape, rows, None if change.columns is None else change.columns(self._config), change.load)
+        return Plain((tensor,), shape, rows, None if change.columns is None else change.columns(self._config), load=change.load)
 
     def _rows(self, parameter: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
         rows = change_of(self._config, parameter).rows

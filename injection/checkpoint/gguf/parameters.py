@@ -16,7 +16,7 @@ from moegraft.injection.checkpoint.files import DTYPES, Conversion, Extent, Lazy
 from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor, Index
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, StoredBlocks, WeightSource, reordered, widest
+from moegraft.operators.weights import Codes, Part, Segments, StoredBlocks, WeightSource, reordered, widest
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -51,7 +51,7 @@ class Plain(Stored):
 
     Attributes:
         rows: the stored row of each row of the parameter; None if the order is the same.
-        columns: as `Change` has them, for this config.
+        columns, kinds: as `Change` has them, for this config.
         load: the values from the stored ones; None if they are the same.
     """
 
@@ -59,6 +59,7 @@ class Plain(Stored):
     shape: tuple[int, ...]
     rows: NDArray[np.int64] | None = None
     columns: tuple[int, int] | None = None
+    kinds: tuple[int, tuple[int, ...]] | None = None
     load: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -87,6 +88,12 @@ class Plain(Stored):
     @property
     def is_matrix(self) -> bool:
         return len(self.shape) == 2 and all(len(part.shape) == 2 for part in self.parts) and self.load is None
+
+    @property
+    def is_of_two_types(self) -> bool:
+        """Whether it is in two tensors of different types, which can be multiplied with one after the other."""
+        ordered = self.rows is None or self.kinds is not None
+        return self.is_matrix and ordered and len(self.parts) == 2 and self.parts[0].kept_type != self.parts[1].kept_type
 
     def codes(self) -> Codes | StoredBlocks | None:
         """Return the codes; None if there are none, or if parts have blocks of different types."""
@@ -229,6 +236,12 @@ class GgufLinear(WeightSource):
     def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         stored = self._parts[part]
         return stored.codes() if isinstance(stored, Plain) else None
+
+    def segments(self) -> Segments:
+        weight = self._parts["weight"]
+        assert isinstance(weight, Plain) and weight.is_of_two_types, "only such layers have the weight types of several tensors"
+        sources = [GgufLinear({"weight": Plain((part,), part.shape)}) for part in weight.parts]
+        return Segments(sources, *(weight.kinds or (1, tuple(part.shape[0] for part in weight.parts))))
 
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._parts[part].tensors[0].origin
