@@ -236,16 +236,21 @@ def dequantising(source: ModelSource) -> ModelSource:
 
 
 def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
-    """Return the same model with its weights in GGUF files.
+    """Return the same model with its weights in GGUF files; of one for text and images, the language model, as the files have no more.
 
     Raises:
         CheckpointError: the files are damaged, or belong to another model.
         UnsupportedModelError: GGUF files of this family cannot be loaded.
     """
+    from moegraft.injection.checkpoint.gguf.families import FAMILIES
     from moegraft.injection.checkpoint.gguf.model import open_gguf
 
     # The config's quantisation is that of the folder's own weights.
     config = _as_floats(source.config)
+    text = config.get_text_config()
+    language_model: Any = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    if text is not config and text.model_type in FAMILIES and language_model is not None:
+        source, config = replace(source, model_class=language_model), text
     return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
@@ -16,7 +16,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weights import StoredBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import Segments, StoredBlocks, WeightSource, WeightTypes, codes_for, reordered, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -30,6 +30,12 @@ def _weight_type(options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
     if options.weights != "stored":
         return options.weights
     return "float32" if dtype == torch.float64 else element_name(dtype)
+
+
+def _parts(rows: int, weight_type: str) -> list[tuple[int, str]]:
+    """Return the rows and the type of each tensor that a layer is packed as."""
+    types = WeightTypes.parse(weight_type)
+    return [(rows, weight_type)] if types.rows is None else list(zip(types.rows, (types.gate_up, types.down), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class LinearPacking(Packing):
     measured: Mapping[str, Any] = {"int8": QuantizedLinearOptions(), "int4": QuantizedLinearOptions(weights="int4")}
 
     def supports(self, options: QuantizedLinearOptions, weight_type: str) -> bool:
-        return True
+        return options.gpu == "none" or WeightTypes.parse(weight_type).rows is None
 
     def type_for(self, options: QuantizedLinearOptions, dtype: torch.dtype) -> str:
         return _weight_type(options, dtype)
@@ -97,10 +103,20 @@ class QuantizedLinear(Operator):
         self._weight_type: str = options.weights  # what `stored` means is known when the weights are loaded
         self._runtime = runtime
         self._device = device
-        self._packed: PackedLinear | None = None
+        self._columns: tuple[int, int] | None = None  # the order of the packed columns, as `Codes` has it
+        self._packed: list[PackedLinear] = []  # the parts of a layer that is stored in several tensors
+        self._segments: Segments | None = None  # of which this is the order
         self._on_gpu: PackedLinearOnGpu | None = None
         self._bias_bytes = b""  # to tell weights apart
         self._number = register(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise AttributeError(
+                f"quantized_linear holds packed weights and no parameter '{name}', which layers of Mamba-2 read in training: call "
+                "model.eval(), or leave this linear layer out of the rule"
+            )
+        return super().__getattr__(name)
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedLinearOptions) -> str | None:
@@ -115,7 +131,8 @@ class QuantizedLinear(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
         assert isinstance(module, nn.Linear), "unsupported_reason refuses all others"
-        held = PackedLinear.nbytes_for(module.out_features, module.in_features, _weight_type(options, dtype))
+        parts = _parts(module.out_features, _weight_type(options, dtype))
+        held = sum(PackedLinear.nbytes_for(rows, module.in_features, weight_type) for rows, weight_type in parts)
         return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): held})
 
     @classmethod
@@ -133,9 +150,8 @@ class QuantizedLinear(Operator):
         return self._weight_type
 
     def weight_samples(self) -> Iterator[bytes]:
-        packed = self._packed.buffer if self._packed is not None else self._on_gpu.packed if self._on_gpu is not None else None
-        assert packed is not None, "called after load"
-        yield sampled(packed.reshape(1, -1))
+        for packed in [self._on_gpu.packed] if self._on_gpu is not None else [part.buffer for part in self._packed]:
+            yield sampled(packed.reshape(1, -1))
         yield self._bias_bytes
 
     def placement(self) -> str:
@@ -144,33 +160,42 @@ class QuantizedLinear(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         self._weight_type = _weight_type(self.options, source.dtype)
-        packed = PackedLinear(self.out_features, self.in_features, self._weight_type)
-        codes = codes_for(source, "weight", 0, self._weight_type)
-        if isinstance(codes, StoredBlocks):
-            packed.pack_blocks(codes.blocks)
-        elif codes is not None:
-            packed.pack_quantized(codes.codes, codes.scales)
-        if codes is not None:
-            advance(codes.elements * source.dtype.itemsize)
-        else:
-            weight = rounded(source.read_shaped("weight", (self.out_features, self.in_features))).contiguous()
-            packed.pack(as_array(weight))
-            advance(weight.nbytes)
+        parts = _parts(self.out_features, self._weight_type)
+        segments = None if len(parts) == 1 else source.segments()
+        sources = [source] if segments is None else segments.sources
+        held = [self._pack(each, *part, advance) for each, part in zip(sources, parts, strict=True)]
         bias = rounded(source.read_shaped("bias", (self.out_features,))).contiguous().float() if self.has_bias else None
         if bias is not None:
-            packed.pack_bias(as_array(bias))
+            assert segments is None, "no layer that is stored in several tensors has a bias"
+            held[0].pack_bias(as_array(bias))
             self._bias_bytes = as_array(bias).tobytes()
             advance(bias.numel() * source.dtype.itemsize)
         if self._device.type == "cpu":
-            self._packed = packed
+            self._packed, self._segments = held, None if segments is None else replace(segments, sources=())
         else:
             # Triton need not be installed where there is no GPU.
             from moegraft.operators.kernels.linear import PackedLinearOnGpu
 
             # A copy, as torch wants memory that may be written to.
-            packed_bytes = torch.from_numpy(packed.buffer.copy()).to(self._device)
+            packed_bytes = torch.from_numpy(held[0].buffer.copy()).to(self._device)
             bias = None if bias is None else bias.to(self._device)
             self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self._weight_type, packed_bytes, bias)
+
+    def _pack(self, source: WeightSource, rows: int, weight_type: str, advance: Callable[[int], None]) -> PackedLinear:
+        packed = PackedLinear(rows, self.in_features, weight_type)
+        codes = codes_for(source, "weight", 0, weight_type)
+        if isinstance(codes, StoredBlocks):
+            packed.pack_blocks(codes.blocks)
+        elif codes is not None:
+            packed.pack_quantized(codes.codes, codes.scales)
+        if codes is not None:
+            self._columns = codes.columns
+            advance(codes.elements * source.dtype.itemsize)
+        else:
+            weight = rounded(source.read_shaped("weight", (rows, self.in_features))).contiguous()
+            packed.pack(as_array(weight))
+            advance(weight.nbytes)
+        return packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or needs_gradient(x):
@@ -180,18 +205,23 @@ class QuantizedLinear(Operator):
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `forward` outside of any graph."""
+        if self._columns is not None:
+            x = reordered(x, self._columns)
         if self._on_gpu is not None:
             y = self._on_gpu.forward(rounded(x.detach()).to(self._device))
             return y.to(x.device, x.dtype)
-        assert self._packed is not None, "load comes before forward"
+        assert self._packed, "load comes before forward"
         if type(x) is torch.Tensor and is_plain(x) and x.shape[-1] == self.in_features:
-            y = x.new_empty((*x.shape[:-1], self.out_features))
-            self._runtime.linear(self._packed, x, y)
-            return y
+            outs = [x.new_empty((*x.shape[:-1], packed.rows)) for packed in self._packed]
+            for packed, out in zip(self._packed, outs, strict=True):
+                self._runtime.linear(packed, x, out)
+            return outs[0] if self._segments is None else self._segments.outputs(torch.cat(outs, dim=-1))
         rows = rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
-        out = rows.new_empty(rows.shape[0], self.out_features)
-        self._runtime.linear(self._packed, as_array(rows), as_array(out))
-        return out.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
+        outs = [rows.new_empty(rows.shape[0], packed.rows) for packed in self._packed]
+        for packed, out in zip(self._packed, outs, strict=True):
+            self._runtime.linear(packed, as_array(rows), as_array(out))
+        y = outs[0] if self._segments is None else self._segments.outputs(torch.cat(outs, dim=-1))
+        return y.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self._weight_type}"

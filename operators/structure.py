@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
@@ -72,13 +73,36 @@ def _class_sources(module: ModuleType) -> dict[str, str]:
     return found
 
 
+@lru_cache(maxsize=512)
+def weights_read(owner: Any) -> frozenset[str]:
+    """Return the names of the modules whose `weight` the code of a module's class reads itself, other than in training."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        match node:
+            case ast.If(test=ast.BoolOp(op=ast.And(), values=[first, *_]) | first) if ast.unparse(first) == "self.training":
+                for statement in node.orelse:
+                    visit(statement)
+                return
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr=name), attr="weight"):
+                found.add(name)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(textwrap.dedent(source_of(owner))))
+    return frozenset(found)
+
+
 def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
-    """Return whether a module is a linear layer that its owner only calls; absorbed attention reads `self.kv_b_proj.weight` instead."""
+    """Return whether a module is a linear layer that its owner only calls; absorbed attention reads `self.kv_b_proj.weight` instead.
+
+    Layers of Mamba-2 read the weight of `out_proj` in training alone.
+    """
     if type(module) is not nn.Linear:
         return False
     parent, _, leaf = path.rpartition(".")
     owner: Any = type(model.get_submodule(parent))  # mypy confuses the __hash__ of a module with that of its class
-    return f"self.{leaf}.weight" not in source_of(owner)
+    return leaf not in weights_read(owner)
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -64,6 +64,10 @@ class WeightSource(ABC):
         """Return a matrix in the codes of a kernel's type; None if it is not stored in codes that this type holds without rounding."""
         return None
 
+    def segments(self) -> Segments:
+        """Return the tensors of a linear layer whose weight types are those of several: `WeightTypes.rows`."""
+        raise NotImplementedError
+
     @abstractmethod
     def origin(self, part: Part, expert: int = 0) -> str:
         """Return the file and key of a piece, for messages."""
@@ -76,11 +80,13 @@ class Codes:
     Attributes:
         codes: (rows, cols) int8; 4-bit codes are -8 to 7.
         scales: (rows, cols / 32) float16.
+        columns: two sizes (m, n), where the columns are the module's inputs (m, n, rest) as (n, m, rest); None if they are in order.
     """
 
     codes: NDArray[np.int8]
     scales: NDArray[np.float16]
     bits: Literal[4, 8]
+    columns: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
@@ -94,14 +100,43 @@ class StoredBlocks:
     Attributes:
         blocks: (rows, bytes of a row) uint8, contiguous.
         weight_type: the name of the format, one of `STORED_FORMATS`.
+        columns: as those of `Codes`; blocks of 256 columns cannot be brought into another order.
     """
 
     blocks: NDArray[np.uint8]
     weight_type: str
+    columns: tuple[int, int] | None = None
 
     @property
     def elements(self) -> int:
         return self.blocks.size // FORMATS[self.weight_type].block_bytes * FORMATS[self.weight_type].block_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The weight of a linear layer that is stored in several tensors.
+
+    Attributes:
+        sources: one for each tensor, with the part `weight`.
+        heads, kinds: the rows of all tensors are kind by kind, each as many as in `kinds`, and the layer's are head by head.
+    """
+
+    sources: Sequence[WeightSource]
+    heads: int
+    kinds: tuple[int, ...]
+
+    def outputs(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return outputs (..., rows) in the order of the layer."""
+        if self.heads == 1:
+            return stored
+        kinds = stored.split(self.kinds, dim=-1)
+        return torch.cat([kind.unflatten(-1, (self.heads, -1)) for kind in kinds], dim=-1).flatten(-2)
+
+
+def reordered(values: torch.Tensor, columns: tuple[int, int]) -> torch.Tensor:
+    """Return values (..., m * n * rest) in the order (n, m, rest) of their last dimension, for columns (m, n)."""
+    found: torch.Tensor = values.unflatten(-1, (*columns, -1)).transpose(-3, -2).flatten(-3)
+    return found
 
 
 def codes_for(source: WeightSource, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
@@ -130,11 +165,13 @@ class StoredTypes:
     Attributes:
         whole: the narrowest type that the kernel quantises to and that holds all weights; stored formats count as int8.
         gate_up, down: the narrowest type of these parts, which may be a stored format; in a linear layer, both are its weight's type.
+        rows: of a linear layer that is stored in two tensors of the types `gate_up` and `down`: how many each has.
     """
 
     whole: str
     gate_up: str
     down: str
+    rows: tuple[int, int] | None = None
 
 
 def narrowest(weight_types: Set[str]) -> str:
@@ -146,20 +183,24 @@ def narrowest(weight_types: Set[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightTypes:
-    """The weight types of a layer's experts, or of a linear layer, which has one.
+    """The weight types of a layer's experts, or of a linear layer, which has one; two if it is stored in tensors of two types.
 
-    Options, kernels and reports have them as text: `int8`, or `q4_k+q6_k` for gate and up, and for down.
+    Options, kernels and reports have them as text: `int8`, or `q4_k+q6_k` for gate and up, and for down, or `q5_k:8192+q4_k:4096` for
+    the rows of two tensors.
     """
 
     gate_up: str
     down: str
+    rows: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, text: str) -> WeightTypes:
-        gate_up, _, down = text.partition("+")
-        return cls(gate_up, down or gate_up)
+        (gate_up, _, first), (down, _, second) = (part.partition(":") for part in (*text.split("+"), text)[:2])
+        return cls(gate_up, down, (int(first), int(second)) if first and "+" in text else None)
 
     def __str__(self) -> str:
+        if self.rows is not None:
+            return f"{self.gate_up}:{self.rows[0]}+{self.down}:{self.rows[1]}"
         return self.gate_up if self.gate_up == self.down else f"{self.gate_up}+{self.down}"
 
     @property
@@ -168,7 +209,7 @@ class WeightTypes:
 
     def map(self, change: Callable[[str], str]) -> WeightTypes:
         """Return the types after a change to each."""
-        return WeightTypes(change(self.gate_up), change(self.down))
+        return WeightTypes(change(self.gate_up), change(self.down), self.rows)
 
 
 def resolve_weight_types(
@@ -189,8 +230,9 @@ def resolve_weight_types(
         integers = own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(wanted, 0)
         return own if wanted == "stored" or integers else wanted
 
-    found = WeightTypes(kept(requested.gate_up, stored.gate_up), kept(requested.down, stored.down))
-    if found.names & STORED_FORMATS and supports(str(found)):
+    found = WeightTypes(kept(requested.gate_up, stored.gate_up), kept(requested.down, stored.down), stored.rows)
+    as_stored = stored.rows is None or (found.gate_up, found.down) == (stored.gate_up, stored.down)
+    if found.names & STORED_FORMATS and as_stored and supports(str(found)):
         return found
     return requested.map(lambda each: stored.whole if each == "stored" and stored.whole in known else each)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.families import build_model, family_cases, prompt
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
 
@@ -187,3 +188,24 @@ def test_packed_bytes_can_be_read_and_not_written() -> None:
     assert view.nbytes == PackedLinear.nbytes_for(17, 40, "int4")
     assert not view.flags.writeable
     assert view.any()
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "nemotron_h"])
+def test_a_projection_whose_weight_is_read_in_training_alone_is_packed(model_type: str, tmp_path: Path) -> None:
+    """Layers of Mamba-2 give a fused kernel the weight of `out_proj` in training, and call the module otherwise."""
+    stock = build_model(next(case for case in family_cases() if case.model_type == model_type))
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\nrules:\n- match: {kind: linear, name: out_proj}\n  replace: {class: quantized_linear, kwargs: {weights: stored}}\n"
+    )
+    ids = prompt(11)
+    with torch.no_grad():
+        expected, text = stock(ids).logits, stock.generate(ids, max_new_tokens=6, do_sample=False)
+        found = optimize_and_load(stock, rules, progress=False)
+        logits = found(ids).logits
+        assert isinstance(next(module for path, module in found.named_modules() if path.endswith("out_proj")), QuantizedLinear)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        assert torch.equal(found.generate(ids, max_new_tokens=6, do_sample=False), text)
+        with pytest.raises(AttributeError, match=r"no parameter 'weight', which layers of Mamba-2 read in training: call model\.eval"):
+            found.train()(ids, use_cache=False)
+        assert torch.equal(found.eval()(ids).logits, logits)

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
 }
@@ -71,6 +72,10 @@ BLOCK = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.out_proj": "ssm_out",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
 }
 SHARED = re.compile(r"mlp\.shared_experts?\.(gate|up|down)_proj")
 
@@ -79,7 +84,7 @@ def _block_name(name: str, model_type: str) -> str:
     shared = SHARED.fullmatch(name)
     if shared:
         return f"ffn_{shared[1]}_shexp"
-    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe", "qwen3_next"):
+    if name == "post_attention_layernorm" and model_type in ("gpt_oss", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"):
         return "post_attention_norm"
     return BLOCK[name]
 
@@ -112,6 +117,25 @@ def _queries_to_gates(block: str, values: NDArray[np.float32], config: Pretraine
     return {f"{block}attn_qkv.weight": np.concatenate([query, key_rows, value_rows]), f"{block}attn_gate.weight": gate}
 
 
+def _tiled(values: NDArray[np.float32], config: PretrainedConfig, axis: int = 0, first: int = 0) -> NDArray[np.float32]:
+    """Put the value heads of each key head apart, from `first` on: all first ones, then all second ones, ..."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    kept, moved = np.split(values, [first], axis=axis)
+    by_head = np.split(moved, heads, axis=axis)
+    order = [key * (heads // keys) + place for place in range(heads // keys) for key in range(keys)]
+    return np.concatenate([kept, *(by_head[head] for head in order)], axis=axis)
+
+
+def _in_tiles(name: str, values: NDArray[np.float32], config: PretrainedConfig) -> NDArray[np.float32]:
+    """Return a parameter of Qwen3.5's linear attention with its value heads in tiles."""
+    part = name.removeprefix("linear_attn.")
+    if part in ("A_log", "dt_bias", "in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight"):
+        return _tiled(values, config)
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        return _tiled(values, config, first=2 * config.linear_num_key_heads * config.linear_key_head_dim)
+    return _tiled(values, config, axis=1) if part == "out_proj.weight" else values
+
+
 def _recurrent(block: str, name: str, values: NDArray[np.float32], config: PretrainedConfig) -> Tensors | None:
     """Return what is changed in layers with states; None for all else."""
     mamba = name.startswith("mamba.")
@@ -136,13 +160,19 @@ def _recurrent(block: str, name: str, values: NDArray[np.float32], config: Pretr
 
 def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) -> Tensors:
     config = model.config
-    if config.model_type == "qwen3_next" and key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight"):
+    if (
+        config.model_type in ("qwen3_next", "qwen3_5_moe_text")
+        and key.endswith("norm.weight")
+        and not key.endswith("linear_attn.norm.weight")
+    ):
         values = values + 1
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
     if layer is None:
         module, _, suffix = key.rpartition(".")
         return {f"{WHOLE[module]}.{suffix}": values}
     block, name = f"blk.{layer[1]}.", layer[2]
+    if config.model_type == "qwen3_5_moe_text" and name.startswith("linear_attn."):
+        values = _in_tiles(name, values, config)
     experts = re.fullmatch(r"(?:mlp|feed_forward|block_sparse_moe)\.experts\.(.+)", name)
     if experts is not None:
         return _experts(block, experts[1], values, config.model_type)

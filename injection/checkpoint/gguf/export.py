@@ -33,7 +33,7 @@ from moegraft.operators.atomic_file import new_file
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.weight_formats import ENCODED, FORMATS, GGUF_TYPES, fitting_type
-from moegraft.operators.weights import Part
+from moegraft.operators.weights import Part, reordered
 
 ALIGNMENT = 32
 Advance = Callable[[int], None]
@@ -140,6 +140,7 @@ class ExportTensor:
         matrices: how many matrices are read and written one after the other: experts, or 1.
         read: returns a matrix or vector by its number.
         importance: the key of the importance of its inputs; None if it has none.
+        columns: as `Change` has them, for this config.
     """
 
     name: str
@@ -149,6 +150,7 @@ class ExportTensor:
     matrices: int
     read: Callable[[int], torch.Tensor]
     importance: str | None = None
+    columns: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -157,10 +159,15 @@ class ExportTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """A file before its weights are read."""
+    """A file before its weights are read.
+
+    Attributes:
+        left_out: the parameters of image and sound towers, which llama.cpp has in a file of their own.
+    """
 
     config: PretrainedConfig
     tensors: tuple[ExportTensor, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -201,8 +208,9 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
         tensors += _expert_tensors(path, skeleton.get_submodule(path), weights, choices)
     inside = tuple(f"{path}." for path in experts)
     names = Names(config)
+    towers = [] if config is skeleton.config else _outside_language_model(skeleton)
     for parameter, value in skeleton.state_dict().items():
-        if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside):
+        if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside) or parameter in towers:
             continue
         name, parts = names.stored(parameter), names.parts(parameter, len(value))
         if name is None and not parts:
@@ -216,7 +224,13 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
             tensors.append(_tensor(part, parameter, slice(first, first + rows), tuple(value.shape), target, weights, skeleton, choices))
             first += rows
     choices.check_all_counted()
-    return ExportPlan(config, tuple(tensors))
+    return ExportPlan(config, tuple(tensors), tuple(towers))
+
+
+def _outside_language_model(skeleton: PreTrainedModel) -> list[str]:
+    parts = [skeleton.get_decoder(), skeleton.get_output_embeddings()]
+    prefixes = tuple(f"{path}." for path, module in skeleton.named_modules() if any(module is part for part in parts))
+    return [parameter for parameter in skeleton.state_dict() if not parameter.startswith(prefixes)]
 
 
 def _target(parameter: str, keymap: KeyMap, skeleton: PreTrainedModel) -> Target:
@@ -258,6 +272,7 @@ def _tensor(
     tied = parameter in skeleton.all_tied_weights_keys.values()
     role = _role(name, tied=tied)
     order = None if change.rows is None else torch.from_numpy(np.argsort(change.rows(config, shape[0])))
+    columns = None if change.columns is None else change.columns(config)
     shape = (part.stop - part.start, *shape[1:])
     shape = shape if change.shape is None else change.shape(config, shape)
     wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
@@ -265,11 +280,12 @@ def _tensor(
     def read(_: int) -> torch.Tensor:
         values = read_parameter(target, weights.tensors, skeleton)
         values = values[part] if order is None else values[order[part]]
+        values = values if columns is None else reordered(values, columns)
         return (values if change.store is None else change.store(values.float())).reshape(shape)
 
     module = parameter.rpartition(".")[0]
     key = None if len(shape) == 1 or (role == "embedding") else "output" if role == "output" else module
-    return ExportTensor(name, shape, fitting_type(wanted, shape[-1]), wanted, 1, read, key)
+    return ExportTensor(name, shape, fitting_type(wanted, shape[-1]), wanted, 1, read, key, columns)
 
 
 def _split_key_value(
@@ -297,7 +313,7 @@ def _role(name: str, *, tied: bool) -> str | None:
     if name == "output.weight":
         return "output"
     kind = re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name)
-    if re.fullmatch(r"attn_(?!.*(norm|sinks)$).*|ssm_(in|out|ba)|shortconv\.(in|out)_proj", kind):
+    if re.fullmatch(r"attn_(?!.*(norm|sinks)$).*|ssm_(in|out|ba|alpha|beta)|shortconv\.(in|out)_proj", kind):
         return "attention"
     return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
 
@@ -400,7 +416,8 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     rope, family = _rope(config), family_of(config)
     if family.is_latent:
@@ -446,6 +463,8 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         if _groups(config) > 1:
             writer.add_expert_group_count(_groups(config))
             writer.add_expert_group_used_count(config.topk_group)
+    if family.rotates_sections:
+        writer.add_rope_dimension_sections([*rope.get("mrope_section", (11, 11, 10)), 0])
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType.LINEAR if rope["rope_type"] == "linear" else RopeScalingType.YARN)
@@ -540,6 +559,11 @@ def write_export(
         OSError: the file cannot be written; what was at `path` is unchanged.
     """
     header, notices = _header(plan, folder, name)
+    if plan.left_out:
+        first = plan.left_out[0]
+        notices.append(
+            f"parameters of image or sound towers are left out ({len(plan.left_out)}, such as {first}): llama.cpp has them in another file"
+        )
     with new_file(path, replace=replace) as file:
         padded = len(header) + sum(tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in plan.tensors)
         os.posix_fallocate(file.fileno(), 0, padded)  # a full disk shows before hours of work
@@ -557,6 +581,7 @@ def _write_tensor(file: BinaryIO, tensor: ExportTensor, importance: torch.Tensor
             where = f"{tensor.name}[{number}]" if tensor.matrices > 1 else tensor.name
             raise CheckpointError(f"{where}: a weight is NaN or infinite; download the checkpoint again")
         own = importance if importance is None or importance.ndim == 1 else importance[number]
+        own = own if own is None or tensor.columns is None else reordered(own, tensor.columns)
         packed = GGUF_TYPES[tensor.type].encode(rows, own)
         file.write(packed.tobytes())
         advance(packed.nbytes)

@@ -25,13 +25,17 @@ class Change:
     Attributes:
         parts: the tensors of a layer that hold the parameter's rows, by name, and how many each holds; None if one tensor holds all.
             Files of older converters may hold all in one tensor, in the parameter's order.
+        kinds: the heads, and how many rows each kind has, where rows are head by head and stored kind by kind.
         rows: the stored row of each row of the parameter, counted through all parts; None if the order is the same.
+        columns: two sizes (m, n), where columns of (m, n, rest) are stored as (n, m, rest); None if the order is the same.
         shape: the tensor's shape, from the parameter's.
         store, load: the stored values from the parameter's, and these from the stored; None if they are the same.
     """
 
     parts: Callable[[Any, int], Mapping[str, int]] | None = None
+    kinds: Callable[[Any], tuple[int, tuple[int, ...]]] | None = None
     rows: Callable[[Any, int], NDArray[np.int64]] | None = None
+    columns: Callable[[Any], tuple[int, int]] | None = None
     shape: Callable[[Any, Shape], Shape] | None = None
     store: Values | None = None
     load: Values | None = None
@@ -79,16 +83,39 @@ def _query_key_value_and_gate(config: Any, count: int) -> Mapping[str, int]:
     return {"attn_qkv": 2 * keys + values, "attn_gate": values}
 
 
-def _kinds_apart(config: Any, count: int) -> NDArray[np.int64]:
+def _kinds(config: Any) -> tuple[int, tuple[int, ...]]:
     keys, values = _delta_rule_sizes(config)
-    ends = np.cumsum([keys, keys, values, values])
-    return np.concatenate(
-        [part.reshape(config.linear_num_key_heads, -1) for part in np.split(np.arange(count), ends[:-1])], axis=1
-    ).reshape(-1)
+    return config.linear_num_key_heads, (keys, keys, values, values)
+
+
+def _kinds_apart(config: Any, count: int) -> NDArray[np.int64]:
+    heads, sizes = _kinds(config)
+    kinds = np.split(np.arange(count), np.cumsum(sizes)[:-1])
+    return np.concatenate([kind.reshape(heads, -1) for kind in kinds], axis=1).reshape(-1)
 
 
 # One head's queries, keys, values and gates follow each other in transformers; all heads' queries do here, then all keys, ...
-APART = Change(parts=_query_key_value_and_gate, rows=_kinds_apart)
+APART = Change(parts=_query_key_value_and_gate, kinds=_kinds, rows=_kinds_apart)
+
+
+def _value_heads(config: Any) -> tuple[int, int]:
+    """Return the number of key heads, and the value heads of each, which follow each other in transformers."""
+    return config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+
+
+def _first_of_every_key(kept: Callable[[Any], int] = lambda config: 0) -> Change:
+    """Return the order in which the first value head of every key head comes first, then all second ones, ...; `kept` rows before stay."""
+
+    def rows(config: Any, count: int) -> NDArray[np.int64]:
+        before, (keys, of_key) = kept(config), _value_heads(config)
+        values = np.arange(before, count).reshape(of_key, keys, -1).swapaxes(0, 1).reshape(-1)
+        return np.concatenate([np.arange(before), values])
+
+    return Change(rows=rows)
+
+
+VALUES = _first_of_every_key()
+QUERIES_KEYS_VALUES = _first_of_every_key(lambda config: 2 * _delta_rule_sizes(config)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +134,7 @@ class Family:
         splits: its names of ways to split text, where they differ from those of other families.
         recurrent: the type of the layers without attention that it supports beside those with full attention.
         has_interval: whether every n-th layer has full attention; it supports any order otherwise.
+        rotates_sections: whether files state the sections of rotary embeddings that a position's time, height and width rotate.
         requires: fields of the config that it computes all models with one value of.
         changes: what its converter does to parameters, by the end of their name; the first that fits counts.
     """
@@ -122,6 +150,7 @@ class Family:
     splits: Mapping[str, str] = field(default_factory=dict)
     recurrent: str | None = None
     has_interval: bool = False
+    rotates_sections: bool = False
     requires: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
 
@@ -134,6 +163,15 @@ _QWEN3_NEXT = {
     ".conv1d.weight": SQUEEZED,
     ".in_proj_qkvz.weight": APART,
     ".shared_expert_gate.weight": SQUEEZED,
+}
+_QWEN3_5 = {
+    **_QWEN3_NEXT,
+    ".A_log": replace(VALUES, store=DECAY_RATES.store, load=DECAY_RATES.load),
+    ".dt_bias": VALUES,
+    ".conv1d.weight": replace(QUERIES_KEYS_VALUES, shape=SQUEEZED.shape),
+    ".in_proj_qkv.weight": QUERIES_KEYS_VALUES,
+    **{f".in_proj_{name}.weight": VALUES for name in "zba"},
+    ".linear_attn.out_proj.weight": Change(columns=_value_heads),
 }
 _GRANITE_HYBRID = {
     **NEIGHBOURS,
@@ -161,6 +199,14 @@ FAMILIES: Mapping[str, Family] = {
         has_interval=True,
         requires={"hidden_act": "silu", "attention_bias": False},
         changes=_QWEN3_NEXT,
+    ),
+    "qwen3_5_moe_text": Family(
+        "qwen35moe",
+        recurrent="linear_attention",
+        has_interval=True,
+        rotates_sections=True,
+        requires={"hidden_act": "silu", "attention_bias": False},
+        changes=_QWEN3_5,
     ),
     "lfm2_moe": Family(
         "lfm2moe",

@@ -70,6 +70,7 @@ class Names:
         for end, other in RENAMED.items():
             if parameter.endswith(end):
                 parameter = parameter.removesuffix(end) + other
+        parameter = parameter.replace("model.language_model.", "model.")  # beside an image tower
         name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias"))
         return name
 
@@ -222,6 +223,10 @@ class GgufWeights:
         if not down:
             return None
         whole = narrowest({tensor.weight_type for tensor in (*gate_up, *down)})
+        weight = None if path in self._experts else self._held(path)["weight"]
+        if isinstance(weight, Plain) and weight.is_of_two_types:
+            first, second = weight.parts
+            return StoredTypes(whole, first.kept_type, second.kept_type, (first.shape[0], second.shape[0]))
         return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
     def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
@@ -299,7 +304,8 @@ class GgufWeights:
         name, parts = self._names.stored(parameter), self._names.parts(parameter, shape[0] if shape else 1)
         if parts and name not in self._gguf.tensors:
             taken = tuple(self._take(part, (rows, *shape[1:]), parameter) for part, rows in parts.items())
-            return Plain(taken, shape, self._rows(parameter, shape))
+            kinds = change_of(self._config, parameter).kinds
+            return Plain(taken, shape, self._rows(parameter, shape), kinds=None if kinds is None else kinds(self._config))
         if name is None:
             return None
         if name.endswith("attn_kv_b.weight"):
@@ -310,7 +316,8 @@ class GgufWeights:
             return None
         change = change_of(self._config, parameter)
         tensor = self._take(name, shape if change.shape is None else change.shape(self._config, shape), parameter)
-        return Plain((tensor,), shape, None if parts else self._rows(parameter, shape), change.load)
+        rows = None if parts else self._rows(parameter, shape)
+        return Plain((tensor,), shape, rows, None if change.columns is None else change.columns(self._config), load=change.load)
 
     def _rows(self, parameter: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
         rows = change_of(self._config, parameter).rows

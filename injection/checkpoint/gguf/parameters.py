@@ -16,7 +16,7 @@ from moegraft.injection.checkpoint.files import DTYPES, Conversion, Extent, Lazy
 from moegraft.injection.checkpoint.gguf.blocks import FLOATS, WHOLE, BlockTensor, Index
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.layout import ExpertsLayout
-from moegraft.operators.weights import Codes, Part, StoredBlocks, WeightSource, widest
+from moegraft.operators.weights import Codes, Part, Segments, StoredBlocks, WeightSource, reordered, widest
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -51,12 +51,15 @@ class Plain(Stored):
 
     Attributes:
         rows: the stored row of each row of the parameter; None if the order is the same.
+        columns, kinds: as `Change` has them, for this config.
         load: the values from the stored ones; None if they are the same.
     """
 
     parts: tuple[BlockTensor, ...]
     shape: tuple[int, ...]
     rows: NDArray[np.int64] | None = None
+    columns: tuple[int, int] | None = None
+    kinds: tuple[int, tuple[int, ...]] | None = None
     load: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -68,10 +71,12 @@ class Plain(Stored):
         whole = first.read() if len(self.parts) == 1 else torch.cat([part.read().to(self.dtype) for part in self.parts])
         values = whole.reshape(self.shape)
         if self.rows is not None:
-            return values[torch.from_numpy(self.rows)]
+            values = values[torch.from_numpy(self.rows)]
+        if self.columns is not None:
+            return reordered(values, self.columns[::-1])
         if self.load is not None:
             return self._loaded(values)
-        return values.clone() if len(self.parts) == 1 and first.block_type in FLOATS else values
+        return values.clone() if len(self.parts) == 1 and self.rows is None and first.block_type in FLOATS else values
 
     def _loaded(self, values: torch.Tensor) -> torch.Tensor:
         assert self.load is not None
@@ -84,6 +89,12 @@ class Plain(Stored):
     def is_matrix(self) -> bool:
         return len(self.shape) == 2 and all(len(part.shape) == 2 for part in self.parts) and self.load is None
 
+    @property
+    def is_of_two_types(self) -> bool:
+        """Whether it is in two tensors of different types, which can be multiplied with one after the other."""
+        ordered = self.rows is None or self.kinds is not None
+        return self.is_matrix and ordered and len(self.parts) == 2 and self.parts[0].kept_type != self.parts[1].kept_type
+
     def codes(self) -> Codes | StoredBlocks | None:
         """Return the codes; None if there are none, or if parts have blocks of different types."""
         found = [part.codes() for part in self.parts] if self.is_matrix else []
@@ -91,10 +102,10 @@ class Plain(Stored):
         blocks = [each for each in found if isinstance(each, StoredBlocks)]
         codes = [each for each in found if isinstance(each, Codes)]
         if blocks and len(blocks) == len(found) and len({each.weight_type for each in blocks}) == 1:
-            return StoredBlocks(_together([each.blocks for each in blocks])[order], blocks[0].weight_type)
+            return StoredBlocks(_together([each.blocks for each in blocks])[order], blocks[0].weight_type, self.columns)
         if codes and len(codes) == len(found):
             values, scales = _together([each.codes for each in codes]), _together([each.scales for each in codes])
-            return Codes(values[order], scales[order], max(each.bits for each in codes))
+            return Codes(values[order], scales[order], max(each.bits for each in codes), self.columns)
         return None
 
 
@@ -225,6 +236,12 @@ class GgufLinear(WeightSource):
     def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
         stored = self._parts[part]
         return stored.codes() if isinstance(stored, Plain) else None
+
+    def segments(self) -> Segments:
+        weight = self._parts["weight"]
+        assert isinstance(weight, Plain) and weight.is_of_two_types, "only such layers have the weight types of several tensors"
+        sources = [GgufLinear({"weight": Plain((part,), part.shape)}) for part in weight.parts]
+        return Segments(sources, *(weight.kinds or (1, tuple(part.shape[0] for part in weight.parts))))
 
     def origin(self, part: Part, expert: int = 0) -> str:
         return self._parts[part].tensors[0].origin

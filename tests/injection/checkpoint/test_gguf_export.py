@@ -167,6 +167,7 @@ FAMILIES = (
     "glm4_moe",
     "glm4_moe_lite",
     "qwen3_next",
+    "qwen3_5_moe_text",
     "lfm2_moe",
     "granitemoehybrid",
 )
@@ -182,6 +183,9 @@ def family(model_type: str) -> PreTrainedModel:
     if model_type == "deepseek_v3":
         scaling = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7}
         more["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, **scaling}
+    if model_type == "qwen3_5_moe_text":
+        sections = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}  # llama.cpp requires that heads have room for them
+        more["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **sections}
     if model_type == "deepseek_v2":
         more["q_lora_rank"] = None  # as in DeepSeek-V2-Lite
     if model_type == "glm4_moe":
@@ -287,6 +291,32 @@ def test_importance_of_every_matrix_is_measured_and_used(tmp_path: Path) -> None
     assert (tmp_path / "weighted.gguf").read_bytes() != (tmp_path / "plain.gguf").read_bytes()
 
 
+def test_of_a_model_with_an_image_tower_the_language_model_is_written_and_loaded(tmp_path: Path) -> None:
+    model = build_model(next(case for case in family_cases() if case.model_type == "qwen3_5_moe"))
+    meta = saved(model, tmp_path)
+    assert meta.weights is not None
+    plan = plan_export(meta.weights, meta.skeleton, read_types("F32"))
+    notices = write_export(plan, tmp_path / "model.gguf", tmp_path, "tiny", {}, lambda written: None)
+    assert sum("such as model.visual." in notice for notice in notices) == 1
+    loaded = optimize_and_load(tmp_path, "cpu-exact", gguf=tmp_path / "model.gguf", dtype="float32", progress=False)
+    assert not any("visual" in name for name, _ in loaded.named_parameters())
+    ids = prompt(24)
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_importance_is_in_the_order_of_the_stored_columns(tmp_path: Path) -> None:
+    """llama.cpp has the value heads of Qwen3.5's linear attention, 64 in 4 heads here, in another order."""
+    path = "model.layers.0.linear_attn.out_proj"
+    model = family("qwen3_5_moe_text")
+    importance = torch.logspace(-4, 0, 64)
+    plan = exported(saved(model, tmp_path), "Q4_0", tmp_path / "model.gguf", {path: importance})
+    tensor = next(tensor for tensor in plan.tensors if tensor.name == "blk.0.ssm_out.weight")
+    order = torch.cat([torch.arange(16) + 16 * head for head in (0, 2, 1, 3)])
+    expected = GGUF_TYPES["Q4_0"].encode(model.get_parameter(f"{path}.weight").detach()[:, order], importance[order])
+    stored = next(each for each in gguf.GGUFReader(tmp_path / "model.gguf").tensors if each.name == tensor.name)
+    assert np.array_equal(stored.data, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -335,6 +365,7 @@ def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_ref
     ("model_type", "field", "value"),
     [
         ("qwen3_next", "attention_bias", True),
+        ("qwen3_5_moe_text", "hidden_act", "gelu"),
         ("lfm2_moe", "routed_scaling_factor", 2.5),
         ("lfm2_moe", "use_expert_bias", False),
         ("lfm2_moe", "conv_bias", True),
