@@ -424,12 +424,13 @@ class Runtime:
             ValueError: shapes or strides that do not fit.
             TypeError: dtypes that do not fit.
         """
-    def recurrent(self, name: str, operands: Sequence[object | None], numbers: Sequence[float]) -> None:
+    def recurrent(self, name: str, operands: Sequence[object | None], numbers: Sequence[float], past: Sequence[object] = ...) -> None:
         """Compute a rule of recurrent layers for T tokens, one after the other, in float32; a result is rounded once.
 
         Operands are tensors of any float dtypes and strides, with the last dimension contiguous where it is K, V or N, or None. The first
         two are written. States are float32 and contiguous but those of `short_conv`; the state before the first token may be the memory
-        of the state after the last one; None: zeros.
+        of the state after the last one; None: zeros. `past` are empty, or as many tensors in the form of the state as there are tokens
+        before the last one, and receive the states after these. Of `short_conv` they may be fewer, for its last tokens.
 
         - `delta_rule`: the gated delta rule. Operands: out (B, T, H, V), state (B, H, K, V), query and key (B, T, G, K), value
           (B, T, H, V), logarithms of decays (B, T, H) or (B, T, H, K), beta (B, T, H), state before. Numbers: a factor of queries, and
@@ -578,7 +579,7 @@ class Program:
     def add_matmul(self, operands: Sequence[Any]) -> None:
         """out (B, M, N), a (B, M, K), b (B, K, N) and perhaps bias (N), of one floating-point dtype."""
     def add_recurrent(self, name: str, operands: Sequence[Any], numbers: Sequence[float]) -> None:
-        """The operands of `Runtime.recurrent`; absent ones are numbers."""
+        """The operands of `Runtime.recurrent`, with past states after the first of them; absent ones are numbers."""
     def end_stage(self) -> int:
         """End a part that `run` may end with; return the number of stages so far."""
     def bind(self, buffer: int, bytes: object, origin: int = ...) -> None:

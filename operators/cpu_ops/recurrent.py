@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES
 from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NotRecognisedError, probe
 from moegraft.operators.custom_ops import needs_gradient
+from moegraft.operators.decode.states import CONVOLUTIONS, KEEPS_PAST, RECURRENT, KeptPass, NotKeptError, kept_pass
 from moegraft.operators.structure import recurrent_functions
 
 _TOLERANCE = 1e-4  # relative, of the self-tests in float32
@@ -41,9 +42,11 @@ class _Pass(threading.local):
 
     Attributes:
         before: the state of the cache before the pass; None where there is none.
+        kept: where the states after each of its tokens go, if the layer keeps them.
     """
 
     before: Tensor | None = None
+    kept: KeptPass | None = None
 
 
 class CpuRecurrent(CpuOperator):
@@ -56,6 +59,8 @@ class CpuRecurrent(CpuOperator):
     Each function is compared with its kernel on random tensors first. It computes itself what the kernel does not know: tensors on a GPU,
     gradients, several sequences in one row, states in 16 bits, and everything in graphs of `torch.compile`. A scan without an argument for
     the state before (Jamba's of many tokens) goes on from the cache's; by itself it would begin again.
+
+    Where a pass verifies a draft, the kernels also write the states after each of its tokens, to which the cache may return.
     """
 
     name = "cpu_recurrent"
@@ -95,10 +100,11 @@ class CpuRecurrent(CpuOperator):
         layer = layers[place] if isinstance(place, int) and place < len(layers) else None
         has_state = getattr(layer, "has_previous_state", {}).get(0, False)
         self._pass.before = getattr(layer, "recurrent_states", {}).get(0) if has_state else None
+        self._pass.kept = kept_pass(layer)
         try:
             yield
         finally:
-            self._pass.before = None
+            self._pass.before = self._pass.kept = None
 
     def _knows(self, *tensors: Tensor | None) -> bool:
         """Whether the kernels can read these tensors."""
@@ -108,6 +114,22 @@ class CpuRecurrent(CpuOperator):
             for tensor in given
         )
         return all(plain) and all(tensor.numel() for tensor in given) and not needs_gradient(*given)
+
+    def _states(self, before: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, Tensor, Sequence[Tensor]] | None:
+        """Return the state before a pass, where that after it goes, and where those after earlier tokens go; None if these are unknown."""
+        kept = self._pass.kept
+        if kept is None:
+            return _as_state(before), torch.empty(*shape, dtype=torch.float32), ()
+        own = kept.before.get(RECURRENT)
+        if own is None or own.dtype != torch.float32 or not own.is_contiguous() or own.numel() != math.prod(shape):
+            return None
+        kept.written.add(RECURRENT)
+        *past, state = (tensor.view(*shape) for tensor in kept.after[RECURRENT])
+        return own.view(*shape), state, past
+
+    def _last(self, state: Tensor) -> Tensor:
+        """Return the state after a pass, which is already in its place where the layer keeps earlier ones."""
+        return state if self._pass.kept is None else self._pass.kept.after[RECURRENT][-1]
 
     def delta_rule(self, own: Function) -> Function:
         return self._in_forms(own, self._delta, _delta_answers, (3, 4), "the gated delta rule")
@@ -120,13 +142,16 @@ class CpuRecurrent(CpuOperator):
             known = not args and g is not None and beta is not None and g.dim() in forms and kwargs.get("cu_seqlens") is None
             if not known or not self._knows(query, key, value, g, beta, before) or keys > _MOST_COLUMNS:
                 return NotImplemented
+            states = self._states(before, (value.shape[0], value.shape[2], keys, value.shape[3]))
+            if states is None:
+                return NotImplemented
+            before, state, past = states
             out = query.new_empty(value.shape)
-            state = query.new_empty((value.shape[0], value.shape[2], keys, value.shape[3]), dtype=torch.float32)
             rows = [_rows(tensor) for tensor in (query, key, value)]
             decay = _rows(g) if g.dim() == 4 else g
             epsilon = _EPSILON if kwargs.get("use_qk_l2norm_in_kernel") else -1.0
-            self.runtime.recurrent("delta_rule", [out, state, *rows, decay, beta, _as_state(before)], [keys**-0.5, epsilon])
-            return out, state if kwargs.get("output_final_state") else None
+            self.runtime.recurrent("delta_rule", [out, state, *rows, decay, beta, before], [keys**-0.5, epsilon], past)
+            return out, self._last(state) if kwargs.get("output_final_state") else None
 
         return kernel
 
@@ -159,8 +184,14 @@ class CpuRecurrent(CpuOperator):
         return activation in (None, "silu", "swish") and weight.shape[1] <= _MOST_TAPS and x.dim() == 3 and self._knows(x, weight, bias)
 
     def _convolved(self, x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        past: Sequence[Tensor] = ()
+        if (kept := self._pass.kept) is not None:
+            past = kept.after[CONVOLUTIONS][:-1]
+            if past[0].dtype != x.dtype:
+                return NotImplemented
+            kept.written.add(CONVOLUTIONS)
         out = x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)  # what follows reads the channels of a token
-        self.runtime.recurrent("short_conv", [out, state, x, weight, bias], [float(activation is not None)])
+        self.runtime.recurrent("short_conv", [out, state, x, weight, bias], [float(activation is not None)], past)
         return out
 
     def state_update(self, own: Function) -> Function:
@@ -215,11 +246,16 @@ class CpuRecurrent(CpuOperator):
             tensors = (hidden_states, dt, A, B, C, D, dt_bias, initial_states)
             if unknown or not self._knows(*tensors) or B.shape[3] > _MOST_COLUMNS:
                 return NotImplemented
+            states = self._states(initial_states, (*hidden_states.shape[:1], *hidden_states.shape[2:], B.shape[3]))
+            if states is None:
+                return NotImplemented
+            before, state, past = states
             out = hidden_states.new_empty(hidden_states.shape, dtype=torch.float32)
-            state = out.new_empty((out.shape[0], out.shape[2], out.shape[3], B.shape[3]))
-            operands = [out, state, hidden_states, dt, A, _rows(B), _rows(C), D, dt_bias, None, _as_state(initial_states)]
-            self._scan(operands, dt_softplus, dt_limit)
-            return (out, state) if return_final_states else out
+            if past:  # as single tokens, whose time steps have no limits
+                out, dt_limit = torch.empty_like(hidden_states, memory_format=torch.contiguous_format), _NO_LIMITS
+            operands = [out, state, hidden_states, dt, A, _rows(B), _rows(C), D, dt_bias, None, before]
+            self._scan(operands, dt_softplus, dt_limit, past)
+            return (out, self._last(state)) if return_final_states else out
 
         return self._tested(own, kernel, _chunk_answers, "a scan of Mamba-2")
 
@@ -240,21 +276,26 @@ class CpuRecurrent(CpuOperator):
             before = self._pass.before
             if not self._knows(hidden_states, dt, A, B, C, D, z, delta_bias, before) or A.shape[1] > _MOST_COLUMNS:
                 return NotImplemented
+            states = self._states(before, (*hidden_states.shape[:2], 1, A.shape[1]))
+            if states is None:
+                return NotImplemented
+            before, state, past = states
             x = hidden_states.transpose(1, 2).unsqueeze(3)
             b, c = (_rows(tensor.transpose(1, 2).unsqueeze(2)) for tensor in (B, C))
-            out = x.new_empty(x.shape, dtype=torch.float32)
-            state = out.new_empty((out.shape[0], out.shape[2], 1, A.shape[1]))
+            out = x.new_empty(x.shape, dtype=x.dtype if past else torch.float32)
             gate = None if z is None else z.transpose(1, 2).unsqueeze(3)
-            start = None if before is None else _as_state(before.unsqueeze(2))
+            start = None if before is None else before.view(state.shape)
             operands = [out, state, x, dt.transpose(1, 2), _rows(A), b, c, D, delta_bias, gate, start]
-            self._scan(operands, delta_softplus)
+            self._scan(operands, delta_softplus, past=past)
             scanned = out.squeeze(3).transpose(1, 2)
-            return (scanned, state.squeeze(2)) if return_last_state else scanned
+            return (scanned, self._last(state.squeeze(2))) if return_last_state else scanned
 
         return self._tested(own, kernel, _scan_answers, "a selective scan")
 
-    def _scan(self, operands: list[Tensor | None], softplus: bool, limits: tuple[float, float] = _NO_LIMITS) -> None:
-        self.runtime.recurrent("selective_scan", operands, [float(softplus), *map(float, limits)])
+    def _scan(
+        self, operands: list[Tensor | None], softplus: bool, limits: tuple[float, float] = _NO_LIMITS, past: Sequence[Tensor] = ()
+    ) -> None:
+        self.runtime.recurrent("selective_scan", operands, [float(softplus), *map(float, limits)], past)
 
     def _in_forms(
         self,
@@ -268,12 +309,23 @@ class CpuRecurrent(CpuOperator):
         agreed = tuple(dims for dims in forms if self._agrees(functools.partial(answers, dims), own, kernel((dims,))))
         if not agreed:
             raise NotRecognisedError(f"{own.__name__} computes something else than {rule}")
-        return _or_own(kernel(agreed), own)
+        return self._or_own(kernel(agreed), own)
 
     def _tested(self, own: Function, kernel: Function, answers: Callable[[Function], list[Tensor]], rule: str) -> Function:
         if not self._agrees(answers, own, kernel):
             raise NotRecognisedError(f"{own.__name__} computes something else than {rule}")
-        return _or_own(kernel, own)
+        return self._or_own(kernel, own)
+
+    def _or_own(self, kernel: Function, own: Function) -> Function:
+        """Return a function that calls `own` where the kernel does not know the arguments and returns NotImplemented."""
+
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            found = kernel(*args, **kwargs)
+            if found is NotImplemented and self._pass.kept is not None:
+                raise NotKeptError
+            return own(*args, **kwargs) if found is NotImplemented else found
+
+        return answered
 
     def _agrees(self, answers: Callable[[Function], list[Tensor]], own: Function, kernel: Function) -> bool:
         """Whether a function and its kernel give the same answers."""
@@ -287,16 +339,6 @@ class CpuRecurrent(CpuOperator):
             isinstance(one, Tensor) and one.shape == other.shape and float((one - other).norm()) <= _TOLERANCE * float(other.norm())
             for one, other in zip(found, expected, strict=True)
         )
-
-
-def _or_own(kernel: Function, own: Function) -> Function:
-    """Return a function that calls `own` where the kernel does not know the arguments and returns NotImplemented."""
-
-    def answered(*args: Any, **kwargs: Any) -> Any:
-        found = kernel(*args, **kwargs)
-        return own(*args, **kwargs) if found is NotImplemented else found
-
-    return answered
 
 
 _RULES: dict[str, Callable[[CpuRecurrent, Function], Function]] = {
@@ -323,7 +365,7 @@ def _with_operator(cls: Any) -> type[nn.Module]:
             return own(self, *args, **kwargs)
         return operator.forward(self, *args, **kwargs)
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, KEEPS_PAST: True}
     return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 

@@ -76,10 +76,10 @@ class Drafting:
         if (cache := sequence.cache) is not None:
             drop_past(cache)
 
-    def _mark(self, sequence: DecodedSequence) -> CacheMark:
+    def _mark(self, sequence: DecodedSequence, *, singly: bool) -> CacheMark:
         cache = sequence.cache
         assert cache is not None, "without a cache, nothing is drafted"
-        return CacheMark(cache, self._longest + 1)  # the memory of past states stays the same in all rounds
+        return CacheMark(cache, self._longest + 1, singly=singly)  # the memory of past states stays the same in all rounds
 
     def round(self, sequence: DecodedSequence, rule: AcceptanceRule) -> None:
         """Extend a sequence by one token or more, and learn from it."""
@@ -89,7 +89,7 @@ class Drafting:
         drafts: list[DraftToken] = []
         try:
             if planned > 0:
-                mark = self._mark(sequence) if self.drafter.feeds else None
+                mark = self._mark(sequence, singly=True) if self.drafter.feeds else None
                 with self.trace("draft") as details:
                     drafts = self.drafter.draft(sequence, rule, planned, self.schedule.continues)
                     details["tokens"] = len(drafts)
@@ -97,8 +97,8 @@ class Drafting:
             if mark is not None:
                 with self.trace("rollback"):
                     mark.rewind()
-            elif drafts:  # a mark copies recurrent states, which would be in vain where nothing is looked up
-                mark = self._mark(sequence)
+            elif drafts:
+                mark = self._mark(sequence, singly=False)
             with self.trace("verify" if drafts else "plain step") as details:
                 compared = accepted = 0
                 if drafts:

@@ -28,12 +28,13 @@ class CacheMark:
     Args:
         longest: tokens of the longest pass of which `rewind` may keep some and drop others, where the cache has recurrent or convolution
             states. It keeps their memory (`drop_past`), and a mark ends those before it.
+        singly: whether passes over one token may follow before the first `rewind`. Such states are copied for it.
     """
 
-    def __init__(self, cache: Cache, longest: int = 8) -> None:
+    def __init__(self, cache: Cache, longest: int = 8, *, singly: bool = True) -> None:
         self._cache = cache
-        keep_past(cache, longest - 1)
-        self._states = [StateMark(layer) for layer in cache.layers if has_states(layer)]
+        keep_past(cache, longest)
+        self._states = [StateMark(layer, copies=singly) for layer in cache.layers if has_states(layer)]
         self._length = int(cache.get_seq_length()) if self._states else 0  # static caches count in a tensor
         self._rewinds = [rewind for layer in cache.layers if (rewind := _mark_layer(layer)) is not None]
 
@@ -42,9 +43,12 @@ class CacheMark:
 
         Every layer is rewound by its own length: an interrupted forward pass may have fed only some layers.
         """
-        if self._states and (not keep or keep < int(self._cache.get_seq_length()) - self._length):
-            for mark in self._states:
-                mark.rewind(keep)
+        at_once = self._states and int(self._cache.get_seq_length()) - self._length > 1
+        for mark in self._states:
+            if not keep:
+                mark.restore()
+            elif at_once:
+                mark.keep(keep)
         for rewind in self._rewinds:
             rewind(keep)
 

@@ -2,11 +2,11 @@
 
 transformers keeps them in layers of kind `LinearAttentionCacheLayerMixin`, alone or beside keys and values. They have a fixed size and
 stand for all tokens so far, so that no earlier token can be removed from them: to return to a position, its states have to be kept.
-`SavedStates` is a copy of them; `keep_past` lets a cache keep those before a short pass and after each of its tokens.
+`SavedStates` is a copy of them; `keep_past` lets a cache keep those after each token of a short pass, which verifies a draft.
 
 The modules that move states on are found by their source, and compute a pass over several tokens token by token (`split_passes`)
 
-- where the cache keeps past states: the pass verifies a draft, and each token gets what decoding would compute for it;
+- where the cache keeps past states and no kernel writes them (`KeptPass`): each token gets what decoding would compute for it;
 - where a module does not go on from its state with several tokens at once, as Jamba's scan, which begins at zero.
 """
 
@@ -16,21 +16,25 @@ import copy
 import functools
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from moegraft.operators.structure import source_of
 
-TENSORS = ("conv_states", "recurrent_states")  # of a layer, each a dictionary by number of the state
+CONVOLUTIONS, RECURRENT = TENSORS = "conv_states", "recurrent_states"  # of a layer, each a dictionary by number of the state
 FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
 _ALIGNMENT = 64  # bytes
-_PAST = "past_states"  # attribute of a layer: its past states, by name and number of the state, and position
-_BEFORE = -1  # the position before a pass
+_PAST = "past_states"  # attribute of a layer: its past states, by name and number of the state, and token
+_KEPT = "_kept_pass"  # attribute of a layer
+KEEPS_PAST = "_moegraft_keeps_past"  # attribute of a class of modules whose kernels write the states of a `KeptPass`
 _TRAITS = "_moegraft_traits"  # attribute of a module
 _PROBED = 4  # tokens
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; rounding of any dtype is far below what a lost state changes
@@ -120,19 +124,17 @@ def _held(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
                 yield name, index, tensor
 
 
-def keep_past(cache: Cache, positions: int) -> None:
-    """Let a cache that has states keep those before a pass, and after each token but the last of one over 2 to `positions` + 1 tokens.
+def keep_past(cache: Cache, tokens: int) -> None:
+    """Let a cache that has states keep those after each token of a pass over 2 to `tokens` tokens, until `drop_past`.
 
-    The memory is the same for all passes, so that native programs write to it, until `drop_past`.
+    Such a pass leaves the states of the cache as they are before it: `StateMark.keep` moves them on.
     """
     for layer in filter(has_states, cache.layers):
         past: dict[tuple[str, int, int], torch.Tensor] = vars(layer).setdefault(_PAST, {})
-        if past_positions(layer) >= positions:
-            continue
-        for name, index, tensor in _held(layer):
-            for position in range(_BEFORE, positions):
-                if (name, index, position) not in past:
-                    past[name, index, position] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for token in range(past_tokens(layer), tokens):
+            for name, index, tensor in _held(layer):
+                with torch.inference_mode(tensor.is_inference()):  # it may become the cache's
+                    past[name, index, token] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def drop_past(cache: Cache) -> None:
@@ -141,29 +143,77 @@ def drop_past(cache: Cache) -> None:
         vars(layer).pop(_PAST, None)
 
 
-def past_positions(layer: object) -> int:
-    """Return the number of tokens of a pass after each of which a layer keeps its states."""
-    return max((position for _, _, position in getattr(layer, _PAST, ())), default=_BEFORE) + 1
+def past_tokens(layer: object) -> int:
+    """Return the number of tokens of the longest pass after each of which a layer keeps its states."""
+    past = getattr(layer, _PAST, None)
+    return next(reversed(past))[2] + 1 if past else 0
 
 
 class StateMark:
-    """The states of a layer at one moment. A later mark of the same layer ends it."""
+    """The states of a layer at one moment. A later mark of the same layer ends it.
 
-    def __init__(self, layer: Any) -> None:
+    Nothing is copied when the layer goes back to the mark or on from it: tensors change places.
+
+    Args:
+        copies: whether passes over one token may follow before `restore`, which overwrite the states; they are copied.
+    """
+
+    def __init__(self, layer: Any, *, copies: bool) -> None:
         self._layer = layer
         self._flags = {name: dict(getattr(layer, name)) for name in FLAGS}
-        self._past: Mapping[tuple[str, int, int], torch.Tensor] = vars(layer)[_PAST]
-        for name, index, tensor in _held(layer):
-            _overwrite(self._past[name, index, _BEFORE], tensor)
+        self._states = {(name, index): tensor for name, index, tensor in _held(layer)}
+        if copies:
+            for (name, index), tensor in self._states.items():
+                _overwrite(copy := vars(layer)[_PAST][name, index, 0], tensor)
+                self._states[name, index] = copy
 
-    def rewind(self, tokens: int) -> None:
-        """Put back the states of the mark (0), or those after the first tokens of the pass that went on from there."""
+    def restore(self) -> None:
+        """Put back the states of the mark. It may be repeated, where it was interrupted and after passes over several tokens."""
         for name, flags in self._flags.items():
             getattr(self._layer, name).update(flags)
-        for name, index, tensor in _held(self._layer):
-            saved = self._past.get((name, index, tokens - 1))
-            if saved is not None:  # at the mark, the layer had this state
-                _overwrite(tensor, saved)
+        for (name, index), tensor in self._states.items():
+            self._exchange(name, index, tensor)
+
+    def keep(self, tokens: int) -> None:
+        """Let the layer have the states after the first tokens of the pass over several that went on from the mark."""
+        past = vars(self._layer)[_PAST]
+        for name, index in self._states:
+            self._exchange(name, index, past[name, index, tokens - 1])
+
+    def _exchange(self, name: str, index: int, wanted: torch.Tensor) -> None:
+        states, past = getattr(self._layer, name), vars(self._layer)[_PAST]
+        now = states[index]
+        if now is not wanted:
+            for place, tensor in past.items():
+                if tensor is wanted:
+                    past[place] = now
+            states[index] = wanted
+
+
+class NotKeptError(Exception):
+    """A kernel cannot write the states of a pass after each of its tokens."""
+
+
+@dataclass(slots=True)
+class KeptPass:
+    """A pass that a module computes at once, while its kernels write the states after each token. All by name of the state.
+
+    Attributes:
+        before: before the pass, to be left as they are.
+        after: where those after each token go. Meanwhile the last one is the state of the layer: with what was before if it is that of a
+            convolution, which the layer itself moves on.
+        written: what kernels have written.
+    """
+
+    before: Mapping[str, torch.Tensor]
+    after: Mapping[str, Sequence[torch.Tensor]]
+    written: set[str]
+
+
+def kept_pass(layer: object) -> KeptPass | None:
+    """Return what a layer keeps of the pass that is computed at the moment, where kernels are to write it."""
+    found: KeptPass | None = getattr(layer, _KEPT, None)
+    return found
 
 
 def moves_states(module: nn.Module) -> bool:
@@ -229,20 +279,77 @@ def _split(cls: Any) -> type[nn.Module]:
         layer = cache.layers[self.layer_idx]
         if not all(layer.has_previous_state[index] for _, index in traits.states):
             return own(self, *args, **kwargs)
-        past = getattr(layer, _PAST, {}) if tokens <= past_positions(layer) + 1 else {}
-        if traits.goes_on and not past:
-            return own(self, *args, **kwargs)
-        outputs = []
-        for token in range(tokens):
-            place = slice(token, token + 1)
-            outputs.append(own(self, *_taken(args, tokens, place), **_taken(kwargs, tokens, place)))
-            if past and token < tokens - 1:
-                for name, index in traits.states:
-                    past[name, index, token].copy_(getattr(layer, name)[index])
-        return _joined(outputs)
+        run = functools.partial(own, self)
+        if not 1 < tokens <= past_tokens(layer):
+            return run(*args, **kwargs) if traits.goes_on else _one_by_one(run, tokens, args, kwargs)
+        past = vars(layer)[_PAST]
+        after = {state: [past[(*state, token)] for token in range(tokens)] for state in traits.states}
+        if getattr(cls, KEEPS_PAST, False) and len({name for name, _ in after}) == len(after):
+            with _states_of(layer, {state: places[-1] for state, places in after.items()}) as before:
+                found = _at_once(run, layer, before, after, args, kwargs)
+            if found is not None:
+                return found
+        with _states_of(layer, {}):
+            return _one_by_one(run, tokens, args, kwargs, functools.partial(_moved_on, layer, after))
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {"forward": forward, _TRAITS: None, **names})
+
+
+@contextmanager
+def _states_of(layer: Any, states: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[dict[tuple[str, int], torch.Tensor]]:
+    """Let a layer have other states while the body runs; yield its own, which it has again afterwards."""
+    own = {(name, index): tensor for name, index, tensor in _held(layer)}
+    try:
+        for (name, index), tensor in states.items():
+            getattr(layer, name)[index] = tensor
+        yield own
+    finally:
+        for (name, index), tensor in own.items():
+            getattr(layer, name)[index] = tensor
+
+
+def _at_once(run: Callable[..., Any], layer: Any, before: Any, after: Any, args: Any, kwargs: Any) -> Any:
+    """Return the outputs of a pass whose states kernels write after each token; None where they do not."""
+    for (name, index), places in after.items():
+        if name == CONVOLUTIONS:
+            places[-1].copy_(before[name, index])
+    kept = KeptPass({name: before[name, index] for name, index in after}, {name: places for (name, _), places in after.items()}, set())
+    setattr(layer, _KEPT, kept)
+    try:
+        with _LinearsByRow():
+            found = run(*args, **kwargs)
+    except NotKeptError:
+        return None
+    finally:
+        delattr(layer, _KEPT)
+    return found if kept.written == kept.after.keys() else None
+
+
+class _LinearsByRow(TorchFunctionMode):
+    """Lets PyTorch compute linear layers in float32 token by token: its products of one row and of several differ in rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and len(args) > 1 and args[0].dim() == 3 and args[0].dtype == args[1].dtype == torch.float32:
+            return torch.cat([func(row, *args[1:], **(kwargs or {})) for row in args[0].split(1, dim=1)], dim=1)
+        return func(*args, **(kwargs or {}))
+
+
+def _moved_on(layer: Any, after: Mapping[tuple[str, int], Sequence[torch.Tensor]], token: int) -> None:
+    """Let the states after a token go elsewhere than those before it, where the layer now begins."""
+    for (name, index), places in after.items():
+        places[token].copy_(getattr(layer, name)[index])
+        getattr(layer, name)[index] = places[token]
+
+
+def _one_by_one(run: Callable[..., Any], tokens: int, args: Any, kwargs: Any, before_each: Callable[[int], None] | None = None) -> Any:
+    outputs = []
+    for token in range(tokens):
+        if before_each is not None:
+            before_each(token)
+        place = slice(token, token + 1)
+        outputs.append(run(*_taken(args, tokens, place), **_taken(kwargs, tokens, place)))
+    return _joined(outputs)
 
 
 @torch.no_grad()

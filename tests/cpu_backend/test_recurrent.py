@@ -43,11 +43,13 @@ def delta_operands(shape: Sequence[int], by_channel: bool, dtype: torch.dtype) -
     return [query, key, value, decay, beta]
 
 
-def run_delta(runtime: Runtime, tensors: Sequence[torch.Tensor], before: torch.Tensor | None, epsilon: float = 1e-6) -> reference.Pair:
+def run_delta(
+    runtime: Runtime, tensors: Sequence[torch.Tensor], before: torch.Tensor | None, epsilon: float = 1e-6, past: Sequence[torch.Tensor] = ()
+) -> reference.Pair:
     value, keys = tensors[2], tensors[1].shape[3]
     out = torch.empty(value.shape, dtype=value.dtype)
     state = torch.empty(value.shape[0], value.shape[2], keys, value.shape[3])
-    runtime.recurrent("delta_rule", [out, state, *tensors, before], [keys**-0.5, epsilon])
+    runtime.recurrent("delta_rule", [out, state, *tensors, before], [keys**-0.5, epsilon], past)
     return out, state
 
 
@@ -83,11 +85,17 @@ CONV_SHAPES = [
 
 
 def run_conv(
-    runtime: Runtime, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor | None, silu: bool
+    runtime: Runtime,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: torch.Tensor | None,
+    silu: bool,
+    past: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     batch, channels, tokens = x.shape
     out = torch.empty(batch, tokens, channels, dtype=x.dtype).transpose(1, 2)
-    runtime.recurrent("short_conv", [out, state, x, weight, bias], [float(silu)])
+    runtime.recurrent("short_conv", [out, state, x, weight, bias], [float(silu)], past)
     return out
 
 
@@ -131,12 +139,17 @@ def scan_operands(shape: Sequence[int], by_column: bool, dtype: torch.dtype) -> 
 
 
 def run_scan(
-    runtime: Runtime, tensors: Sequence[Any], before: torch.Tensor | None, softplus: bool = True, limits: tuple[float, float] = (0.0, 1e30)
+    runtime: Runtime,
+    tensors: Sequence[Any],
+    before: torch.Tensor | None,
+    softplus: bool = True,
+    limits: tuple[float, float] = (0.0, 1e30),
+    past: Sequence[torch.Tensor] = (),
 ) -> reference.Pair:
     x, columns = tensors[0], tensors[3].shape[3]
     out = torch.empty(x.shape, dtype=x.dtype)
     state = torch.empty(x.shape[0], x.shape[2], x.shape[3], columns)
-    runtime.recurrent("selective_scan", [out, state, *tensors, before], [float(softplus), *limits])
+    runtime.recurrent("selective_scan", [out, state, *tensors, before], [float(softplus), *limits], past)
     return out, state
 
 
@@ -168,33 +181,42 @@ def test_selective_scan_rounds_only_its_output(runtime: Runtime, dtype: torch.dt
 
 @pytest.mark.parametrize("rule", ["delta_rule", "decay by channel", "short_conv", "selective_scan", "decay by column"])
 def test_tokens_one_by_one_are_equal_bit_for_bit(runtime: Runtime, rule: str) -> None:
-    """Drafts are verified several at once, and must have the results of plain decoding."""
+    """Drafts are verified several at once, and must have the results and states of plain decoding."""
     state: torch.Tensor | None
     if rule == "short_conv":
-        x, weight, before = random(2, 70, 9, seed=1), random(70, 4, seed=2), random(2, 70, 4, seed=3)
-        at_once, state = before.clone(), before.clone()
-        found = run_conv(runtime, x, weight, None, at_once, True)
-        steps = [run_conv(runtime, x[..., t : t + 1], weight, None, state, True) for t in range(9)]
+        x, weight, state = random(2, 70, 9, seed=1), random(70, 4, seed=2), random(2, 70, 4, seed=3)
+        before, after, steps = state.clone(), list[torch.Tensor](), list[torch.Tensor]()
+        for t in range(9):
+            steps.append(run_conv(runtime, x[..., t : t + 1], weight, None, state, True))
+            after.append(state.clone())
+        at_once, past = before.clone(), list(torch.empty(8, 2, 70, 4))
+        found = run_conv(runtime, x, weight, None, at_once, True, past)
         assert torch.equal(found, torch.cat(steps, -1))
-        assert torch.equal(at_once, state)
+        assert all(map(torch.equal, [*past, at_once], after))
+        past = list(torch.empty(3, 2, 70, 4))  # of the last tokens, whose earlier columns are in x
+        joined = run_conv(runtime, torch.cat([before, x], -1), weight, None, None, True, past)
+        assert torch.equal(joined[..., 4:], found)
+        assert all(map(torch.equal, past, after[5:8]))
         return
     if rule == "selective_scan" or rule == "decay by column":
         shape = (1, 9, 20, 1, 1, 20) if rule == "decay by column" else (2, 9, 4, 7, 2, 40)
         tensors, before = scan_operands(shape, rule == "decay by column", torch.float32), None
-        outs = [run_scan(runtime, tensors, None)]
-        moved = (0, 1, 3, 4, 7)
+        moved, past = (0, 1, 3, 4, 7), list(torch.empty(8, shape[0], shape[2], shape[3], shape[5]))
+        found, last = run_scan(runtime, tensors, None, past=past)
     else:
         tensors, before = delta_operands((2, 9, 1, 2, 24, 90), rule == "decay by channel", torch.float32), None
-        outs = [run_delta(runtime, tensors, None)]
-        moved = (0, 1, 2, 3, 4)
-    steps, state = [], before
+        moved, past = (0, 1, 2, 3, 4), list(torch.empty(8, 2, 2, 24, 90))
+        found, last = run_delta(runtime, tensors, None, past=past)
+    steps, after, state = [], [], before
     for t in range(9):
         part = [tensor[:, t : t + 1] if place in moved else tensor for place, tensor in enumerate(tensors)]
         out, state = run_scan(runtime, part, state) if len(tensors) == 8 else run_delta(runtime, part, state)
         steps.append(out)
-    assert state is not None
-    assert torch.equal(outs[0][0], torch.cat(steps, 1))
-    assert torch.equal(outs[0][1], state)
+        after.append(state)
+    assert torch.equal(found, torch.cat(steps, 1))
+    assert all(map(torch.equal, [*past, last], after))
+    at_once = run_scan(runtime, tensors, None) if len(tensors) == 8 else run_delta(runtime, tensors, None)
+    assert all(map(torch.equal, at_once, (found, last)))
 
 
 def test_a_state_is_updated_in_place(runtime: Runtime) -> None:
@@ -225,3 +247,23 @@ def test_operands_that_do_not_fit_are_refused(change: Any, message: str) -> None
         runtime.recurrent("delta_rule", operands, [1.0, 0.0])
     with pytest.raises(ValueError, match="unknown rule"):
         runtime.recurrent("another", [], [])
+
+
+@pytest.mark.parametrize(
+    ("past", "message"),
+    [
+        (lambda state: [torch.empty(1, 2, 8, 8)], "not one for each token but the last"),
+        (lambda state: [torch.empty(1, 2, 8, 8), torch.empty(1, 2, 8, 4)], "another form"),
+        (lambda state: [torch.empty(1, 2, 8, 8), state], "memory of another state"),
+        (lambda state: [state.clone()] * 2, "memory of another state"),
+    ],
+)
+def test_past_states_that_do_not_fit_are_refused(past: Any, message: str) -> None:
+    state = torch.empty(1, 2, 8, 8)
+    operands = [torch.empty(1, 3, 2, 8), state, *delta_operands((1, 3, 1, 2, 8, 8), False, torch.float32), None]
+    with pytest.raises(ValueError, match=message):
+        Runtime(threads=1).recurrent("delta_rule", operands, [1.0, 0.0], past(state))
+    x, weight, out = torch.randn(1, 4, 3), torch.randn(4, 2), torch.empty(1, 4, 3)
+    for wrong in ([torch.empty(1, 4, 2)] * 3, [torch.empty(1, 3, 2)], [x[..., :2]]):
+        with pytest.raises(ValueError, match="short_conv: "):
+            Runtime(threads=1).recurrent("short_conv", [out, None, x, weight, None], [0.0], wrong)

@@ -146,8 +146,9 @@ void matmul(Runtime& runtime, const pybind11::array& a, const pybind11::array& b
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);
 
-// `operands` are tensors or None, as RecurrentJob takes them.
-void recurrent(Runtime& runtime, const std::string& name, const pybind11::sequence& operands, const std::vector<double>& numbers);
+// `operands` are tensors or None, as RecurrentJob takes them; `past` are tensors.
+void recurrent(Runtime& runtime, const std::string& name, const pybind11::sequence& operands, const std::vector<double>& numbers,
+               const pybind11::sequence& past);
 
 struct RouterCall {
   pybind11::handle x, weight, logits, weights, index;

@@ -227,10 +227,9 @@ void bind_runtime(py::module_& module) {
           py::arg("a").noconvert(), py::arg("b").noconvert(), out)
       .def(
           "recurrent",
-          [](PyRuntime& self, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers) {
-            recurrent(self.get(), name, operands, numbers);
-          },
-          "name"_a, "operands"_a, "numbers"_a)
+          [](PyRuntime& self, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers,
+             const py::sequence& past) { recurrent(self.get(), name, operands, numbers, past); },
+          "name"_a, "operands"_a, "numbers"_a, "past"_a = py::tuple())
       .def("host_function", [=](const py::object& self) {
         const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
                                  const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {

@@ -188,16 +188,15 @@ void route(Runtime& runtime, const PyRouter& router, const RouterCall& call) {
   runtime.route(args);
 }
 
-void recurrent(Runtime& runtime, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers) {
+void recurrent(Runtime& runtime, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers,
+               const py::sequence& past) {
   RecurrentJob job(runtime.kernels(), name, numbers, runtime.threads());
-  std::vector<StridedView> views;
-  for (const py::handle object : operands) {
-    views.emplace_back();
-    if (object.is_none()) continue;
+  const auto view_of = [&](const py::handle object, bool written) {
+    StridedView view;
+    if (object.is_none()) return view;
     const TensorView tensor(object, name.c_str(), true);
-    StridedView& view = views.back();
     if (tensor.dims() > static_cast<int>(view.sizes.size())) raise_value_error(name + ": an operand has too many dimensions");
-    if (views.size() <= RecurrentJob::kWritten) tensor.require_writable();
+    if (written) tensor.require_writable();
     view.data = tensor.data();
     view.type = tensor.float_type();
     view.dims = tensor.dims();
@@ -205,8 +204,12 @@ void recurrent(Runtime& runtime, const std::string& name, const py::sequence& op
       view.sizes[static_cast<std::size_t>(dim)] = tensor.shape(dim);
       view.strides[static_cast<std::size_t>(dim)] = tensor.stride(dim);
     }
-  }
-  job.set(views);
+    return view;
+  };
+  std::vector<StridedView> views, past_views;
+  for (const py::handle object : operands) views.push_back(view_of(object, views.size() < RecurrentJob::kWritten));
+  for (const py::handle object : past) past_views.push_back(view_of(object, true));
+  job.set(views, std::move(past_views));
   py::gil_scoped_release release;
   runtime.run(job, [&] { job.prepare(); });
 }

@@ -399,7 +399,12 @@ class RecurrentOperation final : public KernelOperation {
       std::copy_n(view.sizes.begin(), view.dims, strided.sizes.begin());
       std::copy_n(view.strides.begin(), view.dims, strided.strides.begin());
     }
-    job_.set(views);
+    // The past states follow the result.
+    if (views.size() < job_.operands()) refuse("a recurrent layer has another number of operands");
+    const auto first = views.begin() + 1, end = first + static_cast<std::ptrdiff_t>(views.size() - job_.operands());
+    std::vector<StridedView> past(first, end);
+    views.erase(first, end);
+    job_.set(views, std::move(past));
   }
   void prepare() override { job_.prepare(); }
   void run(int worker, Upcoming&, Upcoming&) noexcept override { job_.run(worker); }

@@ -169,7 +169,7 @@ std::unique_ptr<KernelOperation> make_paged_attention(const ProgramMachine& mach
                                                       std::vector<Operand> operands);
 // out (B, M, N) = a (B, M, K) b (B, K, N) [+ bias (N)], rounded once
 std::unique_ptr<KernelOperation> make_matmul(const ProgramMachine& machine, std::vector<Operand> operands);
-// name, numbers and operands of RecurrentJob; absent operands are numbers
+// name, numbers and operands of RecurrentJob, past states after the first of them; absent operands are numbers
 std::unique_ptr<KernelOperation> make_recurrent(const ProgramMachine& machine, const std::string& name, const std::vector<double>& numbers,
                                                 std::vector<Operand> operands);
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include "recurrent/loops.h"
 
@@ -37,6 +38,16 @@ bool is_state(const StridedView& view, const std::array<std::int64_t, 4>& sizes)
   return true;
 }
 
+// Of rules whose states are float32: one state for each token but the last, each in memory of its own.
+void require_past(const std::vector<StridedView>& past, std::int64_t tokens, const StridedView& state, const StridedView& before) {
+  require(past.empty() || static_cast<std::int64_t>(past.size()) == tokens - 1, "the past states are not one for each token but the last");
+  for (std::size_t i = 0; i < past.size(); ++i) {
+    require(is_state(past[i], state.sizes), "a past state has another form than the state");
+    require(past[i].data != state.data && past[i].data != before.data, "a past state is in the memory of another state");
+    for (std::size_t j = 0; j < i; ++j) require(past[i].data != past[j].data, "a past state is in the memory of another state");
+  }
+}
+
 float number(double value) { return static_cast<float>(value); }
 
 }  // namespace
@@ -50,6 +61,7 @@ void DeltaRuleArgs::check() const {
               (is_shaped(decay, {batch, tokens, heads}) || is_shaped(decay, {batch, tokens, heads, keys})),
           "delta_rule: the operands' shapes do not fit together");
   require(tokens > 0, "delta_rule: no tokens");
+  require_past(past, tokens, state, before);
   require(key_heads > 0 && heads % key_heads == 0, "delta_rule: the heads are not a multiple of the key heads");
   require(keys <= kMostKeyColumns, "delta_rule: a head has too many key columns");
   require(is_state(state, {batch, heads, keys, columns}) && (!before || is_state(before, {batch, heads, keys, columns})),
@@ -66,6 +78,12 @@ void ShortConvArgs::check() const {
           "short_conv: the operands' shapes do not fit together");
   require(weight.sizes[1] >= 1 && weight.sizes[1] <= kMostTaps, "short_conv: a weight has no or too many taps");
   require(!state || state.type == x.type, "short_conv: the state and x differ in dtype");
+  require(past.empty() || static_cast<std::int64_t>(past.size()) < tokens, "short_conv: more past states than tokens before the last");
+  for (const StridedView& each : past) {
+    const bool fits = each.dims == 3 && each.sizes[0] == batch && each.sizes[1] == channels && each.type == x.type;
+    require(fits && (!state || each.sizes[2] == state.sizes[2]), "short_conv: a past state has another form than the state");
+    require(each.data != state.data && each.data != x.data, "short_conv: a past state is in the memory of another operand");
+  }
 }
 
 void SelectiveScanArgs::check() const {
@@ -78,6 +96,7 @@ void SelectiveScanArgs::check() const {
               (!dt_bias || is_shaped(dt_bias, {heads})) && (!z || is_shaped(z, {batch, tokens, heads, channels})),
           "selective_scan: the operands' shapes do not fit together");
   require(tokens > 0, "selective_scan: no tokens");
+  require_past(past, tokens, state, before);
   require(groups > 0 && heads % groups == 0, "selective_scan: the heads are not a multiple of the groups");
   require(columns <= kMostStateColumns, "selective_scan: a state has too many columns");
   require(is_state(state, {batch, heads, channels, columns}) && (!before || is_state(before, {batch, heads, channels, columns})),
@@ -123,23 +142,26 @@ RecurrentJob::RecurrentJob(const Kernels& kernels, const std::string& name, cons
 
 std::size_t RecurrentJob::operands() const { return rule_ == Rule::kDelta ? 8 : rule_ == Rule::kConv ? 5 : 11; }
 
-void RecurrentJob::set(const std::vector<StridedView>& given) {
+void RecurrentJob::set(const std::vector<StridedView>& given, std::vector<StridedView> past) {
   require(given.size() == operands(), "a recurrent layer has another number of operands");
   std::size_t next = 0;
   const auto fill = [&](auto&... members) { ((members = given[next++]), ...); };
   if (rule_ == Rule::kDelta) {
     DeltaRuleArgs& d = delta_;
     fill(d.out, d.state, d.query, d.key, d.value, d.decay, d.beta, d.before);
+    d.past = std::move(past);
     d.check();
     units_ = d.units();
   } else if (rule_ == Rule::kConv) {
     ShortConvArgs& c = conv_;
     fill(c.out, c.state, c.x, c.weight, c.bias);
+    c.past = std::move(past);
     c.check();
     units_ = c.units();
   } else {
     SelectiveScanArgs& s = scan_;
     fill(s.out, s.state, s.x, s.dt, s.a, s.b, s.c, s.d, s.dt_bias, s.z, s.before);
+    s.past = std::move(past);
     s.check();
     units_ = s.units();
   }

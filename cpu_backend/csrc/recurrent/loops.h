@@ -89,6 +89,12 @@ inline void widened(const Kernels& kernels, ActivationType type, const std::byte
   for (int i = count; i % kLanes != 0; ++i) target[i] = 0.0f;
 }
 
+// Where the state after a token goes.
+template <class Args>
+const StridedView& state_after(const Args& args, std::int64_t token) {
+  return token < static_cast<std::int64_t>(args.past.size()) ? args.past[static_cast<std::size_t>(token)] : args.state;
+}
+
 // ---- the gated delta rule
 
 // What a token's columns of values are computed with: key columns of each.
@@ -150,11 +156,12 @@ void delta_rule(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t 
   alignas(64) float value[kDeltaColumns], out[kDeltaColumns];
   DeltaToken token;
   token.keys = static_cast<int>(args.key.sizes[3]);
-  auto* const state = reinterpret_cast<float*>(args.state.at(sequence, head)) + first;
+  float* state = reinterpret_cast<float*>(state_after(args, 0).at(sequence, head)) + first;
   const float* before = args.before ? reinterpret_cast<const float*>(args.before.at(sequence, head)) + first : state;
   for (int i = 0; !args.before && i < token.keys; ++i)
     for (int j = 0; j < columns; ++j) state[i * stride + j] = 0.0f;
   for (std::int64_t t = 0; t < tokens; ++t, before = state) {
+    state = reinterpret_cast<float*>(state_after(args, t).at(sequence, head)) + first;
     widened(kernels, args.query.type, args.query.at(sequence, t, key_head), token.query, token.keys);
     widened(kernels, args.key.type, args.key.at(sequence, t, key_head), token.key, token.keys);
     normalise(token.query, token.keys, args.epsilon, args.scale);
@@ -200,9 +207,23 @@ inline void load_rows(const Kernels& kernels, const StridedView& x, std::int64_t
   }
 }
 
-// Moves a state's columns on by the tokens of x.
+// Writes the columns up to earlier tokens, and moves the state's columns on by the tokens of x.
 template <class Element>
 void shift_columns(const ShortConvArgs& args, std::int64_t sequence, std::int64_t channel, int channels) {
+  const auto past = static_cast<std::int64_t>(args.past.size());
+  for (std::int64_t p = 0; p < past; ++p) {
+    const StridedView& kept = args.past[static_cast<std::size_t>(p)];
+    const std::int64_t columns = kept.sizes[2], first = args.x.sizes[2] - past + p - columns;  // of x; below 0: of the state
+    for (int c = 0; c < channels; ++c)
+      for (std::int64_t column = 0; column < columns; ++column) {
+        const std::int64_t at = first + column;
+        Element value = 0;
+        if (at >= 0) std::memcpy(&value, args.x.at(sequence, channel + c, at), sizeof value);
+        else if (args.state) std::memcpy(&value, args.state.at(sequence, channel + c, columns + at), sizeof value);
+        std::memcpy(kept.at(sequence, channel + c, column), &value, sizeof value);
+      }
+  }
+  if (!args.state) return;
   const std::int64_t columns = args.state.sizes[2], tokens = args.x.sizes[2], kept = columns > tokens ? columns - tokens : 0;
   for (int c = 0; c < channels; ++c) {
     auto* const state = reinterpret_cast<Element*>(args.state.at(sequence, channel + c));
@@ -243,8 +264,8 @@ void short_conv(const Kernels& kernels, const ShortConvArgs& args, std::int64_t 
     }
     std::memmove(rows, rows + count, sizeof rows[0] * static_cast<std::size_t>(kept));
   }
-  if (!args.state) return;
-  if (args.state.type == ActivationType::kFloat32) shift_columns<std::uint32_t>(args, sequence, channel, channels);
+  if (!args.state && args.past.empty()) return;
+  if (args.x.type == ActivationType::kFloat32) shift_columns<std::uint32_t>(args, sequence, channel, channels);
   else shift_columns<std::uint16_t>(args, sequence, channel, channels);
 }
 
@@ -305,9 +326,9 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
         for (int n = 0; n < token.columns; n += kLanes) MOEGRAFT_VECTOR(token.decay + n) = Vector{} + factor;
       }
       const float skip = args.d ? one(args.d.type, args.d.at(head)) : 0.0f;
-      const StridedView& source = t > 0 ? args.state : args.before;
+      const StridedView& source = t > 0 ? state_after(args, t - 1) : args.before;
       const auto* before = source ? reinterpret_cast<const float*>(source.at(sequence, head)) : nullptr;
-      auto* state = reinterpret_cast<float*>(args.state.at(sequence, head));
+      auto* state = reinterpret_cast<float*>(state_after(args, t).at(sequence, head));
       if (before == nullptr) std::memset(state, 0, sizeof(float) * static_cast<std::size_t>(channels * columns));
       if (before == nullptr) before = state;
       for (std::int64_t p = 0; p < channels; ++p, before += columns, state += columns) {

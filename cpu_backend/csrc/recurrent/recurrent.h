@@ -4,6 +4,8 @@
 //
 // All compute token by token, also in prompts: a part of a state that stays in the first-level cache is taken through all tokens, which
 // needs fewer products than the forms in chunks that GPUs prefer. The results of a token do not depend on how many others are in its call.
+// Where a token may be taken back, its state is written to memory of its own in place of that of the last one: `past` has such a state for
+// each token but the last, or is empty.
 //
 // recurrent/ holds the loops (loops.h), which the files of instruction sets compile for themselves, and what is shared (jobs.cpp). A unit
 // of work is a part of a state; units are independent of each other.
@@ -50,6 +52,7 @@ struct DeltaRuleArgs {
   StridedView decay;  // its logarithm: (batch, tokens, heads), or (batch, tokens, heads, key columns)
   StridedView beta;  // (batch, tokens, heads)
   StridedView before;  // as `state`, perhaps the same: the state before the first token; none: zeros
+  std::vector<StridedView> past;  // as `state`: written
   float scale;
   float epsilon;  // added to the squared norm by whose root queries and keys are divided; below 0 for no division
 
@@ -65,6 +68,7 @@ struct ShortConvArgs {
   StridedView x;  // (batch, channels, tokens)
   StridedView weight;  // (channels, taps)
   StridedView bias;  // (channels) or none
+  std::vector<StridedView> past;  // as `state`: written with the columns up to each of x's last tokens but one, as many as there are
   bool silu;
 
   std::int64_t units() const { return x.sizes[0] * ((x.sizes[1] + kConvChannels - 1) / kConvChannels); }
@@ -83,6 +87,7 @@ struct SelectiveScanArgs {
   StridedView dt_bias;  // (heads) or none
   StridedView z;  // as x, or none
   StridedView before;  // as `state`, perhaps the same: the state before the first token; none: zeros
+  std::vector<StridedView> past;  // as `state`: written
   bool softplus;
   float least, most;  // of d
 
@@ -113,7 +118,8 @@ class RecurrentJob final : public Job {
   // std::invalid_argument.
   RecurrentJob(const Kernels& kernels, const std::string& name, const std::vector<double>& numbers, int workers);
   std::size_t operands() const;  // their number
-  void set(const std::vector<StridedView>& operands);  // throws std::invalid_argument where they do not fit together
+  // Throws std::invalid_argument where they do not fit together.
+  void set(const std::vector<StridedView>& operands, std::vector<StridedView> past);
   void prepare() { phase_.reset(static_cast<int>(units_)); }
   void run(int worker) noexcept override;
 

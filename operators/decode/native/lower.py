@@ -409,7 +409,8 @@ def _copy(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 @_lowers("copy_.default")
 def _copy_into(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.elementwise("copy", args[0], args[1])
+    if args[0] != args[1]:  # a kernel has written it there
+        to.elementwise("copy", args[0], args[1])
 
 
 def _fill(number: Callable[[Sequence[Any], Mapping[str, Any]], Any]) -> Lower:
@@ -711,10 +712,10 @@ def _kernel_matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    name, operands, numbers = args
+    name, (out, *operands), numbers, *past = args
     present: list[Any] = [0.0 if operand is None else operand for operand in operands]
-    written = 1 if operands[1] is None else 2
-    to.nodes.append(Node("recurrent", present[:written], present[written:], name, list(numbers)))
+    written = 0 if operands[0] is None else 1
+    to.nodes.append(Node("recurrent", [out, *(past[0] if past else ()), *present[:written]], present[written:], name, list(numbers)))
 
 
 _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {

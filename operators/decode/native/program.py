@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class NativeStep:
         self.parts: list[tuple[int, int] | PythonCall] = []
         self.kernels: list[str] = []
         self.buffers: dict[int, int] = {}  # by storage, of what is no temporary
-        self.origins: Mapping[int, int] = {}  # the byte of each buffer at which offsets start, where it is not the first
+        self.origins: dict[int, int] = {}  # the byte of each buffer at which offsets start, where it is not the first
         self._offsets, self.arena_bytes = _assign(lowering, kept, last_position)
         self._first = 0
         for node in lowering.nodes:
@@ -274,8 +274,10 @@ class StepProgram:
         buffers.hold(cache, self._grown, tokens, position, held_tokens)
         buffers.take(cache, self.replaced)
         binding = self._binding  # the end of another cache may clear the attribute at any time
-        if binding is None or not binding.holds(buffers, self.states(cache), position):
+        if binding is None or not binding.holds(buffers, position):
             binding = self._bind(cache, buffers, position, tokens)
+        elif not all(map(operator.is_, states := self.states(cache), binding.states)):
+            binding = self._bind_states(binding, states, buffers.room)
         for name, value in inputs.items():
             into = self._inputs[name]
             (into if into.numel() == value.numel() else into[: value.numel()]).copy_(value.reshape(-1))
@@ -368,12 +370,7 @@ class StepProgram:
                 origins[buffer] = (rows.anchor + rows.moves * self._place) * row_bytes
                 tensors[buffer] = rows.bytes
             elif storage in states:
-                tensor, recorded = states[storage]
-                sizes, strides = (tuple(each.base for each in numbers) for numbers in (recorded.sizes, recorded.strides))
-                if (tensor.dtype, tensor.shape, tensor.stride()) != (recorded.dtype, sizes, strides):
-                    raise ForeignCacheError("a cache has its states in another form than the cache of the recording")
-                origins[buffer] = (int(tensor.storage_offset()) - recorded.offset.base) * tensor.element_size()
-                tensors[buffer] = storage_bytes(tensor)
+                origins[buffer], tensors[buffer] = _state_memory(*states[storage])
             else:
                 tensors[buffer] = storage_bytes(others[storage])
         tensors[ARENA] = self._arena
@@ -386,6 +383,32 @@ class StepProgram:
         reference = weakref.ref(buffers, partial(_unbind, weakref.ref(self)))
         self._binding = binding = _Binding(reference, buffers.version, tensors, self.states(cache), logits, (position, last))
         return binding
+
+    def _bind_states(self, binding: _Binding, states: Sequence[torch.Tensor], room: int) -> _Binding:
+        """Bind other states of the same cache: those after a verification change places with earlier ones."""
+        self._binding = None  # until all of them are bound
+        native = self._native
+        for name, tensor, held in zip(self._states, states, binding.states, strict=True):
+            recorded = self._fitted.before[name]
+            buffer = native.buffers.get(recorded.storage)
+            if tensor is not held and buffer is not None:
+                native.origins[buffer], binding.tensors[buffer] = _state_memory(tensor, recorded)
+                native.native.bind(buffer, binding.tensors[buffer], native.origins[buffer])
+        native.native.check(*binding.checked, room)
+        self._binding = binding = replace(binding, states=states)
+        return binding
+
+
+def _state_memory(tensor: torch.Tensor, recorded: Place) -> tuple[int, torch.Tensor]:
+    """Return the byte at which the offsets of a state start, and its whole storage.
+
+    Raises:
+        ForeignCacheError: it has another form than the recorded one.
+    """
+    sizes, strides = (tuple(each.base for each in numbers) for numbers in (recorded.sizes, recorded.strides))
+    if (tensor.dtype, tensor.shape, tensor.stride()) != (recorded.dtype, sizes, strides):
+        raise ForeignCacheError("a cache has its states in another form than the cache of the recording")
+    return (int(tensor.storage_offset()) - recorded.offset.base) * tensor.element_size(), storage_bytes(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,14 +425,14 @@ class _Binding:
 
     buffers: weakref.ref[CacheBuffers]
     version: int
-    tensors: Mapping[int, torch.Tensor]
+    tensors: dict[int, torch.Tensor]
     states: Sequence[torch.Tensor]
     logits: torch.Tensor | None
     checked: tuple[int, int]
 
-    def holds(self, buffers: CacheBuffers, states: Sequence[torch.Tensor], position: int) -> bool:
-        same = self.buffers() is buffers and self.version == buffers.version and len(states) == len(self.states)
-        return same and all(map(operator.is_, states, self.states)) and self.checked[0] <= position <= self.checked[1]
+    def holds(self, buffers: CacheBuffers, position: int) -> bool:
+        same = self.buffers() is buffers and self.version == buffers.version
+        return same and self.checked[0] <= position <= self.checked[1]
 
 
 def _unbind(program: weakref.ref[StepProgram], buffers: weakref.ref[CacheBuffers]) -> None:

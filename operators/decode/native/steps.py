@@ -30,7 +30,7 @@ from moegraft.operators.decode.native.program import OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
-from moegraft.operators.decode.states import past_positions
+from moegraft.operators.decode.states import past_tokens
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 
@@ -145,7 +145,7 @@ class NativePrograms(StepReplay):
         if conditions is None or regime is None:
             return None
         pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
-        held = tuple((type(layer), past_positions(layer)) for layer in layers)
+        held = tuple((type(layer), past_tokens(layer)) for layer in layers)
         kind = shapes, tuple(settings.items()), full, regime, held, conditions, pages
         return Step(kind, cache, inputs, settings, position, self._boundaries.period)
 
