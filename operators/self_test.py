@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +43,9 @@ class InstructionSet:
 def instruction_sets() -> list[InstructionSet]:
     """Test every compiled instruction set on a small layer in every weight type."""
     usable = Runtime.available_isas()
+    errors = {weights: _errors(usable, weights) for weights in LIMITS}
     return [
-        InstructionSet(name, name in usable, {weights: _error(name, weights) for weights in LIMITS} if name in usable else {})
+        InstructionSet(name, name in usable, {weights: errors[weights][name] for weights in LIMITS} if name in usable else {})
         for name in Runtime.compiled_isas()
     ]
 
@@ -75,8 +76,11 @@ def kernel_in_use() -> KernelInUse:
     return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), Runtime().threads)
 
 
-def _error(isa: str, weight_type: str) -> float:
-    """Return the relative error on random tokens, bfloat16 for bfloat16 weights, else float32; infinite where the output is not finite."""
+def _errors(isas: Sequence[str], weight_type: str) -> dict[str, float]:
+    """Return the relative errors of instruction sets on random tokens, bfloat16 for bfloat16 weights, else float32.
+
+    An error is infinite where the output is not finite.
+    """
     random = np.random.default_rng(0)
     gate_spec, sizes = GateSpec(), STORED_SHAPE if weight_type in STORED_FORMATS else SHAPE
     packed = PackedExperts(sizes, gate_spec, weight_type)
@@ -95,9 +99,12 @@ def _error(isa: str, weight_type: str) -> float:
     tokens = torch.from_numpy(random.standard_normal((TOKENS, sizes.hidden), dtype=np.float32)).to(dtype)
     index = np.stack([random.permutation(sizes.num_experts)[:2] for _ in range(TOKENS)]).astype(np.int64)
     weights = random.random((TOKENS, 2), dtype=np.float32)
-    out = torch.empty_like(tokens)
-    Runtime(threads=1, isa=isa).forward(packed, as_array(tokens), index, weights, as_array(out))
     gate, up, down = (torch.from_numpy(np.stack([packed.unpack(expert, part) for expert in range(sizes.num_experts)])) for part in shapes)
     expected = reference_experts(tokens, torch.from_numpy(index), torch.from_numpy(weights), gate, up, down, gate_spec)
-    error = float((out - expected).norm() / expected.norm())
-    return error if math.isfinite(error) else math.inf
+    errors = {}
+    for isa in isas:
+        out = torch.empty_like(tokens)
+        Runtime(threads=1, isa=isa).forward(packed, as_array(tokens), index, weights, as_array(out))
+        error = float((out - expected).norm() / expected.norm())
+        errors[isa] = error if math.isfinite(error) else math.inf
+    return errors

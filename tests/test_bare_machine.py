@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -75,6 +76,7 @@ ids = torch.arange(5)[None] + 7
 GPU_EXPERTS = f"""{MODEL}
 sys.path.append({str(ROOT / "tests")!r})
 import support.emulated
+import moegraft.injection.cli.models
 from moegraft.injection import build_meta_model, graft, load, plan
 
 folder, rules = sys.argv[1:]
@@ -97,6 +99,7 @@ rules:
 
 
 def test_experts_on_a_gpu_need_no_package_of_files_or_servers(tmp_path: Path) -> None:
+    """Nor Triton, which is an extra as well."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES.replace("packed", str(tmp_path / "packed")))
     done = run_with(NEEDED, GPU_EXPERTS, str(tmp_path / "model"), str(rules))
@@ -105,34 +108,34 @@ def test_experts_on_a_gpu_need_no_package_of_files_or_servers(tmp_path: Path) ->
     assert on_gpu > 0 and replayed > 0
 
 
-PROGRAM = """
+# Runs one command after another, and prints the exit code and the output of each as JSON.
+COMMANDS = """
+import contextlib, io, json
 from moegraft.injection.cli.moegraft import main
 
-sys.argv[0] = "moegraft"
-main()
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["moegraft", *command.split()]
+    out, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, out.getvalue()]))
 """
 
 
-def test_the_version_is_asked_of_such_a_machine() -> None:
-    done = run_with(NEEDED, PROGRAM, "--version")
-    assert (done.returncode, done.stdout) == (0, "moegraft, run from its folder without being installed\n"), done.stderr
-
-
-def test_the_doctor_examines_such_a_machine() -> None:
-    done = run_with(NEEDED, PROGRAM, "doctor")
+def test_commands_of_such_a_machine(tmp_path: Path) -> None:
+    """The version is known, the doctor examines it, and GGUF files are refused in a sentence without their package."""
+    commands = ["--version", "doctor", "plan cpu --gguf model.gguf", f"quantize --weights Q4_K --out {tmp_path}/model.gguf"]
+    done = run_with(NEEDED, COMMANDS, json.dumps(commands))
     assert done.returncode == 0, done.stderr
-    assert "notice: moegraft is run from its folder" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["plan cpu --gguf model.gguf", "quantize --weights Q4_K --out {folder}/model.gguf"],
-    ids=["read", "written"],
-)
-def test_gguf_files_are_refused_in_a_sentence_without_their_package(arguments: str, tmp_path: Path) -> None:
-    done = run_with(NEEDED, PROGRAM, *arguments.format(folder=tmp_path).split())
-    assert done.returncode == 2
-    assert "GGUF files need gguf, which is not installed: pip install 'gguf>=0.19'" in " ".join(done.stderr.split())
+    version, doctor, *refused = map(json.loads, done.stdout.splitlines())
+    assert version == [0, "moegraft, run from its folder without being installed\n"]
+    assert doctor[0] == 0 and "notice: moegraft is run from its folder" in doctor[1]
+    for code, output in refused:
+        assert code == 2
+        assert "GGUF files need gguf, which is not installed: pip install 'gguf>=0.19'" in " ".join(output.split())
 
 
 COLLECT = """
@@ -142,6 +145,7 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"
 """
 
 
+@pytest.mark.long
 def test_every_test_module_is_collected_without_the_extras() -> None:
     """One that is not is an error of the whole run, also of one that selects the tests for a GPU."""
     done = run_with((*NEEDED, "triton", "pytest"), COLLECT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTEST_ADDOPTS="")

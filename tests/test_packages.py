@@ -36,9 +36,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from support import ROOT
 from support.dockerfile import build_with, context_files, nbytes, options, read_steps
+from typer.testing import CliRunner
 
 from moegraft.cpu_backend import Runtime, _kernel
 from moegraft.injection.cli.commands.serve import ServeOptions
+from moegraft.injection.cli.moegraft import app
 
 pytest.importorskip("pybind11")
 pytest.importorskip("setuptools")
@@ -165,17 +167,17 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("installed", "kept"),
     [
-        ("2.11.0+cu130", True),  # PyTorch's own builds
-        ("2.13.0+cpu", True),
-        ("2.13.0+rocm7.1", True),
-        ("2.14.0", True),  # PyPI, and conda
-        ("2.14.0.dev20260901+cu130", True),  # a nightly
+        ("2.13.0+cpu", True),  # PyTorch's own builds
+        pytest.param("2.11.0+cu130", True, marks=pytest.mark.long),
+        pytest.param("2.13.0+rocm7.1", True, marks=pytest.mark.long),
+        pytest.param("2.14.0", True, marks=pytest.mark.long),  # PyPI, and conda
+        pytest.param("2.14.0.dev20260901+cu130", True, marks=pytest.mark.long),  # a nightly
         ("2.11.0a0+eb65b36.nv26.02", True),  # a vendor's container
-        ("2.12.0a0+git64ad9ef", True),  # built from source
+        pytest.param("2.12.0a0+git64ad9ef", True, marks=pytest.mark.long),  # built from source
         ("2.10.0", False),  # too old for moegraft
-        (None, False),
+        pytest.param(None, False, marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_pip_leaves_the_installed_torch_alone(installed: str | None, kept: bool, index: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     if installed is not None:
@@ -224,9 +226,8 @@ def test_images_serve_by_default(dockerfile: Path) -> None:
     program, *arguments = json.loads(last["ENTRYPOINT"].text)
     assert (program, arguments[:3]) == ("moegraft", ["serve", "--host", "0.0.0.0"])
     # All options are known if the one that is added is the first to be refused.
-    command = [sys.executable, "-m", "moegraft.injection.cli.moegraft", *arguments, "--kv-memory", "much"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "--kv-memory" in done.stderr
+    done = CliRunner().invoke(app, [*arguments, "--kv-memory", "much"])
+    assert done.exit_code != 0 and "--kv-memory" in done.stderr
 
 
 def pythons() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import Program
 from typer.testing import Result
 
 Run = Callable[..., Result]
@@ -126,6 +128,7 @@ def test_help_needs_no_torch_and_no_colour_in_a_pipe(arguments: tuple[str, ...])
 
 
 def test_a_closed_pipe_is_no_traceback(rules: Write) -> None:
-    command = f"{sys.executable} -m moegraft.injection.cli.moegraft check {rules(RIGHT)} --json | true"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+    program = Program(["-m", "moegraft.injection.cli.moegraft", "check", str(rules(RIGHT)), "--json"], os.environ)
+    program.stdout.close()
+    errors = program.stderr.read()
+    assert program.wait() != 0 and "Traceback" not in errors

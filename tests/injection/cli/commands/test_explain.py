@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import Program
 from transformers import DeepseekV3Config
 from typer.testing import Result
 
@@ -153,10 +153,11 @@ def test_671_billion_parameters_in_less_than_a_gigabyte(rules: Write, tmp_path: 
     DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16").save_pretrained(tmp_path / "v3")
     path = rules("- {id: experts, match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: int4}}, expect: 58}\n")
     arguments = ["explain", path, "--model", tmp_path / "v3", "--json"]
-    done = subprocess.run([sys.executable, "-c", MEMORY, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stderr.split()[-1]) * 1024 < 1_000_000_000
-    found = json.loads(done.stdout)
+    program = Program(["-c", MEMORY, *map(str, arguments)], os.environ)
+    output, errors = program.communicate()
+    assert program.returncode == 0, errors
+    assert int(errors.split()[-1]) * 1024 < 1_000_000_000
+    found = json.loads(output)
     assert [module["module"] for module in found["modules"]] == [f"model.layers.{layer}.mlp.experts" for layer in range(3, 61)]
     experts = 58 * 256 * 3 * 7168 * 2048
     assert found["replaced_bytes"] == 2 * experts
