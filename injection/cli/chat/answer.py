@@ -19,11 +19,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moegraft.injection.cli.chat.prompt_cache import Checkpoint, PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, Checkpoint, PromptCache, why_not_appendable
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import PREFILL_CHUNK, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
 

@@ -10,13 +10,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PromptCache, chunk_size, read_ahead
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
 from moegraft.injection.cli.serve.sampling import Draft, adjusted, usable
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import chunk_size, read_ahead
 from moegraft.operators.cache_form import KvCache
 
 MOST_PROMPTS = 8  # that are computed alternately
