@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from moegraft.injection.checkpoint.loader import CheckpointLoader
+from moegraft.injection.calibration import SparsitySetup, prepare_sparsity
 from moegraft.injection.checkpoint.sources import live_source, refuse_meta
 from moegraft.injection.injected import Injection, injected_class
+from moegraft.injection.loading import CheckpointLoader
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
-from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError

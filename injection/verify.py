@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.keymap import Target
-from moegraft.injection.checkpoint.loader import open_weights
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
+from moegraft.injection.meta_model import open_weights
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import NotEnoughMemoryError
