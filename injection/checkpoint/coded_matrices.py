@@ -81,7 +81,7 @@ class ScaledCodes:
         of_matrix = self.of_matrix if self.of_matrix is None or len(self.of_matrix) == 1 else self.of_matrix[chosen]
         return replace(self, codes=self.codes[chosen], scales=own[0], zeros=own[1], block=(1, self.block[1]), of_matrix=of_matrix)
 
-    def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
+    def packed_as(self, weight_type: str) -> Codes | StoredBlocks | None:
         """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
 
         Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits. A number that divides

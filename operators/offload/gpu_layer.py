@@ -140,7 +140,7 @@ class GpuLayer:
             return self._draft.narrow(top_k_index, top_k_weights)
         scoring = self.router_calls.scoring()
         resident: NDArray[np.bool_] = np.asarray(self.engine.cache.slots.slot_of(self._index) >= 0)
-        return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings.top_k, self._draft.say_once)
+        return self._resident_draft.narrow(top_k_index, top_k_weights, scoring, resident, settings.top_k, self._draft.warn_once)
 
 
 class _RouterCalls:

@@ -159,17 +159,17 @@ class PromptCache:
         self._logged: set[str] = set()
 
     @property
-    def held(self) -> tuple[list[int], DynamicCache | None]:
+    def contents(self) -> tuple[list[int], DynamicCache | None]:
         """The tokens in the cache, and the cache."""
         return self._token_ids, self._cache
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Those of the cache that is held, the earliest first."""
+        """Those of the cache , the earliest first."""
         return self._of(self._cache)
 
     def lines(self) -> list[str]:
-        """Describe the states and checkpoints of the cache that is held, where it has any."""
+        """Describe the states and checkpoints of the cache, where it has any."""
         layers: list[Any] = [] if self._cache is None else self._cache.layers
         states = [state for layer in filter(has_states, layers) for name in TENSORS for state in getattr(layer, name).values()]
         held = sum(state.nbytes for state in states if state is not None)
@@ -241,7 +241,7 @@ class PromptCache:
 
     def keep(self, token_ids: list[int], cache: Any, checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Keep the cache that `generate` returned, or one with its checkpoints; the last of `token_ids` may not be in the cache yet."""
-        reason = None if isinstance(cache, QuantizedCache) else self._why_not_kept(cache)
+        reason = None if isinstance(cache, QuantizedCache) else self._why_not_reused(cache)
         if reason is not None:
             self._log_once(f"each turn computes the whole conversation again: {reason}")
             return
@@ -258,9 +258,9 @@ class PromptCache:
             return False
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True)) if cache is None else cache
         fixed = any(has_states(layer) or isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
-        return fixed and not isinstance(cache, QuantizedCache) and self._why_not_kept(cache) is None
+        return fixed and not isinstance(cache, QuantizedCache) and self._why_not_reused(cache) is None
 
-    def _why_not_kept(self, cache: Any) -> str | None:
+    def _why_not_reused(self, cache: Any) -> str | None:
         if type(cache) is not DynamicCache:
             return f"a cache of {type(cache).__name__} cannot be kept"
         if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):

@@ -52,7 +52,7 @@ class SequentialDecoder:
 
     @property
     def memory(self) -> CacheMemory:
-        prefix = self._bytes(self._prefix.held[1])
+        prefix = self._bytes(self._prefix.contents[1])
         return CacheMemory(self._limit, self._promised(), sum(map(self._bytes, list(self._caches.values()))) + prefix, prefix)
 
     def _bytes(self, cache: DynamicCache | None) -> int:
@@ -123,7 +123,7 @@ class SequentialDecoder:
             cache, shared = self._prefix.take(ids[: job.cached_tokens + 1])
             if shared == job.cached_tokens:
                 self._prefix.keep(ids, cache)
-        if self._bytes(self._prefix.held[1]) > self._prefix_bytes:
+        if self._bytes(self._prefix.contents[1]) > self._prefix_bytes:
             self._prefix.drop()
 
     def forget(self) -> None:
