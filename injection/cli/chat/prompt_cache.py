@@ -20,7 +20,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from moegraft.injection.injected import new_cache
-from moegraft.injection.planning import human_bytes
 from moegraft.operators.cache_form import layer_types, name_layers
 from moegraft.operators.decode.states import (
     TENSORS,
@@ -32,6 +31,7 @@ from moegraft.operators.decode.states import (
     passes_are_split,
     why_not_split,
 )
+from moegraft.operators.errors import human_bytes
 
 logger = logging.getLogger(__name__)
 PREFILL_CHUNK = 2048  # tokens

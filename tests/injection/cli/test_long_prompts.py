@@ -40,7 +40,7 @@ from moegraft.injection.cli.chat.session import Chat, run_command
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.planning import human_bytes
+from moegraft.operators.errors import human_bytes
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 GREEDY = SamplingOptions(do_sample=False, max_new_tokens=10)
