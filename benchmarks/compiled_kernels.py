@@ -26,11 +26,11 @@ from harness.record import RESULTS, read_rows
 from support.compile_check import Compiled, recording
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
+from moegraft.operators.kernels.launch import trial
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.packed_product import SMALL_STAGES
 from moegraft.operators.kernels.slots import SlotExperts
-from moegraft.operators.kernels.tuned import trial
 from moegraft.operators.sparse.slots import SparseSlotExperts
 from moegraft.operators.weight_formats import FORMATS
 

@@ -29,10 +29,9 @@ from harness.rounds import alternate, median_ratio, percentiles
 from harness.whole_models import Opener, Phases, llama_cpp, ours_from_file, phases_of, random_tokens
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, PreTrainedConfig, Qwen3NextConfig
 
-from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, PromptCache
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.demo import demo_path
-from moegraft.injection.prefill import PREFILL_CHUNK
 
 OURS, LLAMA, STOCK = "ours", "llama.cpp", "stock"
 RULES = "extends: cpu\nrules: []\n"

@@ -17,6 +17,7 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from moegraft.operators.errors import human_bytes
 from moegraft.operators.machine import Gpu, cpu_info, probe_machine
 from moegraft.operators.self_test import InstructionSet, instruction_sets, kernel_in_use
 
@@ -37,8 +38,7 @@ ARM64_NEEDS: Mapping[str, tuple[str, ...]] = {
     "neon_bf16": ("bf16",),
 }
 CPU_FLAGS = frozenset(flag for needs in (X86_NEEDS, ARM64_NEEDS) for flags in needs.values() for flag in flags)
-GIB = 1 << 30
-LITTLE_MEMORY_BYTES = 2 * GIB  # transformers and PyTorch alone take half a gigabyte
+LITTLE_MEMORY_BYTES = 2 << 30  # transformers and PyTorch alone take half a gigabyte
 Severity = Literal["error", "warning", "notice"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "notice")
 
@@ -260,7 +260,7 @@ def _cpu_and_memory(facts: Facts) -> Iterator[Problem]:
             "start programs with: numactl --interleave=all",
         )
     if facts.available_bytes < LITTLE_MEMORY_BYTES:
-        yield Problem("warning", f"{facts.available_bytes / GIB:.1f} GiB of memory are free", "end other programs before loading a model")
+        yield Problem("warning", f"{human_bytes(facts.available_bytes)} of memory are free", "end other programs before loading a model")
 
 
 def _gpu(facts: Facts) -> Iterator[Problem]:
@@ -277,7 +277,7 @@ def _gpu(facts: Facts) -> Iterator[Problem]:
             "the GPU kernels have not been run on a GPU yet",
             "check the shipped file 'hybrid' on this GPU with: moegraft verify --rules hybrid",
         )
-        if facts.pinned_limit_bytes is not None and facts.pinned_limit_bytes < GIB:
+        if facts.pinned_limit_bytes is not None and facts.pinned_limit_bytes < 1 << 30:
             yield Problem(
                 "warning",
                 f"a process may lock {facts.pinned_limit_bytes >> 20} MiB of memory, too little for fast transfers to the GPU",

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from moegraft.injection.checkpoint.loader import CheckpointLoader
+from moegraft.injection.calibration import SparsitySetup, prepare_sparsity
 from moegraft.injection.checkpoint.sources import live_source, refuse_meta
 from moegraft.injection.injected import Injection, injected_class
+from moegraft.injection.loading import CheckpointLoader
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
-from moegraft.injection.sparsity_setup import SparsitySetup, prepare_sparsity
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError
+from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError, human_bytes
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.machine import Machine, probe_machine, threads_beside_gpu
 from moegraft.operators.weights import WeightTypes
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
 
 logger = logging.getLogger(__name__)
-GIB = 1 << 30
 
 
 @dataclass(slots=True)
@@ -169,14 +168,13 @@ def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
     needed = plan.bytes_by_device.get("cpu", 0) if on_cpu else sum(swap.footprint.by_device.get("cpu", 0) for swap in plan.swaps)
     if needed > machine.available_bytes:
         raise NotEnoughMemoryError(
-            f"this plan needs {needed / GIB:.1f} GiB of memory and {machine.available_bytes / GIB:.1f} GiB are free; "
+            f"this plan needs {human_bytes(needed)} of memory and {human_bytes(machine.available_bytes)} are free; "
             "a smaller weight type (weights: int4 in the rule file) or a smaller model would fit"
         )
     mapped = plan.bytes_by_device.get("disk", 0)
     if needed + mapped > machine.available_bytes:
         logger.warning(
-            "%.1f GiB of packed experts and %.1f GiB of memory free: experts that do not fit are read from disk at each use, "
-            "at the disk's speed",
-            mapped / GIB,
-            machine.available_bytes / GIB,
+            "%s of packed experts and %s of memory free: experts that do not fit are read from disk at each use, at the disk's speed",
+            human_bytes(mapped),
+            human_bytes(machine.available_bytes),
         )

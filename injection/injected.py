@@ -18,8 +18,8 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from moegraft.injection.planning import Plan
 from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
 from moegraft.operators.context import InjectionContext
+from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.cache import new_cache as empty_cache
-from moegraft.operators.decode.cache import own
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
@@ -198,7 +198,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
             outputs = group.await_result()
             stream(outputs if isinstance(outputs, torch.Tensor) else outputs.sequences, call_arguments(stock, args, kwargs))
             return outputs
-        with nullcontext() if group is None else group.result() as give, _HELD_LOG.while_printing(streamer):
+        with nullcontext() if group is None else group.result() as give, _DEFERRED_LOG.while_printing(streamer):
             if operator is not None:
                 outputs = operator.generate(self, stock, *args, **kwargs)
             elif context.replay is not None:
@@ -214,7 +214,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
         result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[attr-defined]
         made = model_kwargs.get("past_key_values")
         if given is None and type(made) is DynamicCache:
-            own(made)
+            adopt(made)
         return result
 
     first_argument = next(iter(list(inspect.signature(base.forward).parameters)[1:]), None)
@@ -259,7 +259,7 @@ def stream(sequences: torch.Tensor, arguments: Mapping[str, Any]) -> None:
     streamer.end()
 
 
-class _HeldLog(logging.Handler):
+class _DeferredLog(logging.Handler):
     """Holds back what moegraft logs while a streamer prints a text: a record in the middle of it would be read as a part of it."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class _HeldLog(logging.Handler):
                 logger.callHandlers(record)
 
 
-_HELD_LOG = _HeldLog()  # of this process, as the loggers are
+_DEFERRED_LOG = _DeferredLog()  # of this process, as the loggers are
 
 
 def place(model: PreTrainedModel, path: str, operator: Operator) -> None:

@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.checkpoint.loader import open_weights, stored_dtype
-from moegraft.injection.checkpoint.sources import StoredWeights
+from moegraft.injection.checkpoint.files import open_checkpoint
+from moegraft.injection.checkpoint.quantised import paired, quantisation_of
+from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
 from moegraft.injection.model_source import (
     ModelSource,
     dequantising,
@@ -127,3 +128,29 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise UnsupportedModelError(f"dtype {dtype!r}: give 'float32', 'float16', 'bfloat16' or a torch dtype")
     return found
+
+
+def stored_dtype(source: ModelSource) -> torch.dtype:
+    """Return the dtype of the stored weights; the config's dtype if the weights are not on this machine."""
+    if source.gguf is not None:
+        return source.gguf.float_dtype
+    # A hub model that is only planned has an index in its folder, and no weights.
+    if not any(source.folder.glob("*.safetensors")):
+        dtype = source.config.dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return open_checkpoint(source.folder).float_dtype
+
+
+def open_weights(source: ModelSource, skeleton: PreTrainedModel) -> StoredWeights:
+    """Open the stored weights of a model, whose headers are read.
+
+    Raises:
+        CheckpointError: a file or key is damaged, or does not fit the model.
+    """
+    if source.gguf is not None:
+        from moegraft.injection.checkpoint.gguf.model import GgufWeights
+
+        return GgufWeights(source.gguf, skeleton)
+    checkpoint = open_checkpoint(source.folder)
+    settings = source.quantised or quantisation_of(source.config)
+    return CheckpointWeights(checkpoint if settings is None else paired(checkpoint, settings), skeleton)

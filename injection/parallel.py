@@ -24,10 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moegraft.injection.planning import Plan, human_bytes
+from moegraft.injection.planning import Plan
 from moegraft.injection.rules.rule import ShareRule
 from moegraft.operators.base import Operator
-from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError, error_sentence
+from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, UnsupportedModelError, error_sentence, human_bytes
 from moegraft.operators.expert_group import TIMEOUT_S, ExpertGroup, GroupLostError, Peer, Shares, threads_of_each
 from moegraft.operators.machine import probe_machine
 

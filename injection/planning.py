@@ -22,7 +22,7 @@ from moegraft.injection.rules.matching import ModelModules, apply_rules
 from moegraft.injection.rules.rule import grouped
 from moegraft.operators.base import Footprint, InPlaceOperator, Operator, Traits
 from moegraft.operators.cache_form import QuantisedForm
-from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.errors import UnsupportedModelError, human_bytes
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import OperatorRegistry, load_registry
@@ -252,13 +252,3 @@ def total_bytes(devices: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def bytes_text(by_device: Mapping[str, int]) -> str:
     """Return text such as `17.3 GiB cpu, 1.2 GiB cuda:0`."""
     return ", ".join(f"{human_bytes(size)} {device}" for device, size in sorted(by_device.items())) or "0 B"
-
-
-def human_bytes(size: int) -> str:
-    """Return text such as `17.3 GiB`."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

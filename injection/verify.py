@@ -18,18 +18,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.keymap import Target
-from moegraft.injection.checkpoint.loader import open_weights
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
+from moegraft.injection.meta_model import open_weights
 from moegraft.injection.model_source import ModelSource, meta_skeleton
 from moegraft.operators.base import InPlaceOperator, Operator
-from moegraft.operators.errors import NotEnoughMemoryError
+from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts, whole
 from moegraft.operators.weight_formats import FORMATS, Expected
 from moegraft.operators.weights import WeightTypes
 
-GIB = 1 << 30
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
 
 
@@ -287,6 +286,6 @@ class StockModules:
         if 2 * sum(stored) <= free:  # the parts and the tensor that they are joined to
             return None
         raise NotEnoughMemoryError(
-            f"the stock {path} needs {2 * sum(stored) / GIB:.1f} GiB besides the injected model and {free / GIB:.1f} GiB are free; "
+            f"the stock {path} needs {human_bytes(2 * sum(stored))} besides the injected model and {human_bytes(free)} are free; "
             "a smaller weight type in the rule file leaves more"
         )

@@ -60,7 +60,7 @@ class DraftSwitch:
         self.resident_layers += has_slots
         self.sparse_layers += sparse
 
-    def say_once(self, reason: str) -> None:
+    def warn_once(self, reason: str) -> None:
         """Log why a layer cannot follow the draft settings; only the first reason of all layers is logged."""
         if not self._warned:
             self._warned = True

@@ -1,4 +1,4 @@
-"""Errors that a user can fix: each message has the place, the reason and the remedy."""
+"""Errors that a user can fix: each message has the place, the reason and the remedy; and what messages consist of."""
 
 import os
 
@@ -40,3 +40,13 @@ def error_sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def human_bytes(size: int) -> str:
+    """Return text such as `17.3 GiB`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

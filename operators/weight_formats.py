@@ -80,6 +80,20 @@ class Expected:
 
 
 ScaleForm = Literal["float16", "float32", "exponent", "quarters", "nibbles"]
+CodeKind = Literal["int4", "int8", "mxfp4", "nvfp4", "fp8"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCodes:
+    """The codes of safetensors checkpoints that blocks of a format hold without rounding.
+
+    Attributes:
+        kind: integers around 0; E2M1 with scales that are powers of two (MXFP4), or E4M3 times a number of the matrix (NVFP4); or E4M3.
+        group: consecutive inputs that share a scale.
+    """
+
+    kind: CodeKind
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +111,7 @@ class WeightFormat:
         scale_form: of such a scale: a float16; a float32; a byte, the exponent of a power of two with a bias of 127; a float32 of which
             each of four rows has a byte; or a float16 of which each of four numbers of 16 bits has the upper four.
         zero_points: the offset of a byte of zero points, if a block has one.
-        floats: whether codes are floats, whose products are in float: exact, and slower for prompts than those of integers.
+        codes: those of safetensors checkpoints that a block holds, behind its scales and the byte of zero points.
         gpu: how Triton kernels read the format.
         encoding: of formats with blocks; None where blocks come from files alone.
         expected: the error of an expert whose weights the kernels round to this format; stored formats round activations alone.
@@ -112,7 +126,7 @@ class WeightFormat:
     unit_scales: tuple[tuple[int, float], ...] = ()
     scale_form: ScaleForm = "float16"
     zero_points: int | None = None
-    floats: bool = False
+    codes: CheckpointCodes | None = None
     encoding: Encoding | None = None
     expected: Expected | None = None
 
@@ -120,6 +134,11 @@ class WeightFormat:
     def scaled(self) -> bool:
         """Whether blocks have scales."""
         return self.block_weights > 1
+
+    @property
+    def floats(self) -> bool:
+        """Whether codes are floats, whose products are in float: exact, and slower for prompts than those of integers."""
+        return self.codes is not None and self.codes.kind == "fp8"
 
     def nbytes(self, weights: int) -> int:
         """Return the bytes of `weights` weights, a multiple of `block_weights`, without padding."""
@@ -172,18 +191,24 @@ def _gguf(
     encoding: Encoding | None,
     *unit_scales: tuple[int, float],
     form: ScaleForm = "float16",
+    codes: CheckpointCodes | None = None,
 ) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, gpu, name.upper(), True, unit_scales, form, encoding=encoding)
+    return WeightFormat(name, block_weights, block_bytes, gpu, name.upper(), True, unit_scales, form, codes=codes, encoding=encoding)
 
 
-def _integers(
-    name: str, block_weights: int, block_bytes: int, *unit_scales: tuple[int, float], gpu: GpuFormat, zero_points: int | None = None
+def _checkpoint(
+    name: str,
+    block_weights: int,
+    block_bytes: int,
+    gpu: GpuFormat,
+    kind: CodeKind,
+    group: int,
+    *unit_scales: tuple[int, float],
+    form: ScaleForm = "float16",
+    zero_points: int | None = None,
 ) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, gpu, None, True, unit_scales, zero_points=zero_points)
-
-
-def _float8(name: str, block_weights: int, block_bytes: int, form: ScaleForm, gpu: GpuFormat) -> WeightFormat:
-    return WeightFormat(name, block_weights, block_bytes, gpu, None, True, ((0, 1 / 110),), form, floats=True)
+    codes = CheckpointCodes(kind, group)
+    return WeightFormat(name, block_weights, block_bytes, gpu, None, True, unit_scales, form, zero_points, codes)
 
 
 def _codes(bits: int, step_columns: int, high_bits: int = 0, scales: int = 1, *, minima: bool = False) -> GpuFormat:
@@ -228,6 +253,7 @@ _ROWS = (
         34,
         GpuFormat(torch.int32, 4, 128, torch.uint8),
         "Q8_0",
+        codes=CheckpointCodes("int8", 32),
         encoding=Encoding(encoders.q8_0, 45.0),
         expected=Expected(1.5e-2, 4e-2, "32 weights share a scale of 127 steps, as do 32 activations: about 0.5 % each, in three products"),
     ),
@@ -237,13 +263,23 @@ _ROWS = (
         18,
         GpuFormat(torch.int32, 8, 256, torch.uint8, element_columns=2),
         "Q4_0",
+        codes=CheckpointCodes("int4", 32),
         encoding=Encoding(encoders.q4_0, 21.0),
         expected=Expected(1.5e-1, 3e-1, "32 weights share a scale of 8 steps: about 8 % each, in three products"),
     ),
     # The others are those of files.
     _gguf("q4_k", 256, 144, _codes(4, 256, minima=True), Encoding(encoders.q4_k, 22.5, 1.3e-1, "Q5_0"), (0, 1 / 200), (2, 7.5 / 200)),
     _gguf("q6_k", 256, 210, _codes(4, 256, 2, 2), Encoding(encoders.q6_k, 34.0, 3.0e-2, "Q8_0"), (208, 1 / 1400)),
-    _gguf("mxfp4", 32, 17, _codes(4, 256), Encoding(encoders.mxfp4, 18.5, 2.0e-1), (0, 1 / 2.9), form="exponent"),
+    _gguf(
+        "mxfp4",
+        32,
+        17,
+        _codes(4, 256),
+        Encoding(encoders.mxfp4, 18.5, 2.0e-1),
+        (0, 1 / 2.9),
+        form="exponent",
+        codes=CheckpointCodes("mxfp4", 32),
+    ),
     _gguf("iq4_nl", 32, 18, _codes(4, 256), Encoding(encoders.iq4_nl, 22.0, 1.3e-1), (0, 1 / 66)),
     _gguf("iq4_xs", 256, 136, _codes(4, 256), Encoding(encoders.iq4_xs, 22.0, 1.3e-1, "IQ4_NL"), (0, 1 / 1200)),
     _gguf("q4_1", 32, 20, _codes(4, 256, minima=True), Encoding(encoders.q4_1, 22.0, 1.2e-1), (0, 1 / 4.6), (2, -7.5 / 4.6)),
@@ -253,16 +289,16 @@ _ROWS = (
     _gguf("q3_k", 256, 110, _codes(2, 256, 1, 2), Encoding(encoders.q3_k, 16.0, 2.5e-1, "Q4_0"), (108, 1 / 43)),
     _gguf("q2_k", 256, 84, _codes(2, 256, 0, 2, minima=True), Encoding(encoders.q2_k, 11.0, 4.6e-1, "Q4_0"), (80, 1 / 14), (82, 1.5 / 14)),
     # Groups of 4-bit codes with float16 scales and zero points: compressed-tensors, AWQ, GPTQ.
-    _integers("int4_g32", 64, 37, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
-    _integers("int4_g64", 128, 69, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4, gpu=_codes(4, 256, minima=True)),
-    _integers("int4_g128", 128, 67, (0, 1 / 4.7), zero_points=2, gpu=_codes(4, 256, minima=True)),
-    _integers("int4_g256", 256, 130, (0, 1 / 4.7), gpu=_codes(4, 256)),  # without zero points: scales of rows
-    _integers("int8_g128", 128, 130, (0, 1 / 74), gpu=_codes(8, 128)),
+    _checkpoint("int4_g32", 64, 37, _codes(4, 256, minima=True), "int4", 32, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
+    _checkpoint("int4_g64", 128, 69, _codes(4, 256, minima=True), "int4", 64, (0, 1 / 4.7), (2, 1 / 4.7), zero_points=4),
+    _checkpoint("int4_g128", 128, 67, _codes(4, 256, minima=True), "int4", 128, (0, 1 / 4.7), zero_points=2),
+    _checkpoint("int4_g256", 256, 130, _codes(4, 256), "int4", 256, (0, 1 / 4.7)),  # without zero points: scales of rows
+    _checkpoint("int8_g128", 128, 130, _codes(8, 128), "int8", 128, (0, 1 / 74)),
     # Blocks of 128 by 128, whose scale four rows hold together; and scales of rows.
-    _float8("fp8", 128, 129, "quarters", gpu=_codes(8, 128)),
-    _float8("fp8_rows", 256, 260, "float32", gpu=_codes(8, 256)),
+    _checkpoint("fp8", 128, 129, _codes(8, 128), "fp8", 128, (0, 1 / 110), form="quarters"),
+    _checkpoint("fp8_rows", 256, 260, _codes(8, 256), "fp8", 256, (0, 1 / 110), form="float32"),
     # NVFP4 with a float32 scale of the tensor, which four rows hold together for 128 columns.
-    WeightFormat("nvfp4", 128, 73, _codes(4, 256, scales=2), None, True, ((0, 1 / 317),), "quarters"),
+    _checkpoint("nvfp4", 128, 73, _codes(4, 256, scales=2), "nvfp4", 16, (0, 1 / 317), form="quarters"),
     # Indexes into grids, and numbers of -1 to 1.
     _gguf("iq3_s", 256, 110, _expanded(3), Encoding(encoders.iq3_s, 17.5, 2.3e-1, "IQ4_NL"), (0, 1 / 140)),
     _gguf("iq3_xxs", 256, 98, _expanded(3), Encoding(encoders.iq3_xxs, 14.8, 3.1e-1, "IQ4_NL"), (0, 1 / 140)),

@@ -293,8 +293,8 @@ def questions(shape: Shape, *, few: bool) -> list[Question]:
 
 def tune(session: Session, weight_type: str) -> Iterator[Row]:
     """Time each question's choices and keep the winners as they are found."""
+    from moegraft.operators.kernels.launch import trial
     from moegraft.operators.kernels.slots import SlotExperts
-    from moegraft.operators.kernels.tuned import trial
 
     shape, device = place(session)
     asked = questions(shape, few=session.emulated)
@@ -378,8 +378,8 @@ def compile_ahead(asked: Sequence[Question], weight_type: str, processes: int, l
 
 def compile_one(weight_type: str, tokens: int, path: str, constants: dict[str, int]) -> None:
     """Launch one choice once."""
+    from moegraft.operators.kernels.launch import trial
     from moegraft.operators.kernels.slots import SlotExperts
-    from moegraft.operators.kernels.tuned import trial
 
     torch.set_num_threads(1)
     layer = packed_layer(QWEN3, weight_type, torch.device("cuda:0"))

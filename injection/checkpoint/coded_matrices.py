@@ -1,20 +1,19 @@
 """Matrices in codes: one number for each weight, and a scale and zero point for each block of rows and columns.
 
-They are read as values, or converted without rounding to the blocks that a kernel computes with.
+They are read as values, or converted without rounding to the blocks that a kernel computes with, as the rows of `FORMATS` describe these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FORMATS, CheckpointCodes, CodeKind, ScaleForm, WeightFormat
 from moegraft.operators.weights import Codes, StoredBlocks
 
 Block = tuple[int, int]  # rows and columns; 0 means all of them
@@ -25,6 +24,16 @@ MXFP4_BLOCK = (1, 32)
 NVFP4_BLOCK = (1, 16)
 ROWS_AT_A_TIME = 512
 KERNEL_GROUP = 32  # columns of a group of the kernels' int8 and int4
+INTEGER_BITS: Mapping[str, int] = {"int4": 4, "int8": 8}
+# What kernels multiply float32 scales by: those of E4M3 by 2^120; those of NVFP4 by E4M3's scales and twice the codes, up to 12.
+KERNEL_FACTORS: Mapping[str, float] = {"fp8": 2.0**120, "nvfp4": 448.0 * 12}
+_CODE_DTYPES: Mapping[CodeKind, torch.dtype] = {
+    "int4": torch.int8,
+    "int8": torch.int8,
+    "mxfp4": torch.uint8,
+    "nvfp4": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +81,29 @@ class ScaledCodes:
         of_matrix = self.of_matrix if self.of_matrix is None or len(self.of_matrix) == 1 else self.of_matrix[chosen]
         return replace(self, codes=self.codes[chosen], scales=own[0], zeros=own[1], block=(1, self.block[1]), of_matrix=of_matrix)
 
-    def held_as(self, weight_type: str) -> Codes | StoredBlocks | None:
+    def packed_as(self, weight_type: str) -> Codes | StoredBlocks | None:
         """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
 
         Scales of integers become float16, in which bfloat16 scales below 2^-17, of weights around 10^-5, lose bits. A number that divides
         the scales of E2M1 becomes its reciprocal: scales change by at most one unit in the last place of a float32, and weights by two.
         """
-        if weight_type in ("int4", "int8"):
-            return self._in_groups(bits=4 if weight_type == "int4" else 8)
-        layout, form = _BLOCKS.get(weight_type), FORMATS[weight_type]
+        form = FORMATS[weight_type]
         rows, columns = self.codes.shape
-        if layout is None or columns % form.block_weights:
+        if form.codes is None or self.codes.dtype != _CODE_DTYPES[form.codes.kind] or columns % form.block_weights:
             return None
+        if not form.stored:
+            return self._in_groups(bits=4 if form.codes.kind == "int4" else 8)
         packed = np.empty((rows, form.nbytes(columns)), np.uint8)
         for first in range(0, rows, ROWS_AT_A_TIME):  # intermediate tensors take several times the memory of the blocks
-            found = layout(self.rows(slice(first, first + ROWS_AT_A_TIME)))
-            if found is None:
+            blocks = _stored_blocks(self.rows(slice(first, first + ROWS_AT_A_TIME)), form, form.codes)
+            if blocks is None:
                 return None
-            packed[first : first + ROWS_AT_A_TIME] = found.reshape(len(found), -1)
+            packed[first : first + ROWS_AT_A_TIME] = blocks.reshape(len(blocks), -1)
         return StoredBlocks(packed, weight_type)
 
     def _in_groups(self, bits: Literal[4, 8]) -> Codes | None:
         scales = self.of_columns(self.scales, KERNEL_GROUP)
-        if self.codes.dtype != torch.int8 or scales is None:
+        if scales is None:
             return None
         codes = self.codes.short()
         if self.zeros is not None:
@@ -114,102 +123,92 @@ class ScaledCodes:
         return wide[:, : columns // size]
 
 
-def _nibbles(codes: torch.Tensor) -> NDArray[np.uint8]:
-    """Return codes from 0 to 15 (rows, columns) as GGUF's nibbles: 16 bytes of 32 columns, the first half of which is in the low bits."""
-    halves = codes.numpy().view(np.uint8).reshape(len(codes), -1, 2, KERNEL_GROUP // 2)
+def types_holding(kind: CodeKind, shape: Sequence[int], block: Block, *, symmetric: bool = True) -> tuple[str, ...]:
+    """Return the kernels' types that hold codes of a kind without rounding, the smallest first.
+
+    Args:
+        shape: of the matrix, or of one for each expert; the last two sizes count.
+        block: the rows and columns that share a scale.
+        symmetric: whether there are no zero points.
+    """
+    rows, columns = shape[-2:]
+
+    def holds(form: WeightFormat) -> bool:
+        codes = form.codes
+        if codes is None or block[1] % codes.group or columns % form.block_weights:
+            return False
+        if not form.stored:  # holds differences from the zero points, which have a bit more
+            return kind in INTEGER_BITS and INTEGER_BITS[kind] + (not symmetric) <= INTEGER_BITS[codes.kind]
+        # Four rows share a scale, also where gate and up are alternating rows or halves of the rows.
+        shared = form.scale_form != "quarters" or (rows % 8 == 0 and (kind == "nvfp4" or block[0] % 8 == 0))
+        return codes.kind == kind and shared and (symmetric or form.zero_points is not None)
+
+    return tuple(form.name for form in sorted(filter(holds, FORMATS.values()), key=lambda form: form.nbytes(256)))
+
+
+def _stored_blocks(matrix: ScaledCodes, form: WeightFormat, held: CheckpointCodes) -> NDArray[np.uint8] | None:
+    """Return a matrix in a format's blocks, (rows, blocks, bytes): scales, zero points, codes; None if they cannot hold it."""
+    scales = matrix.of_columns(matrix.scales, held.group)
+    if scales is None or (matrix.zeros is not None and form.zero_points is None):
+        return None
+    of_blocks, rows, blocks = scales, len(scales), matrix.codes.shape[1] // form.block_weights
+    if held.kind == "nvfp4":
+        if scales.dtype != torch.float8_e4m3fn or matrix.of_matrix is None:
+            return None
+        of_blocks = (matrix.of_matrix.reciprocal() if matrix.divides else matrix.of_matrix).float().expand(rows, blocks)
+    parts = [_scale_bytes(of_blocks, form.scale_form, KERNEL_FACTORS.get(held.kind, 1.0))]
+    if held.kind == "nvfp4":
+        parts.append(_float8_bytes(scales))
+    if form.zero_points is not None:
+        zeros = torch.zeros_like(scales, dtype=torch.int8) if matrix.zeros is None else matrix.of_columns(matrix.zeros, held.group)
+        assert zeros is not None, "zero points have the blocks of the scales"
+        points = (zeros + 8).numpy().view(np.uint8).reshape(rows, blocks, -1)
+        parts.append(points if points.shape[2] == 1 else points[..., :1] | points[..., 1:] << np.uint8(4))
+    parts.append(_code_bytes(matrix.codes, held.kind))
+    found = [part.reshape(rows, blocks, -1) for part in parts if part is not None]
+    return np.concatenate(found, axis=-1) if len(found) == len(parts) else None
+
+
+def _scale_bytes(scales: torch.Tensor, form: ScaleForm, factor: float) -> NDArray[np.uint8] | None:
+    """Return the bytes of (rows, n) scales, (rows, n, bytes of a scale); None where one times `factor` is too large, or no number."""
+    if form == "exponent":
+        mantissa, exponents = torch.frexp(scales)  # the largest exponent means NaN
+        return _bytes_of((exponents - 1 + EXPONENT_BIAS).to(torch.uint8)) if (mantissa == 0.5).all() else None
+    numbers = scales.half() if form == "float16" else scales.float()
+    if not (numbers * factor).isfinite().all():
+        return None
+    found = _bytes_of(numbers)
+    if form != "quarters":
+        return found
+    shared = found.reshape(-1, 4, *found.shape[1:]) if len(found) % 4 == 0 else None
+    if shared is None or not (shared == shared[:, :1]).all():
+        return None
+    rows = np.arange(len(found))
+    return found[rows, :, rows % 4]
+
+
+def _code_bytes(codes: torch.Tensor, kind: CodeKind) -> NDArray[np.uint8] | None:
+    """Return the bytes of (rows, columns) codes; those of 4 bits as GGUF's nibbles, the first 16 columns of 32 in the low bits."""
+    if kind == "fp8":
+        return _float8_bytes(codes)
+    if kind == "int8":
+        return _bytes_of(codes)
+    if kind == "int4":
+        low, high = torch.aminmax(codes)
+        if low < -8 or high > 7:
+            return None
+        codes = codes + 8
+    halves = _bytes_of(codes).reshape(len(codes), -1, 2, KERNEL_GROUP // 2)
     return halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
+
+
+def _float8_bytes(numbers: torch.Tensor) -> NDArray[np.uint8] | None:
+    """Return the bytes of E4M3; None where one is NaN, which kernels do not know."""
+    found = _bytes_of(numbers.contiguous().view(torch.uint8))
+    return None if (found & 127 == 127).any() else found
 
 
 def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
     """Return the bytes of (rows, n) numbers as (rows, n, bytes of a number)."""
     found: NDArray[np.uint8] = numbers.contiguous().numpy().view(np.uint8).reshape(*numbers.shape, -1)
     return found
-
-
-def _int4_blocks(matrix: ScaledCodes, group: int, groups: int) -> NDArray[np.uint8] | None:
-    """Return blocks of `groups` float16 scales, as many zero points of 4 bits in a byte, and nibbles; integer_formats.h has the same."""
-    scales = matrix.of_columns(matrix.scales, group)
-    if matrix.codes.dtype != torch.int8 or scales is None or not scales.half().isfinite().all():
-        return None
-    low, high = torch.aminmax(matrix.codes)
-    if low < -8 or high > 7:
-        return None
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
-    if matrix.zeros is not None:
-        found = matrix.of_columns(matrix.zeros, group)
-        assert found is not None, "zero points have the blocks of the scales"
-        zeros = (found + 8).to(torch.uint8)
-    rows, blocks = len(scales), scales.shape[1] // groups
-    points = zeros.reshape(rows, blocks, groups)
-    of_block = points[..., :1] if groups == 1 else points[..., :1] | points[..., 1:] << 4
-    halves = _bytes_of(scales.half()).reshape(rows, blocks, -1)
-    return np.concatenate([halves, of_block.numpy(), _nibbles((matrix.codes + 8).contiguous()).reshape(rows, blocks, -1)], axis=-1)
-
-
-def _symmetric_int4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return blocks of 256 codes of 4 bits behind a float16 scale."""
-    blocks = _int4_blocks(matrix, 256, 1) if matrix.zeros is None else None
-    return None if blocks is None else np.delete(blocks, 2, axis=-1)  # a zero point
-
-
-def _mxfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return GGUF's blocks: the exponent with its bias, then the nibbles."""
-    scales = matrix.of_columns(matrix.scales, MXFP4_BLOCK[1])
-    if matrix.codes.dtype != torch.uint8 or matrix.block[1] != MXFP4_BLOCK[1] or scales is None:
-        return None
-    mantissa, exponents = torch.frexp(scales)
-    if not (mantissa == 0.5).all():  # the largest exponent means NaN
-        return None
-    exponent = _bytes_of((exponents - 1 + EXPONENT_BIAS).to(torch.uint8))
-    return np.concatenate([exponent, _nibbles(matrix.codes.contiguous())], axis=-1)
-
-
-def _nvfp4_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return blocks of a byte of the second scale, of which four rows have all; eight E4M3 scales; and nibbles."""
-    codes, scales, whole = matrix.codes, matrix.scales, matrix.of_matrix
-    if codes.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn or whole is None or matrix.block != NVFP4_BLOCK or len(codes) % 4:
-        return None
-    whole = (whole.reciprocal() if matrix.divides else whole).float().expand(len(codes), 1).reshape(-1, 4)
-    bits = scales.contiguous().view(torch.uint8)
-    # The kernel has no NaN among E4M3's scales, and multiplies them by the matrix's and by twice the codes, up to 12.
-    if (bits & 127 == 127).any() or not (whole * (448 * 12)).isfinite().all() or not torch.equal(whole, whole[:, :1].expand_as(whole)):
-        return None
-    rows, blocks = len(codes), codes.shape[1] // FORMATS["nvfp4"].block_weights
-    quarters = _bytes_of(whole[:, :1]).reshape(rows, 1, 1).repeat(blocks, axis=1)
-    nibbles = _nibbles(codes.contiguous()).reshape(rows, blocks, -1)
-    return np.concatenate([quarters, bits.numpy().reshape(rows, blocks, -1), nibbles], axis=-1)
-
-
-def _float8_blocks(matrix: ScaledCodes, columns: int, rows: int) -> NDArray[np.uint8] | None:
-    """Return blocks of codes behind a float32 scale, of whose bytes each of `rows` rows has some."""
-    scales = matrix.of_columns(matrix.scales.float(), columns)
-    if matrix.codes.dtype != torch.float8_e4m3fn or scales is None or len(scales) % rows:
-        return None
-    shared = scales.reshape(-1, rows, scales.shape[1])
-    codes = matrix.codes.contiguous().view(torch.uint8)
-    # The kernel computes with 2^120 times the scale.
-    if (codes & 127 == 127).any() or not (scales.abs() < 128).all() or not torch.equal(shared, shared[:, :1].expand_as(shared)):
-        return None
-    header = _bytes_of(shared[:, 0]).reshape(len(shared), -1, rows, 4 // rows).swapaxes(1, 2)
-    return np.concatenate([header.reshape(*scales.shape, 4 // rows), codes.numpy().reshape(*scales.shape, columns)], axis=-1)
-
-
-def _int8_blocks(matrix: ScaledCodes) -> NDArray[np.uint8] | None:
-    """Return blocks of 128 codes behind a float16 scale."""
-    scales = matrix.of_columns(matrix.scales, 128)
-    if matrix.codes.dtype != torch.int8 or matrix.zeros is not None or scales is None or not scales.half().isfinite().all():
-        return None
-    return np.concatenate([_bytes_of(scales.half()), matrix.codes.contiguous().numpy().view(np.uint8).reshape(*scales.shape, 128)], axis=-1)
-
-
-_BLOCKS: Mapping[str, Callable[[ScaledCodes], NDArray[np.uint8] | None]] = {
-    "mxfp4": _mxfp4_blocks,
-    "nvfp4": _nvfp4_blocks,
-    "int4_g32": partial(_int4_blocks, group=32, groups=2),
-    "int4_g64": partial(_int4_blocks, group=64, groups=2),
-    "int4_g128": partial(_int4_blocks, group=128, groups=1),
-    "int4_g256": _symmetric_int4_blocks,
-    "int8_g128": _int8_blocks,
-    "fp8": partial(_float8_blocks, columns=128, rows=4),
-    "fp8_rows": partial(_float8_blocks, columns=256, rows=1),
-}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
-from moegraft.injection.checkpoint.coded_matrices import EXPONENT_BIAS, KERNEL_GROUP, MXFP4_BLOCK, NVFP4_BLOCK, Block, ScaledCodes
+from moegraft.injection.checkpoint.coded_matrices import EXPONENT_BIAS, MXFP4_BLOCK, NVFP4_BLOCK, Block, ScaledCodes, types_holding
 from moegraft.injection.checkpoint.files import Checkpoint, Conversion, Extent, LazyTensor
 from moegraft.operators.errors import CheckpointError
 
@@ -106,7 +106,7 @@ class Quantised(Conversion):
         shape: of the parameter.
         block: the rows and columns of a block.
         read: returns the matrix of an expert, or with None the only one.
-        held_by: the kernels' types that hold the weights without rounding, except as `ScaledCodes.held_as` states, the smallest first.
+        lossless_types: of the kernels, which hold the weights without rounding, except as `ScaledCodes.packed_as` states; smallest first.
         converted_type: the type that they are converted to where none of these can be used.
         transposed: whether the parameter is the transpose of the matrix of codes.
         halves: whether the halves of the matrix's rows have a scale each, as fused gate and up projections may.
@@ -117,7 +117,7 @@ class Quantised(Conversion):
     shape: tuple[int, ...]
     block: Block
     read: Callable[[int | None], ScaledCodes]
-    held_by: tuple[str, ...] = ()
+    lossless_types: tuple[str, ...] = ()
     converted_type: str = "bfloat16"
     transposed: bool = False
     halves: bool = False
@@ -272,18 +272,11 @@ def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes.contiguous().view(torch.int8) - 8) if bits == 4 else (codes.contiguous() ^ 128).view(torch.int8)
 
 
-def _holders(bits: int, scales: LazyTensor, columns: int, group: int, *, symmetric: bool) -> tuple[str, ...]:
+def _integer_types(bits: int, scales: LazyTensor, shape: Sequence[int], block: Block, *, symmetric: bool) -> tuple[str, ...]:
     """Return the kernels' types that hold integers without rounding, the smallest first; their scales are float16."""
-    if scales.stored_dtype not in ("F16", "BF16") or group % KERNEL_GROUP or columns % KERNEL_GROUP:
+    if scales.stored_dtype not in ("F16", "BF16"):
         return ()
-    if bits == 8:
-        return () if not symmetric else ("int8_g128", "int8") if group % 128 == 0 == columns % 128 else ("int8",)
-    stored = ((), ("int4_g32",))[not symmetric and columns % 64 == 0]
-    if columns % 128 == 0 and group % 64 == 0:
-        stored = ("int4_g128",) if group % 128 == 0 else ("int4_g64",)
-    if symmetric and group % 256 == 0 == columns % 256:
-        stored = ("int4_g256", *stored)
-    return (*stored, *(("int4",) if symmetric else ()), "int8")
+    return types_holding("int4" if bits == 4 else "int8", shape, block, symmetric=symmetric)
 
 
 # FP8: transformers' finegrained_fp8, and weights of compressed-tensors and ModelOpt
@@ -310,14 +303,8 @@ def _add_float8(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, block
     def read(expert: int | None) -> ScaledCodes:
         return ScaledCodes(_at(weight, expert), _whole_scales_at(scales, shape, expert) if parts else _at(scales, expert), None, block)
 
-    held_by: tuple[str, ...] = ()
-    if weight.stored_dtype == "F8_E4M3":
-        # Gate and up may be alternating rows, so that four rows of one of them are eight here.
-        if shape[-2] % 8 == 0 and block[0] % 8 == 0 and block[1] % 128 == 0 == shape[-1] % 128:
-            held_by = ("fp8",)
-        elif block[1] % 256 == 0 == shape[-1] % 256:
-            held_by = ("fp8_rows",)
-    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, held_by, halves=parts == 2))
+    lossless_types = types_holding("fp8", shape, block) if weight.stored_dtype == "F8_E4M3" else ()
+    pairing.add(weight.key, Quantised("FP8", (weight, scales), shape, block, read, lossless_types, halves=parts == 2))
 
 
 # MXFP4 and NVFP4
@@ -336,7 +323,8 @@ def _pair_mxfp4(pairing: _Pairing) -> None:
         _same_shape(scales, codes.shape[:3], codes)
         experts, rows, groups, half = codes.shape
         read = partial(_read_fp4, codes, partial(_powers, scales), MXFP4_BLOCK)
-        weight = Quantised("MXFP4", (codes, scales), (experts, groups * half * 2, rows), MXFP4_BLOCK, read, ("mxfp4",), transposed=True)
+        shape, lossless_types = (experts, groups * half * 2, rows), types_holding("mxfp4", (rows, groups * half * 2), MXFP4_BLOCK)
+        weight = Quantised("MXFP4", (codes, scales), shape, MXFP4_BLOCK, read, lossless_types, transposed=True)
         pairing.add(name, weight)
 
 
@@ -365,7 +353,7 @@ def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor
 
     if two_level is None:
         read = partial(_read_fp4, codes, partial(_powers, scales), block)
-        pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read, ("mxfp4",)))
+        pairing.add(name, Quantised("MXFP4", (codes, scales), shape, block, read, types_holding("mxfp4", shape, block)))
         return
     parts = _whole_scales(two_level, shape)
     if not parts:
@@ -378,10 +366,9 @@ def _add_fp4(pairing: _Pairing, name: str, codes: LazyTensor, scales: LazyTensor
         matrix = _read_fp4(codes, partial(_at, scales), block, expert)
         return replace(matrix, of_matrix=of_matrix, divides=divides)
 
-    # Gate and up may be halves of the rows, each of a multiple of four.
-    held_by = ("nvfp4",) if rows % 8 == 0 == shape[-1] % 128 else ()
+    lossless_types = types_holding("nvfp4", shape, block)
     kind = f"NVFP4{' of compressed-tensors' if divides else ''}"
-    pairing.add(name, Quantised(kind, (codes, scales, two_level), shape, block, read_two_level, held_by, halves=parts == 2))
+    pairing.add(name, Quantised(kind, (codes, scales, two_level), shape, block, read_two_level, lossless_types, halves=parts == 2))
 
 
 # compressed-tensors
@@ -478,8 +465,8 @@ def _add_bytes(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, blocks
         return ScaledCodes(_at(weight, expert), _at(scales, expert), None if zeros is None else _at(zeros, expert), block)
 
     tensors = (weight, scales) if zeros is None else (weight, scales, zeros)
-    held_by = _holders(8, scales, shape[-1], block[1], symmetric=zeros is None)
-    pairing.add(weight.key, Quantised("compressed-tensors int8", tensors, shape, block, read, held_by))
+    lossless_types = _integer_types(8, scales, shape, block, symmetric=zeros is None)
+    pairing.add(weight.key, Quantised("compressed-tensors int8", tensors, shape, block, read, lossless_types))
 
 
 def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, schemes: Sequence[_Scheme]) -> None:
@@ -520,8 +507,10 @@ def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, scheme
         return ScaledCodes(values, _at(scales, expert), points, block)
 
     tensors = (codes, scales) if zeros is None else (codes, scales, zeros)
-    held_by = _holders(bits, scales, columns, block[1], symmetric=zeros is None)
-    pairing.add(name, Quantised(f"compressed-tensors int{bits}", tensors, shape, block, read, held_by, "int8" if bits == 4 else "bfloat16"))
+    lossless_types = _integer_types(bits, scales, shape, block, symmetric=zeros is None)
+    pairing.add(
+        name, Quantised(f"compressed-tensors int{bits}", tensors, shape, block, read, lossless_types, "int8" if bits == 4 else "bfloat16")
+    )
 
 
 def _refuse_act_order(order: LazyTensor, group: int) -> None:
@@ -602,9 +591,9 @@ def _add_columns(pairing: _Pairing, codes: LazyTensor, bits: int, *, order: tupl
 
     tensors = tuple(tensor for tensor in (codes, scales, zeros, columns) if tensor is not None)
     shape, block = (outputs, inputs), (1, group)
-    held_by = _holders(bits, scales, inputs, group, symmetric=symmetric)
+    lossless_types = _integer_types(bits, scales, shape, block, symmetric=symmetric)
     name = f"{'AWQ' if order is not None else 'GPTQ' if less_one else 'GPTQ v2'} int{bits}"
-    pairing.add(f"{module}.weight", Quantised(name, tensors, shape, block, read, held_by, "int8" if bits == 4 else "bfloat16"))
+    pairing.add(f"{module}.weight", Quantised(name, tensors, shape, block, read, lossless_types, "int8" if bits == 4 else "bfloat16"))
 
 
 # ModelOpt

@@ -104,10 +104,10 @@ def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> _WeightType:
     if quantised is None:
         name = "float32" if tensor.dtype in (None, torch.float64) else str(tensor.dtype).removeprefix("torch.")
         return _WeightType(name, name)
-    if not (as_codes and quantised.held_by):
+    if not (as_codes and quantised.lossless_types):
         return _WeightType(quantised.converted_type, quantised.converted_type)
-    packed = [name for name in quantised.held_by if name not in STORED_FORMATS]
-    return _WeightType(quantised.held_by[0], packed[0] if packed else quantised.converted_type)
+    packed = [name for name in quantised.lossless_types if name not in STORED_FORMATS]
+    return _WeightType(quantised.lossless_types[0], packed[0] if packed else quantised.converted_type)
 
 
 def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTypes:
@@ -118,9 +118,9 @@ def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTy
     )
 
 
-def _held(matrix: ScaledCodes, weight_type: str, origin: str, held_by: Sequence[str]) -> Codes | StoredBlocks | None:
-    found = matrix.held_as(weight_type)
-    if found is None and weight_type in STORED_FORMATS and weight_type in held_by:
+def _codes(matrix: ScaledCodes, weight_type: str, origin: str, lossless_types: Sequence[str]) -> Codes | StoredBlocks | None:
+    found = matrix.packed_as(weight_type)
+    if found is None and weight_type in STORED_FORMATS and weight_type in lossless_types:
         raise CheckpointError(f"{origin}: a weight or scale is NaN or too large for {weight_type}; download it again, or set another type")
     return found
 
@@ -129,7 +129,7 @@ def _quantised(tensor: LazyTensor) -> Quantised | None:
     return tensor.conversion if isinstance(tensor.conversion, Quantised) else None
 
 
-class _Latest(threading.local):
+class _LastExpert(threading.local):
     """The slice of an expert that a thread read last: gate and up share one."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class _Fused:
         _check_shape(tensor, expected)
         self._layout = layout
         self._tensor = tensor
-        self._latest = _Latest()
+        self._latest = _LastExpert()
         quantised = _quantised(tensor)
         if quantised is not None and quantised.halves and (layout.interleaved or quantised.transposed != layout.transposed):
             raise CheckpointError(
@@ -170,7 +170,7 @@ class _Fused:
         quantised = _quantised(self._tensor)
         assert quantised is not None, "only these have codes"
         codes = self._latest.read(expert, quantised.read)
-        return _held(codes.rows(self._layout.rows(part)), weight_type, self.origin(part, expert), quantised.held_by)
+        return _codes(codes.rows(self._layout.rows(part)), weight_type, self.origin(part, expert), quantised.lossless_types)
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -201,7 +201,7 @@ class _PerExpert:
             return None
         matrix = quantised.read(None)
         own = matrix.rows(self._layout.rows(part)) if self._fused else matrix
-        return _held(own, weight_type, self.origin(part, expert), quantised.held_by)
+        return _codes(own, weight_type, self.origin(part, expert), quantised.lossless_types)
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -396,7 +396,7 @@ class CheckpointLinear(WeightSource):
         quantised = self._quantised
         if part != "weight" or quantised is None:
             return None
-        return _held(quantised.read(None), weight_type, self.origin(part), quantised.held_by)
+        return _codes(quantised.read(None), weight_type, self.origin(part), quantised.lossless_types)
 
     def stored_types(self) -> StoredTypes | None:
         """Return the weight type as that of all parts if the weight is quantised, else None."""
@@ -480,7 +480,7 @@ class CheckpointWeights:
             for parameter, target in self.keymap.under(path).items():
                 weight_type = of_module.down if parameter.startswith("down") else of_module.gate_up
                 for key in target.all_keys:
-                    if key in converted and weight_type in converted[key].held_by:
+                    if key in converted and weight_type in converted[key].lossless_types:
                         del converted[key]
         if converted:
             formats = ", ".join(sorted({quantised.format for quantised in converted.values()}))

@@ -12,12 +12,11 @@ from moegraft.injection.estimate.speed import Speed, predict, predict_with_gpu, 
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
 from moegraft.operators.cache_form import KvCache, kv_cache
-from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.errors import UnsupportedModelError, human_bytes
 from moegraft.operators.estimates import GpuRates
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import kinds
 
-GIB = 1 << 30
 SHORTEST_CONTEXT = 256  # tokens; shorter ones are not suggested
 
 
@@ -166,8 +165,8 @@ def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
             saved[advice] = saved.get(advice, 0) + max(0, less)
     for advice, less in saved.items():
         if less > 0 and needed - less <= free:
-            yield f"{advice}, which needs {(needed - less) / GIB:.1f} GiB"
-    yield f"a machine with {(needed - free) / GIB:.1f} GiB more free memory"
+            yield f"{advice}, which needs {human_bytes(needed - less)}"
+    yield f"a machine with {human_bytes(needed - free)} more free memory"
 
 
 def _on_gpu(gpu: GpuMemory, found: Forecast, planned: PlannedModel) -> Iterator[str]:
@@ -181,9 +180,9 @@ def _on_gpu(gpu: GpuMemory, found: Forecast, planned: PlannedModel) -> Iterator[
         yield f"'cache: {{ratio: {ratio:g}}}', or no size: slots then take the free memory"
     for advice, less in _savings_of_the_rest(planned).items():
         if least > gpu.available >= least - less // gpu.count:
-            yield f"{advice}, which saves {less // gpu.count / GIB:.1f} GiB on each GPU"
+            yield f"{advice}, which saves {human_bytes(less // gpu.count)} on each GPU"
     gap = (gpu.needed if is_sized or least <= gpu.available else least) - gpu.available
-    yield f"a GPU with {gap / GIB:.1f} GiB more free memory"
+    yield f"a GPU with {human_bytes(gap)} more free memory"
 
 
 def _savings_of_the_rest(planned: PlannedModel) -> dict[str, int]:

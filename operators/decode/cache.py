@@ -124,10 +124,10 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
             f"{type(model).__name__} makes a cache of its own in its first forward pass: pass no cache to that one, and the cache that it "
             "returns as past_key_values to later ones"
         )
-    return own(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    return adopt(DynamicCache(config=model.config.get_text_config(decoder=True)))
 
 
-def own(cache: AnyCache) -> AnyCache:
+def adopt(cache: AnyCache) -> AnyCache:
     """Make a cache that nothing else holds one of moegraft's own."""
     cache.moegraft = CacheBuffers()  # type: ignore[attr-defined] # transformers' classes have no member for it
     return cache

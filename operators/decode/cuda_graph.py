@@ -32,7 +32,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
-from moegraft.operators.decode.cache import buffers_of, own
+from moegraft.operators.decode.cache import adopt, buffers_of
 from moegraft.operators.decode.loop import effective_config
 from moegraft.operators.decode.replay import CACHE, Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
@@ -179,7 +179,7 @@ class CudaGraphs(StepReplay):
             if growing and given is not None:
                 given.layers = to_dynamic(fixed, text_config).layers
         if isinstance(outputs, ModelOutput) and CACHE in outputs:
-            outputs[CACHE] = given if growing else own(to_dynamic(fixed, text_config))
+            outputs[CACHE] = given if growing else adopt(to_dynamic(fixed, text_config))
         return outputs
 
     @property

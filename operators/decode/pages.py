@@ -39,7 +39,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from moegraft.operators.decode.cache import StateName, own
+from moegraft.operators.decode.cache import StateName, adopt
 from moegraft.operators.decode.state_pool import StatePool
 from moegraft.operators.decode.states import FLAGS, has_states, keeps_nothing
 
@@ -329,7 +329,7 @@ class PagedCache(Cache):
         self.offers_pages = offers_pages
         self.longest = self._tokens = 0
         self.unread: set[int] = set()
-        own(self)
+        adopt(self)
         self._sequences: list[PagedSequence] = []
         self._shown: list[tuple[PagedSequence, int, int]] = []  # the rows of the table, with their numbers of pages and losses
         self._places: dict[object, torch.Tensor] = {}  # of the states of this pass, which layers of one form share

@@ -28,7 +28,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import Operator
-from moegraft.operators.decode.cache import own
+from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.structure import is_library
@@ -327,7 +327,7 @@ def _own_new(outputs: Any) -> None:
     """Take a cache that the model has made in its forward pass, where its memory can be moegraft's own."""
     cache = outputs.get(CACHE) if isinstance(outputs, ModelOutput) else None
     if isinstance(cache, DynamicCache) and is_library(type(cache)):
-        own(cache)
+        adopt(cache)
 
 
 def _logits(outputs: Any) -> torch.Tensor:

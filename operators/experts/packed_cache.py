@@ -30,7 +30,7 @@ import numpy as np
 
 from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts
 from moegraft.operators.atomic_file import NotNeededError, new_file, sweep
-from moegraft.operators.errors import NotEnoughMemoryError, error_sentence
+from moegraft.operators.errors import NotEnoughMemoryError, error_sentence, human_bytes
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.machine import probe_machine, version_of
 
@@ -154,7 +154,7 @@ class PackedCache:
         needed, free = _packed_bytes(key, layout), probe_machine().available_bytes
         if needed > free:
             raise NotEnoughMemoryError(
-                f"{reason}, and memory has {free / (1 << 30):.2f} GiB free for a layer of {needed / (1 << 30):.2f} GiB; "
+                f"{reason}, and memory has {human_bytes(free)} free for a layer of {human_bytes(needed)}; "
                 "free disk space, or name a folder that can be written"
             ) from error
         self._warn(f"{reason}: they are packed in memory, and packed again at the next start")

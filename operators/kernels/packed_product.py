@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.epilogue import Epilogue, finish_tile
-from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, constant, interpreted
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, gpu_format, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
-from moegraft.operators.kernels.tuned import constant
 from moegraft.operators.kernels.units import column_as, dot, expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
 from moegraft.operators.weight_formats import FORMATS
 

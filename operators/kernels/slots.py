@@ -18,11 +18,10 @@ import triton.language as tl
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.epilogue import Epilogue, activated, bias_of, limited_up
-from moegraft.operators.kernels.launch import LAUNCH, PackedBytes
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, constant
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, expert_matrices, gate_of, round_up
 from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
-from moegraft.operators.kernels.tuned import constant
 from moegraft.operators.kernels.units import expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
 
 WARPS = 4

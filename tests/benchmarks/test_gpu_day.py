@@ -330,7 +330,7 @@ def test_constants_of_an_earlier_call_reach_the_kernels(day: Any, tmp_path: Path
     day("next", "build", "--only", "constants", "--resume", str(tmp_path / "first"))
     found = json.loads((tmp_path / "table.json").read_text())
     assert found == {"A100": held["A100"], "H200": {"int8": {"gate_units": 32}, "int4": {"gate_warps": 8}}}
-    read = import_module("moegraft.operators.kernels.tuned").read_table
+    read = import_module("moegraft.operators.kernels.launch").read_table
     assert read(tmp_path / "table.json") == found and read(tmp_path / "next" / "tuned.json")["H200"] == {"int4": {"gate_warps": 8}}
 
 

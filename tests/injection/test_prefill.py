@@ -11,7 +11,7 @@ from support.families import FamilyCase, build_config, build_model, prompt, serv
 from transformers import DynamicCache
 
 from moegraft.injection import new_cache, optimize_and_load
-from moegraft.injection.prefill import LEAST_STATE_CHUNK, read_ahead, why_not_appendable
+from moegraft.injection.cli.chat.prompt_cache import LEAST_STATE_CHUNK, read_ahead, why_not_appendable
 from moegraft.operators.decode.states import has_states
 
 TOLERANCE = 1e-5  # relative, in float32

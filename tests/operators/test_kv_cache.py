@@ -19,10 +19,9 @@ from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.conversation import SavedChat, read_chat, write_chat
-from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PromptCache, read_ahead
 from moegraft.injection.injected import new_cache
 from moegraft.injection.planning import plan
-from moegraft.injection.prefill import read_ahead
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
 from moegraft.operators.cache_form import QuantisedForm, kv_cache

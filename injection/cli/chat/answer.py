@@ -19,11 +19,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moegraft.injection.cli.chat.prompt_cache import Checkpoint, PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, Checkpoint, PromptCache, why_not_appendable
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import PREFILL_CHUNK, why_not_appendable
 from moegraft.operators.errors import NotEnoughMemoryError
 
 
@@ -32,14 +31,14 @@ class AnswerStats:
     """Token counts and seconds of one answer."""
 
     prompt_tokens: int
-    kept_tokens: int  # of the prompt, in the cache of the turn before
+    cached_tokens: int  # of the prompt, in the cache of the turn before
     generated_tokens: int
     first_token_s: float  # from the request to the first token
     decode_s: float  # from the first token to the last
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return (self.prompt_tokens - self.kept_tokens) / self.first_token_s if self.first_token_s else 0.0
+        return (self.prompt_tokens - self.cached_tokens) / self.first_token_s if self.first_token_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -47,7 +46,7 @@ class AnswerStats:
         return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None
 
     def line(self) -> str:
-        computed = f" ({self.prompt_tokens - self.kept_tokens} new)" if self.kept_tokens else ""
+        computed = f" ({self.prompt_tokens - self.cached_tokens} new)" if self.cached_tokens else ""
         decode = f" at {self.decode_tokens_per_s:.1f}/s" if self.decode_tokens_per_s else ""
         return (
             f"prompt: {_tokens(self.prompt_tokens)}{computed} at {self.prefill_tokens_per_s:.1f}/s; "
@@ -68,7 +67,7 @@ class ChatStats:
 
     def add(self, stats: AnswerStats) -> None:
         self.answers += 1
-        self.computed_tokens += stats.prompt_tokens - stats.kept_tokens
+        self.computed_tokens += stats.prompt_tokens - stats.cached_tokens
         self.prefill_s += stats.first_token_s
         self.generated_tokens += stats.generated_tokens
         self.decode_steps += max(0, stats.generated_tokens - 1)
@@ -323,12 +322,12 @@ def pad_token(loaded: LoadedModel) -> int:
     return padding if padding is not None else next(iter(end_tokens(loaded)), 0)
 
 
-def _stats(streamer: AnswerStreamer, prompt_tokens: int, kept_tokens: int) -> AnswerStats | None:
+def _stats(streamer: AnswerStreamer, prompt_tokens: int, cached_tokens: int) -> AnswerStats | None:
     if streamer.first_token_s is None or streamer.last_token_s is None:
         return None
     return AnswerStats(
         prompt_tokens=prompt_tokens,
-        kept_tokens=kept_tokens,
+        cached_tokens=cached_tokens,
         generated_tokens=len(streamer.token_ids),
         first_token_s=streamer.first_token_s - streamer.started_s,
         decode_s=streamer.last_token_s - streamer.first_token_s,

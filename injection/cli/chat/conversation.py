@@ -20,9 +20,8 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from moegraft.injection.cli.chat.prompt_cache import Checkpoint
+from moegraft.injection.cli.chat.prompt_cache import Checkpoint, why_not_appendable
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import why_not_appendable
 from moegraft.operators.atomic_file import write_file
 from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.states import TENSORS

@@ -1,4 +1,6 @@
-"""The cache that the prompts of a conversation share, and checkpoints of what cannot be cropped: states and sliding windows.
+"""The cache that the prompts of a conversation share, prompts in chunks, and checkpoints of what cannot be cropped: states and windows.
+
+A chunk limits the memory of a prompt's activations.
 
 Keys and values of full attention can be cropped to any earlier token. Recurrent and convolution states stand for all tokens so far, and a
 sliding window has dropped the tokens before it: a prompt that changes the last tokens of the conversation can only go on from a position
@@ -7,6 +9,7 @@ at which these were copied. Chat templates do change them: they leave out an ans
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,18 +20,90 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
 from moegraft.injection.injected import new_cache
-from moegraft.injection.planning import human_bytes
-from moegraft.injection.prefill import read_ahead, why_not_appendable
-from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
+from moegraft.operators.cache_form import layer_types, name_layers
+from moegraft.operators.decode.states import (
+    TENSORS,
+    SavedStates,
+    attention_part,
+    has_states,
+    keeps_nothing,
+    moves_states,
+    passes_are_split,
+    why_not_split,
+)
+from moegraft.operators.errors import human_bytes
 
 logger = logging.getLogger(__name__)
+PREFILL_CHUNK = 2048  # tokens
+APPENDABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers to which tokens can be appended in chunks
+# Tokens of a model with states: a chunk and the rest have several each, as one alone is a step of decoding, which may round otherwise
+# (Nemotron-H limits its time steps in prompts only).
+LEAST_STATE_CHUNK = 4
 CHECKPOINT_TOKENS = 2048  # of a prompt between two checkpoints, at least
 CHECKPOINT_BYTES = 1 << 30  # of the checkpoints of one cache
 # What a template writes after the last message, such as a mark that begins the answer's reasoning, which the next prompt may not have. The
 # checkpoint at the end of a prompt is before it.
 OPENING_TOKENS = 8
-LEAST_CHUNK = 4  # tokens of a chunk before a checkpoint, where a few tokens may be another computation than a prompt
 LEAST_TOKENS = 64  # that a checkpoint saves: it ends a forward pass, and one over a few tokens takes as long as some decode steps
+
+
+def why_not_appendable(model: PreTrainedModel) -> str | None:
+    """Return the reason why this model cannot prefill in chunks; None if it can.
+
+    Tokens are appended to layers of attention in their dtype, to those with recurrent or convolution states, and to both in one.
+    """
+    cache, names = DynamicCache(config=model.config.get_text_config(decoder=True)), layer_types(model.config)
+    bad = [number for number, layer in enumerate(cache.layers) if not keeps_nothing(layer) and not _is_appendable(layer)]
+    if bad:
+        return name_layers(cache.layers, bad, names)[0]
+    reason = why_not_split(model, cache, names)
+    if reason is None and not all(passes_are_split(module) for module in model.modules() if moves_states(module)):
+        return "its layers keep states, and moegraft has not loaded it"
+    return reason
+
+
+def _is_appendable(layer: object) -> bool:
+    part = attention_part(layer)
+    return part in APPENDABLE or (part is None and has_states(layer))
+
+
+def chunk_size(model: PreTrainedModel, chunk_tokens: int) -> int:
+    """Return the tokens of a model's chunks where `chunk_tokens` are asked for; 0 where it computes prompts at once."""
+    if not chunk_tokens or why_not_appendable(model) is not None:
+        return 0
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return max(chunk_tokens, LEAST_STATE_CHUNK) if any(map(has_states, layers)) else chunk_tokens
+
+
+@torch.no_grad()
+def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
+    """Compute a prompt chunk by chunk until at most `chunk_tokens` are left, which `generate` computes.
+
+    Args:
+        token_ids: the whole prompt; `cache` may hold its beginning.
+        cache: None for a new one.
+        chunk_tokens: 0 leaves everything to `generate`; see `chunk_size`.
+
+    Returns:
+        The cache; `cache` itself, None included, if no chunk was computed.
+    """
+    held = _tokens(cache)
+    if len(token_ids) - held <= chunk_tokens:
+        return cache
+    chunk_tokens = chunk_size(model, chunk_tokens)
+    if not chunk_tokens or len(token_ids) - held <= chunk_tokens:
+        return cache
+    cache = cache if cache is not None else new_cache(model)
+    stateful = any(map(has_states, cache.layers))
+    call: Any = model
+    # The logits of a chunk are not used, and with a large vocabulary they would be the largest tensor.
+    extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    while (left := len(token_ids) - held) > chunk_tokens:
+        size = chunk_tokens - 1 if stateful and left == chunk_tokens + 1 else chunk_tokens
+        chunk = torch.tensor([token_ids[held : held + size]], device=model.device)
+        call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
+        held += size
+    return cache
 
 
 class Checkpoint:
@@ -84,17 +159,17 @@ class PromptCache:
         self._logged: set[str] = set()
 
     @property
-    def held(self) -> tuple[list[int], DynamicCache | None]:
+    def contents(self) -> tuple[list[int], DynamicCache | None]:
         """The tokens in the cache, and the cache."""
         return self._token_ids, self._cache
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Those of the cache that is held, the earliest first."""
+        """Those of the cache , the earliest first."""
         return self._of(self._cache)
 
     def lines(self) -> list[str]:
-        """Describe the states and checkpoints of the cache that is held, where it has any."""
+        """Describe the states and checkpoints of the cache, where it has any."""
         layers: list[Any] = [] if self._cache is None else self._cache.layers
         states = [state for layer in filter(has_states, layers) for name in TENSORS for state in getattr(layer, name).values()]
         held = sum(state.nbytes for state in states if state is not None)
@@ -142,7 +217,7 @@ class PromptCache:
         return cache, shared
 
     def read_ahead(self, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
-        """Compute a prompt in chunks as `prefill.read_ahead` does, with the checkpoints that the model needs, the last near its end."""
+        """Compute a prompt in chunks as `read_ahead` does, with the checkpoints that the model needs, the last near its end."""
         end = len(token_ids) - OPENING_TOKENS
         held = _tokens(cache)
         saved = max([held, *(checkpoint.tokens for checkpoint in self._of(cache))])
@@ -150,7 +225,7 @@ class PromptCache:
             cache = new_cache(self._model) if cache is None else cache
             while held < end:
                 left = end - held
-                step = left if not chunk_tokens or left <= chunk_tokens else min(chunk_tokens, left - LEAST_CHUNK)
+                step = left if not chunk_tokens or left <= chunk_tokens else min(chunk_tokens, left - LEAST_STATE_CHUNK)
                 read_ahead(self._model, token_ids[: held + step + 2], cache, step)
                 if _tokens(cache) == held:
                     break
@@ -166,7 +241,7 @@ class PromptCache:
 
     def keep(self, token_ids: list[int], cache: Any, checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Keep the cache that `generate` returned, or one with its checkpoints; the last of `token_ids` may not be in the cache yet."""
-        reason = None if isinstance(cache, QuantizedCache) else self._why_not_kept(cache)
+        reason = None if isinstance(cache, QuantizedCache) else self._why_not_reused(cache)
         if reason is not None:
             self._log_once(f"each turn computes the whole conversation again: {reason}")
             return
@@ -183,9 +258,9 @@ class PromptCache:
             return False
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True)) if cache is None else cache
         fixed = any(has_states(layer) or isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
-        return fixed and not isinstance(cache, QuantizedCache) and self._why_not_kept(cache) is None
+        return fixed and not isinstance(cache, QuantizedCache) and self._why_not_reused(cache) is None
 
-    def _why_not_kept(self, cache: Any) -> str | None:
+    def _why_not_reused(self, cache: Any) -> str | None:
         if type(cache) is not DynamicCache:
             return f"a cache of {type(cache).__name__} cannot be kept"
         if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):

@@ -227,7 +227,7 @@ class Chat:
         Raises:
             OSError: the file exists, or cannot be written.
         """
-        token_ids, cache = self.answerer.cache.held
+        token_ids, cache = self.answerer.cache.contents
         write_chat(path, self.loaded.model, SavedChat(self.conversation.messages, token_ids, cache, self.answerer.cache.checkpoints))
 
     def resume(self, path: Path) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from moegraft.injection.cli.options import PROGRAM, JsonOption
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
-from moegraft.operators.errors import error_sentence
+from moegraft.operators.errors import error_sentence, human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.doctor import Facts, Problem
@@ -110,7 +110,10 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("cores", _cores_text(facts)),
         ("NUMA nodes", str(facts.numa_nodes)),
         ("memory", _memory_text(facts)),
-        ("GPUs", ", ".join(f"{gpu.name}, {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free" for gpu in facts.gpus) or "none"),
+        (
+            "GPUs",
+            ", ".join(f"{gpu.name}, {human_bytes(gpu.free_bytes)} of {human_bytes(gpu.total_bytes)} free" for gpu in facts.gpus) or "none",
+        ),
     ]
 
 
@@ -135,14 +138,10 @@ def _cores_text(facts: Facts) -> str:
 
 
 def _memory_text(facts: Facts) -> str:
-    limit = f", limit {_gib(facts.memory_limit_bytes)}" if facts.memory_limit_bytes is not None else ""
+    limit = f", limit {human_bytes(facts.memory_limit_bytes)}" if facts.memory_limit_bytes is not None else ""
     pinned = "no limit" if facts.pinned_limit_bytes is None else f"{facts.pinned_limit_bytes >> 20} MiB"
-    swap = f", {_gib(facts.swap_bytes)} of swap" if facts.swap_bytes else ", no swap"
-    return f"{_gib(facts.available_bytes)} of {_gib(facts.total_bytes)} free{limit}{swap}; lockable: {pinned}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
+    swap = f", {human_bytes(facts.swap_bytes)} of swap" if facts.swap_bytes else ", no swap"
+    return f"{human_bytes(facts.available_bytes)} of {human_bytes(facts.total_bytes)} free{limit}{swap}; lockable: {pinned}"
 
 
 def _measured_lines(measured: Measurements) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, ModelOptions, RulesArgument, TrustOption, VarOption
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Match
+from moegraft.operators.errors import human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.meta_model import MetaModel
@@ -174,7 +175,7 @@ def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegist
 
 
 def _write_table(found: Explanation, meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
-    from moegraft.injection.planning import bytes_text, human_bytes
+    from moegraft.injection.planning import bytes_text
 
     if found.plan is not None:
         rows = [HEADER, *_rows(found, found.plan, each)]

@@ -29,6 +29,7 @@ from moegraft.injection.cli.options import (
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
 from moegraft.operators.atomic_file import write_file
+from moegraft.operators.errors import human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.candidates import Candidate
@@ -227,12 +228,12 @@ def _about(options: ModelOptions, context: int, meta_model: MetaModel, target: T
     name = f"{options.model or BUNDLED}{f' with the weights of {Path(options.gguf).name}' if options.gguf else ''}"
     lines = [
         f"Written by 'moegraft init' for {name} ({meta_model.model_class}), context {context:,} tokens,",
-        f"on a machine with {probe_machine().cores} cores and {target.available_bytes / (1 << 30):.1f} GiB of memory to plan for",
+        f"on a machine with {probe_machine().cores} cores and {human_bytes(target.available_bytes)} of memory to plan for",
     ]
     if gpu is None:
         return [*lines[:-1], f"{lines[-1]}, without a GPU."]
-    each = f"{gpu.count} GPUs of {gpu.available_bytes / (1 << 30):.1f} GiB, each" if gpu.count > 1 else "a GPU of"
-    size = "" if gpu.count > 1 else f" {gpu.available_bytes / (1 << 30):.1f} GiB,"
+    each = f"{gpu.count} GPUs of {human_bytes(gpu.available_bytes)}, each" if gpu.count > 1 else "a GPU of"
+    size = "" if gpu.count > 1 else f" {human_bytes(gpu.available_bytes)},"
     return [*lines[:-1], f"{lines[-1]}, and {each}{size}", f"planned as {gpu.rates.describe()}."]
 
 

@@ -24,6 +24,7 @@ from moegraft.injection.cli.options import (
     stated_machine,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
+from moegraft.operators.errors import human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.estimate.divided import DividedForecast
@@ -95,8 +96,6 @@ def plan(
 
 
 def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None:
-    from moegraft.injection.planning import human_bytes
-
     memory, load = figures.memory, figures.load
     exact = "" if figures.cache.exact else ", from the config's numbers of heads"
     rows = [
@@ -131,7 +130,6 @@ def node_memory(nodes: str, own: int) -> tuple[int, ...]:
 
 def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan, terminal: Terminal, *, as_json: bool) -> None:
     from moegraft.injection.estimate.speed import tokens_text
-    from moegraft.injection.planning import human_bytes
 
     if as_json:
         rows: list[Json] = [asdict(node) for node in divided.nodes]
@@ -155,8 +153,6 @@ def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Pla
 
 def _gpu_lines(figures: Forecast, exact: str) -> list[str]:
     """Return the memory on each GPU."""
-    from moegraft.injection.planning import human_bytes
-
     gpu, load = figures.gpu, figures.load
     if gpu is None:
         none = "the rules ask for a GPU, and this machine has none: everything is planned for the CPU (--gpu-memory 24GiB plans for a GPU)"
@@ -175,8 +171,6 @@ def _gpu_lines(figures: Forecast, exact: str) -> list[str]:
 
 def gap_text(figures: Forecast) -> str:
     """Return the memory that is needed and that is free, on each device where the model does not fit."""
-    from moegraft.injection.planning import human_bytes
-
     parts = [(figures.memory.needed, figures.available_bytes, "")] if not figures.fits_host else []
     if figures.gpu is not None and not figures.gpu.fits:
         parts.append((figures.gpu.needed, figures.gpu.available, " of the GPU" if figures.gpu.count == 1 else " of each GPU"))

@@ -77,7 +77,7 @@ class Constraint:
     def __init__(self, matcher: Any) -> None:
         self._first = matcher  # has consumed nothing
         self._matcher = matcher.deep_copy()
-        self._held: list[int] = []  # tokens that the matcher has consumed
+        self._consumed: list[int] = []  # tokens that the matcher has consumed
         self._left_s = SPARE_S
         self.drafts = True
 
@@ -91,14 +91,14 @@ class Constraint:
             GrammarError: the grammar has become too large, or takes too long.
         """
         began_s = time.thread_time()
-        shared = next((place for place, pair in enumerate(zip(self._held, answer, strict=False)) if pair[0] != pair[1]), None)
-        shared = min(len(self._held), len(answer)) if shared is None else shared
-        if shared < len(self._held):
-            self._matcher.rollback(len(self._held) - shared)
-            del self._held[shared:]
+        shared = next((place for place, pair in enumerate(zip(self._consumed, answer, strict=False)) if pair[0] != pair[1]), None)
+        shared = min(len(self._consumed), len(answer)) if shared is None else shared
+        if shared < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - shared)
+            del self._consumed[shared:]
         following = list(answer[shared:])
         taken = self._matcher.try_consume_tokens(following)
-        self._held += following[:taken]
+        self._consumed += following[:taken]
         mask = None if taken < len(following) else self._matcher.compute_bitmask()
         if self._matcher.is_error():  # for good; its mask ends the answer, as if it were complete
             raise GrammarError(f"the answer cannot follow its grammar any further: {self._matcher.get_error().strip()}")
@@ -118,7 +118,7 @@ class Constraint:
     def restart(self) -> None:
         """Forget a draft whose tokens have made the grammar too large: a matcher with an error follows nothing any more."""
         self._matcher = self._first.deep_copy()
-        self._held = []
+        self._consumed = []
         self._left_s = SPARE_S
         self.drafts = False
 

@@ -19,32 +19,32 @@ from moegraft.injection.cli.serve.answer_parser import AnswerParser
 from moegraft.injection.cli.serve.constraints import Constraint
 
 
-class StopText:
+class StopFilter:
     """Cuts text before the first stop string. Text that may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._pending = ""
         self.stopped = False
 
     def feed(self, text: str) -> str:
         """Add text, and return the text that may be shown now."""
         if self.stopped:
             return ""
-        self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._pending += text
+        found = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if found:
             self.stopped = True
-            safe, self._held = self._held[: min(found)], ""
+            safe, self._pending = self._pending[: min(found)], ""
             return safe
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        safe, self._held = self._held[:cut], self._held[cut:]
+        keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        cut = len(self._pending) - keep
+        safe, self._pending = self._pending[:cut], self._pending[cut:]
         return safe
 
     def rest(self) -> str:
         """Return the text that is held back, at the end of an answer."""
-        held, self._held = self._held, ""
+        held, self._pending = self._pending, ""
         return held
 
 
@@ -186,7 +186,7 @@ class Job:
         self._ended = False  # the listener has the last piece
         self._sent_tokens = 0  # of the pieces so far
         self._end_tokens = frozenset(end_tokens)
-        self._stop = StopText(ask.stop)
+        self._stop = StopFilter(ask.stop)
         self._parts = parts
         self.prompt_scores: list[TokenScore] = []
         self._scores: list[TokenScore] = []  # not yet sent

@@ -10,13 +10,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PromptCache, chunk_size, read_ahead
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
 from moegraft.injection.cli.serve.sampling import Draft, adjusted, usable
 from moegraft.injection.injected import injection_of
-from moegraft.injection.prefill import chunk_size, read_ahead
 from moegraft.operators.cache_form import KvCache
 
 MOST_PROMPTS = 8  # that are computed alternately
@@ -53,7 +52,7 @@ class SequentialDecoder:
 
     @property
     def memory(self) -> CacheMemory:
-        prefix = self._bytes(self._prefix.held[1])
+        prefix = self._bytes(self._prefix.contents[1])
         return CacheMemory(self._limit, self._promised(), sum(map(self._bytes, list(self._caches.values()))) + prefix, prefix)
 
     def _bytes(self, cache: DynamicCache | None) -> int:
@@ -124,7 +123,7 @@ class SequentialDecoder:
             cache, shared = self._prefix.take(ids[: job.cached_tokens + 1])
             if shared == job.cached_tokens:
                 self._prefix.keep(ids, cache)
-        if self._bytes(self._prefix.held[1]) > self._prefix_bytes:
+        if self._bytes(self._prefix.contents[1]) > self._prefix_bytes:
             self._prefix.drop()
 
     def forget(self) -> None:

@@ -278,8 +278,12 @@ _UNARY = {name: name for name in (
 _BINARY = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum",
     "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "logical_and": "and", "logical_or": "or", "logical_xor": "xor",
+    "floor_divide": "floor_div",
 }  # fmt: skip
-_BITWISE = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "__and__": "and", "__or__": "or", "__xor__": "xor"}
+_BITWISE = {
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "__and__": "and", "__or__": "or", "__xor__": "xor",
+    "bitwise_not": "not",
+}  # fmt: skip
 
 
 def _unary(name: str) -> Lower:
@@ -310,27 +314,15 @@ def _bitwise(name: str) -> Lower:
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
         if outputs[0].dtype != torch.bool:
             raise _Unsupported
-        to.elementwise(name, outputs[0], _operand(args[0]), _operand(args[1]))
+        to.elementwise(name, outputs[0], *map(_operand, args))
 
     return lower
 
 
-for _aten, _own in _UNARY.items():
-    for _form in (f"{_aten}.default", f"{_aten}_.default"):
-        _LOWERINGS[_form] = _unary(_own)
-for _aten, _own in _BINARY.items():
-    for _form in ("Tensor", "Scalar", "default"):
-        _LOWERINGS[f"{_aten}.{_form}"] = _LOWERINGS[f"{_aten}_.{_form}"] = _binary(_own)
-for _aten, _own in _BITWISE.items():
-    for _form in ("Tensor", "Scalar"):
-        _LOWERINGS[f"{_aten}.{_form}"] = _LOWERINGS[f"{_aten}_.{_form}"] = _bitwise(_own)
-
-
-@_lowers("bitwise_not.default")
-def _bitwise_not(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    if outputs[0].dtype != torch.bool:
-        raise _Unsupported
-    to.elementwise("not", outputs[0], args[0])
+for _names, _lower_as in ((_UNARY, _unary), (_BINARY, _binary), (_BITWISE, _bitwise)):
+    for _aten, _native in _names.items():
+        for _form in ("default",) if _names is _UNARY else ("Tensor", "Scalar", "default"):
+            _LOWERINGS[f"{_aten}.{_form}"] = _LOWERINGS[f"{_aten}_.{_form}"] = _lower_as(_native)
 
 
 @_lowers("rsub.Scalar")
@@ -340,14 +332,9 @@ def _rsub(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
     to.elementwise("sub", outputs[0], _operand(args[1]), args[0])
 
 
-@_lowers("floor_divide.default", "floor_divide.Scalar")
-def _floor_divide(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.elementwise("floor_div", outputs[0], _operand(args[0]), _operand(args[1]))
-
-
 @_lowers("pow.Tensor_Scalar", "square.default")
 def _pow(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    exponent = args[1] if len(args) > 1 else 2
+    exponent = _argument(args, kwargs, 1, "exponent", 2)
     named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if exponent == 2:
         to.elementwise("mul", outputs[0], args[0], args[0])
@@ -359,25 +346,27 @@ def _pow(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: 
         raise _Unsupported
 
 
-def _clamp_by(low: Any, high: Any) -> Lower:
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _clamp(*bounds: tuple[str, int, str]) -> Lower:
+    """Return the lowering of a call with bounds: the operation of each, and the place and name of its argument."""
+
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-        least, most = low(args, kwargs), high(args, kwargs)
         source: Operand = args[0]
-        for name, bound in (("maximum", least), ("minimum", most)):
+        for operation, place, name in bounds:
+            bound = _argument(args, kwargs, place, name)
             if bound is not None:
-                to.elementwise(name, outputs[0], source, _operand(bound))
+                to.elementwise(operation, outputs[0], source, _operand(bound))
                 source = outputs[0]
 
     return lower
 
 
-def _argument(place: int, name: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
-    return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(name)
-
-
-_LOWERINGS["clamp.default"] = _clamp_by(_argument(1, "min"), _argument(2, "max"))
-_LOWERINGS["clamp_min.default"] = _clamp_by(_argument(1, "min"), lambda args, kwargs: None)
-_LOWERINGS["clamp_max.default"] = _clamp_by(lambda args, kwargs: None, _argument(1, "max"))
+_LOWERINGS["clamp.default"] = _clamp(("maximum", 1, "min"), ("minimum", 2, "max"))
+_LOWERINGS["clamp_min.default"] = _clamp(("maximum", 1, "min"))
+_LOWERINGS["clamp_max.default"] = _clamp(("minimum", 1, "max"))
 
 
 @_lowers("gelu.default")
@@ -387,8 +376,7 @@ def _gelu(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
 
 @_lowers("softplus.default")
 def _softplus(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    beta = args[1] if len(args) > 1 else 1
-    threshold = args[2] if len(args) > 2 else 20
+    beta, threshold = _argument(args, kwargs, 1, "beta", 1), _argument(args, kwargs, 2, "threshold", 20)
     to.elementwise("softplus", outputs[0], args[0], _operand(beta), _operand(threshold))
 
 
@@ -413,28 +401,27 @@ def _copy_into(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], out
         to.elementwise("copy", args[0], args[1])
 
 
-def _fill(number: Callable[[Sequence[Any], Mapping[str, Any]], Any]) -> Lower:
+def _fill(number: float | tuple[int, str]) -> Lower:
+    """Return the lowering of a call that fills its result with a number, or with the argument of a place and name."""
+
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-        to.elementwise("copy", outputs[0], _operand(number(args, kwargs)))
+        value = _argument(args, kwargs, *number) if isinstance(number, tuple) else number
+        to.elementwise("copy", outputs[0], _operand(value))
 
     return lower
 
 
-for _name in ("zeros", "new_zeros", "zeros_like", "zero_"):
-    _LOWERINGS[f"{_name}.default"] = _fill(lambda args, kwargs: 0)
-for _name in ("ones", "new_ones", "ones_like"):
-    _LOWERINGS[f"{_name}.default"] = _fill(lambda args, kwargs: 1)
-_LOWERINGS["full.default"] = _LOWERINGS["full_like.default"] = _fill(_argument(1, "fill_value"))
-_LOWERINGS["new_full.default"] = _fill(_argument(2, "fill_value"))
-_LOWERINGS["fill_.Scalar"] = _fill(_argument(1, "value"))
-_LOWERINGS["scalar_tensor.default"] = _fill(_argument(0, "s"))
+_LOWERINGS |= dict.fromkeys(("zeros.default", "new_zeros.default", "zeros_like.default", "zero_.default"), _fill(0))
+_LOWERINGS |= dict.fromkeys(("ones.default", "new_ones.default", "ones_like.default"), _fill(1))
+_LOWERINGS |= dict.fromkeys(("full.default", "full_like.default"), _fill((1, "fill_value")))
+_LOWERINGS |= {"new_full.default": _fill((2, "fill_value")), "fill_.Scalar": _fill((1, "value")), "scalar_tensor.default": _fill((0, "s"))}
 
 
 @_lowers("cat.default", "concat.default", "stack.default")
 def _cat(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
     out = outputs[0]
     pieces = args[0]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dims
+    dim = _argument(args, kwargs, 1, "dim", 0) % out.dims
     stacked = bool(pieces) and pieces[0].dims < out.dims
     start = _ZERO
     for piece in pieces:
@@ -525,10 +512,9 @@ _LOWERINGS["amax.default"] = _reduction("amax")
 
 @_lowers("topk.default")
 def _topk(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+    dim, largest = _argument(args, kwargs, 2, "dim", -1), _argument(args, kwargs, 3, "largest", True)
+    ordered = _argument(args, kwargs, 4, "sorted", True)
     values, ids = (place.with_last(dim) for place in outputs)
-    ordered = args[4] if len(args) > 4 else kwargs.get("sorted", True)
     if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise _Unsupported
     to.nodes.append(Node("small", [values, ids], [args[0].with_last(dim)], "topk", [float(largest), float(ordered)]))
@@ -661,11 +647,6 @@ def _complex_product(to: Lowering, one: Place, other: Place, out: Place) -> None
         to.elementwise(name, target, left, right)
 
 
-def _kernel_linear(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    packed, x, out = args
-    to.nodes.append(Node("linear", [out], [x], payload=[packed]))
-
-
 def _kernel_norm(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     spec, x, weight, out = args
     to.nodes.append(Node("norm", [out], [x] if weight is None else [x, weight], payload=spec))
@@ -689,12 +670,7 @@ def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
     query, key, value, out = args
     optional = {name: kwargs[name] for name in ("mask", "sinks", "key_tail")}
     reads = [query, key, value, *(place for place in optional.values() if place is not None)]
-    numbers = {
-        "scale": kwargs["scale"],
-        "softcap": kwargs["softcap"],
-        "causal": kwargs["causal"],
-        **{name: place is not None for name, place in optional.items()},
-    }
+    numbers = {**kwargs, **{name: place is not None for name, place in optional.items()}}
     to.nodes.append(Node("attention", [out], reads, payload=numbers))
 
 
@@ -706,11 +682,6 @@ def _kernel_paged_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[s
     to.nodes.append(Node("paged attention", [out], reads, payload=numbers))
 
 
-def _kernel_matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    a, b, out = args
-    to.nodes.append(Node("matmul", [out], [a, b]))
-
-
 def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     name, (out, *operands), numbers, *past = args
     present: list[Any] = [0.0 if operand is None else operand for operand in operands]
@@ -719,12 +690,12 @@ def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {
-    "linear": _kernel_linear,
+    "linear": lambda to, args, kwargs: to.nodes.append(Node("linear", [args[2]], [args[1]], payload=[args[0]])),
     "norm": _kernel_norm,
     "route": _kernel_route,
     "forward": _kernel_forward,
     "attention": _kernel_attention,
     "paged_attention": _kernel_paged_attention,
-    "matmul": _kernel_matmul,
+    "matmul": lambda to, args, kwargs: to.nodes.append(Node("matmul", [args[2]], list(args[:2]))),
     "recurrent": _kernel_recurrent,
 }

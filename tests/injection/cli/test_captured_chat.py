@@ -36,7 +36,7 @@ def turns(chat_folder: Path, tmp_path: Path, gpu: str):  # type: ignore[no-untyp
             answer = answerer.answer(loaded.tokenizer(said)["input_ids"], lambda text: None)
             assert answer.stats is not None
             texts.append(answer.text)
-            known.append(answer.stats.kept_tokens)
+            known.append(answer.stats.cached_tokens)
             said += f"{answer.text}<end><user>{question}<end><assistant>"
         (engine,) = model.moegraft.context.gpu_engines
         return texts, known, engine.statistics.replayed

@@ -40,7 +40,7 @@ from moegraft.injection.cli.chat.session import Chat, run_command
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.planning import human_bytes
+from moegraft.operators.errors import human_bytes
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 GREEDY = SamplingOptions(do_sample=False, max_new_tokens=10)
@@ -165,12 +165,12 @@ def test_a_sliding_window_is_kept_until_the_history_changes(sliding: LoadedModel
     for question in ["hello, a long question", "and then?"]:
         fresh.answerer.cache.drop()
         assert kept.turn(question).text == fresh.turn(question).text
-    assert kept.last is not None and kept.last.kept_tokens > 30
+    assert kept.last is not None and kept.last.cached_tokens > 30
     for chat in (kept, fresh):
         chat.conversation.reset()
     fresh.answerer.cache.drop()
     assert kept.turn("hello, a long story").text == fresh.turn("hello, a long story").text
-    assert kept.last.kept_tokens == 0
+    assert kept.last.cached_tokens == 0
     assert sum("cannot be cropped" in record.message for record in caplog.records) == 1
 
 
@@ -181,7 +181,7 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
 def answered(answerer: Answerer, token_ids: list[int]) -> tuple[list[int], list[int]]:
     """Return the prompt with its answer's tokens, and how many tokens each forward pass over the prompt got."""
     sizes = fed(answerer._loaded.model, lambda: answerer.answer(token_ids, lambda text: None))
-    found, _ = answerer.cache.held
+    found, _ = answerer.cache.contents
     assert found[: len(token_ids)] == token_ids
     steps = len(found) - len(token_ids)
     return found, sizes[:-steps]
@@ -243,7 +243,7 @@ def test_stats_show_states_and_checkpoints(recurrent: LoadedModel, loaded: Loade
     for each in (chat, plain):
         each.turn(string.ascii_lowercase * 4)
         run_command(each, "/stats")
-    tokens, cache = chat.answerer.cache.held
+    tokens, cache = chat.answerer.cache.contents
     assert cache is not None
     (layer, _) = cache.layers
     assert isinstance(layer, LinearAttentionLayer) and layer.conv_states[0] is not None and layer.recurrent_states[0] is not None
@@ -265,7 +265,7 @@ def test_a_saved_chat_is_resumed(kind: str, request: pytest.FixtureRequest, tmp_
     wanted, found = chat.turn("go on"), later.turn("go on")
     assert found.text == wanted.text
     assert wanted.stats and found.stats
-    assert found.stats.kept_tokens == wanted.stats.kept_tokens > 0
+    assert found.stats.cached_tokens == wanted.stats.cached_tokens > 0
     before = (tmp_path / "talk.safetensors").read_bytes()
     run_command(chat, f"/save {tmp_path / 'talk.safetensors'}")
     assert "exists and was not changed" in shown(chat)
@@ -376,7 +376,7 @@ def test_a_resumed_chat_goes_on_from_its_checkpoints(recurrent: LoadedModel, tmp
         each.conversation.reset()
     other = question[:-2] + "a" * 30  # an earlier token changed: states cannot be cropped to it
     assert later.turn(other).text == chat.turn(other).text
-    assert later.last and chat.last and later.last.kept_tokens == chat.last.kept_tokens > 90
+    assert later.last and chat.last and later.last.cached_tokens == chat.last.cached_tokens > 90
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_drafting_continues_from_chunks_and_kept_caches(chat_folder: Path, tmp_p
     for question in ["x" * 61, "go on"]:
         assert chat.turn(question).text == plain.turn(question).text
     assert chat.last is not None and plain.last is not None
-    assert chat.last.kept_tokens == plain.last.kept_tokens > 60
+    assert chat.last.cached_tokens == plain.last.cached_tokens > 60
     statistics = injected.model.moegraft.statistics()["modules"]["(the model)"]  # type: ignore[union-attr, operator]
     assert statistics["rounds"] > 0, "it drafted"
 
@@ -465,7 +465,7 @@ def test_another_process_resumes(chat_folder: Path, program: list[str], tmp_path
     text, said = resumed.communicate()
     assert resumed.returncode == 0, said
     assert text == wanted.text + "\n"
-    new = wanted.stats.prompt_tokens - wanted.stats.kept_tokens
+    new = wanted.stats.prompt_tokens - wanted.stats.cached_tokens
     assert f"prompt: {wanted.stats.prompt_tokens} tokens ({new} new)" in said
     refused = Program([*asked[1:-6], "--rules", "cpu", *asked[-6:]], os.environ)
     text, said = refused.communicate()

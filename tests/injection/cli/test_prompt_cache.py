@@ -13,9 +13,8 @@ import transformers
 from support.families import FamilyCase, build_model, prompt, served_cases
 
 from moegraft.injection import new_cache, optimize_and_load
-from moegraft.injection.cli.chat.prompt_cache import PromptCache
+from moegraft.injection.cli.chat.prompt_cache import PromptCache, read_ahead, why_not_appendable
 from moegraft.injection.cli.serve.pages import UnbatchableError, open_pool
-from moegraft.injection.prefill import read_ahead, why_not_appendable
 from moegraft.operators.decode.rollback import unsupported_model_reason
 
 GUIDE = Path(__file__).parents[3] / "rules" / "guide" / "families.md"

@@ -40,7 +40,7 @@ from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import sequential
 from moegraft.injection.cli.serve.constraints import Constraint, grammars
-from moegraft.injection.cli.serve.job import Ask, Job, StopText
+from moegraft.injection.cli.serve.job import Ask, Job, StopFilter
 from moegraft.injection.cli.serve.pages import SequencePool, open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
@@ -129,10 +129,10 @@ def test_a_stop_string_ends_an_answer_and_is_not_shown(server: Server, loaded: L
 
 
 def test_stop_strings_that_begin_and_do_not_end_are_shown() -> None:
-    held = StopText(["abcd", "bx"])
+    held = StopFilter(["abcd", "bx"])
     assert [held.feed(piece) for piece in ("a", "b", "c", "e", "ab")] == ["", "", "", "abce", ""]
     assert held.rest() == "ab"
-    again = StopText(["abcd", "bx"])
+    again = StopFilter(["abcd", "bx"])
     assert (again.feed("za"), again.feed("bx rest"), again.stopped, again.rest()) == ("z", "a", True, "")
 
 

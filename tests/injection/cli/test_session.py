@@ -61,9 +61,9 @@ def test_a_kept_cache_changes_no_answer(loaded: LoadedModel) -> None:
         first, second = kept.turn(question), fresh.turn(question)
         assert first.text == second.text
     assert first.stats and second.stats
-    assert second.stats.kept_tokens == 0
+    assert second.stats.cached_tokens == 0
     new = 1 + 2 + len("why") + 2  # the answer's last token, <end> and <user>, the question, <end> and <assistant>
-    assert first.stats.kept_tokens == first.stats.prompt_tokens - new
+    assert first.stats.cached_tokens == first.stats.prompt_tokens - new
 
 
 def test_a_changed_history_is_cut_where_it_changed(loaded: LoadedModel) -> None:
@@ -72,7 +72,7 @@ def test_a_changed_history_is_cut_where_it_changed(loaded: LoadedModel) -> None:
     chat.conversation.reset()  # the cache still holds the first question
     again, other = chat.turn("hello there"), fresh.turn("hello there")
     assert again.text == other.text
-    assert again.stats and again.stats.kept_tokens == 1 + len("hello ")
+    assert again.stats and again.stats.cached_tokens == 1 + len("hello ")
 
 
 def test_the_same_seed_gives_the_same_conversation(loaded: LoadedModel) -> None:

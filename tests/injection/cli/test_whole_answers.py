@@ -40,7 +40,7 @@ NOISY = textwrap.dedent(
         logging.getLogger("moegraft.operators.some").warning("<log of moegraft>")
         logging.getLogger("some.library").warning("<log of a library>")
         transformers_logging.get_logger("transformers.some").error("<log of transformers>")
-        DraftSwitch().say_once("<said once>")
+        DraftSwitch().warn_once("<said once>")
         InjectionContext(torch.float32).warn_once(logging.getLogger("moegraft.operators.other"), "<warned once>")
 
     def write():

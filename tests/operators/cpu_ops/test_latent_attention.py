@@ -14,8 +14,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import new_cache, optimize_and_load
-from moegraft.operators.cpu_ops.attention import CpuAttention
-from moegraft.operators.cpu_ops.latent import FEW_QUERIES
+from moegraft.operators.cpu_ops.attention import FEW_QUERIES, CpuAttention
 
 EXPERTS = "- {match: {kind: experts}, replace: {class: hybrid_experts}}\n"
 PROMPT = FEW_QUERIES + 3

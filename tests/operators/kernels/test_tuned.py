@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 from support.kernel_cases import make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE
 
-from moegraft.operators.kernels import tuned
+from moegraft.operators.kernels import launch
+from moegraft.operators.kernels.launch import constant, read_table, trial
 from moegraft.operators.kernels.slots import SlotExperts
-from moegraft.operators.kernels.tuned import constant, read_table, trial
 
 CUDA = torch.device("cuda", 0)
 
@@ -25,11 +25,11 @@ CUDA = torch.device("cuda", 0)
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"NVIDIA One": {"int4": {"down_warps": 8}}}))
-    monkeypatch.setattr(tuned, "TABLE", path)
+    monkeypatch.setattr(launch, "TABLE", path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA One")
-    tuned._timed.cache_clear()
+    launch._timed.cache_clear()
     yield
-    tuned._timed.cache_clear()
+    launch._timed.cache_clear()
 
 
 @pytest.mark.usefixtures("table")
@@ -97,4 +97,4 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_shipped_table_can_be_read() -> None:
-    read_table(tuned.TABLE)
+    read_table(launch.TABLE)

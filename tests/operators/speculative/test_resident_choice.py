@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from support.families import build_model, prompt, served_cases
 
-from moegraft.operators.offload.drafts import ResidentDraft, keep_resident, likeliest_resident
+from moegraft.operators.offload.gpu_layer import ResidentDraft, keep_resident, likeliest_resident
 from moegraft.operators.routing import RoutedCall, Router, Scoring, routers_of, watch_routing
 
 # Softmax, softmax of the chosen, sigmoid, corrections in the router and in the block, of scores and of logits, weights not normalised.
