@@ -11,6 +11,11 @@ lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` wi
     python benchmarks/serve.py --memory                                         # 32 contexts of 32 to 2048 tokens
     python benchmarks/serve.py --soak 20                                        # minutes of 8 clients: is the memory flat?
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
+    python benchmarks/serve.py --recurrent                                      # 1 and 8 clients of a Qwen3-Next-shaped model, alternating
+
+With `--recurrent`, `ratio` is the median over rounds of the tokens/s over those of one client, and `limit` what it would be if a step took
+as long as memory gives its bytes: weights are read once for all rows, except experts that none of them chooses, and each row's states are
+read and written.
 
 `--llama-server` is the program of that name, built from llama.cpp's sources, which the source distribution of llama-cpp-python includes:
 
@@ -43,8 +48,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 from harness.llama_cpp import cache_bytes, write_model
-from harness.models import VOCABULARY, cpu_rules, qwen3_config, rule_file
+from harness.models import VOCABULARY, cpu_rules, qwen3_config, random_model, rule_file
 from harness.record import Recorder, parser
+from harness.rounds import median_ratio
+from recurrent_models import qwen3_next
+from transformers import PreTrainedConfig
 
 PLACES = 32
 LAYERS = 6
@@ -61,19 +69,24 @@ def token_text(token: int) -> str:
     return "".join(chr(ord("a") + token // 26**place % 26) for place in range(TOKEN_TEXT))
 
 
-def make_model(folder: Path, layers: int = LAYERS) -> None:
-    """Write a config, a tokenizer and a GGUF file, unless the folder has them."""
-    if (folder / "model.gguf").exists():
-        return
+def write_tokenizer(folder: Path) -> list[str]:
+    """Write a tokenizer, and return the texts of its tokens."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [token_text(token) for token in range(VOCABULARY)]
     tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(vocabulary)}, unk_token=vocabulary[0]))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    config = qwen3_config(layers)
+    return vocabulary
+
+
+def make_model(folder: Path, layers: int = LAYERS) -> None:
+    """Write a config, a tokenizer and a GGUF file, unless the folder has them."""
+    if (folder / "model.gguf").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary, config = write_tokenizer(folder), qwen3_config(layers)
     config.save_pretrained(folder)
     unfinished = folder / "unfinished"
     write_model(unfinished, config, "int8", vocabulary)
@@ -117,6 +130,11 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
                 process.wait()
 
 
+def serve_command(folder: Path, rules: str, port: int, threads: int, places: int) -> list[str]:
+    command = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--rules", rules, "--threads", str(threads)]
+    return [*command, "--port", str(port), "--max-batch", str(places), "--prefix-cache", "0"]
+
+
 @contextmanager
 def servers(
     folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES, *, invariant: bool = False
@@ -130,8 +148,7 @@ def servers(
         rules = stack.enter_context(rule_file(cpu_rules("int8")))
         ports = [free_port(), free_port()]
         model = str(folder / "model.gguf")
-        ours = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--gguf", model, "--rules", rules]
-        ours += ["--threads", str(threads), "--port", str(ports[0]), "--max-batch", str(places), "--prefix-cache", "0"]
+        ours = [*serve_command(folder, rules, ports[0], threads, places), "--gguf", model]
         ours += ["--kv-memory", str(places * cache_bytes(qwen3_config(LAYERS), context)), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
         if invariant:
@@ -450,6 +467,48 @@ def measure_soak(server: Served, minutes: float, clients: int, tokens: int) -> d
     return {**row, "mib_per_minute": round(slope / 2**20, 3)}
 
 
+def step_bytes(config: PreTrainedConfig, rows: int) -> float:
+    """Return the bytes of a decode step of a Qwen3-Next-shaped model in 8 bits, whose rows choose experts at random.
+
+    Without keys and values, of which a short text has few.
+    """
+    byte = 34 / 32  # of a weight: blocks of 32 have a scale in 16 bits
+    hidden, heads, head = config.hidden_size, config.num_attention_heads, config.head_dim
+    keys, values = (
+        config.linear_num_key_heads * config.linear_key_head_dim,
+        config.linear_num_value_heads * config.linear_value_head_dim,
+    )
+    chosen = config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows)
+    experts = 3 * hidden * (chosen * config.moe_intermediate_size + config.shared_expert_intermediate_size)
+    recurrent = hidden * (2 * keys + 3 * values)
+    attention = hidden * (3 * heads + 2 * config.num_key_value_heads) * head
+    state = 4 * values * config.linear_key_head_dim + 2 * (2 * keys + values) * config.linear_conv_kernel_dim
+    counts = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
+    weights = sum(count * (experts + own) for count, own in zip(counts, (recurrent, attention), strict=True)) + config.vocab_size * hidden
+    return byte * weights + 2 * len(config.layer_types) * config.num_experts * hidden + 2 * rows * counts[0] * state
+
+
+def measure_recurrent(server: Served, clients: Sequence[int], tokens: int, seconds: float, rounds: int) -> list[dict[str, object]]:
+    """Return a row for each number of clients, which alternate in each round; the first round warms up."""
+    taken: dict[int, list[Round]] = {count: [] for count in clients}
+    cores = CoreTime([os.getpid(), server.pid])
+    for number in range(rounds + 1):
+        for count, found in taken.items():
+            done = asyncio.run(load(server, count, PROMPTS["32"], tokens, seconds, number))
+            print(f"{count} clients: {done.rates()[1]:.1f} tokens/s", flush=True)
+            if number:
+                found.append(done)
+    shared = {"prompt": "32", "new_tokens": tokens, "round_s": seconds, "others_share": cores.others_share()}
+    rates = {count: [done.rates()[1] for done in found] for count, found in taken.items()}
+    config, least, rows = qwen3_next(), min(clients), []
+    for count, found in taken.items():
+        row: dict[str, object] = {"case": "recurrent", "server": server.name, "clients": count, **shared, **figures(found)}
+        limit = count / least * step_bytes(config, least) / step_bytes(config, count)
+        row |= {"step_mib": round(step_bytes(config, count) / 2**20, 1), "limit": round(limit, 2)}
+        rows.append({**row, "ratio": round(median_ratio(rates[count], rates[least]), 2)})
+    return rows
+
+
 def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program llama-server")
@@ -464,12 +523,23 @@ def main() -> None:
     options.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
     options.add_argument("--soak", type=float, metavar="MINUTES", help="measure the growth of memory under load instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
+    options.add_argument("--recurrent", action="store_true", help="measure 1 and 8 clients of a model with recurrent layers instead")
     given = options.parse_args()
     until_s = time.perf_counter() + (given.minutes * 60 if given.minutes else float("inf"))
     key, packages = ("case", "server", "clients", "prompt"), ("torch", "transformers", "fastapi", "uvicorn")
     rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if given.recurrent:
+            if not (folder / "config.json").exists():
+                random_model(qwen3_next()).save_pretrained(folder)
+                write_tokenizer(folder)
+            port = free_port()
+            command = serve_command(folder, "cpu", port, given.threads, 8)
+            server = stack.enter_context(running("moegraft", command, port, folder))
+            for row in measure_recurrent(server, (1, 8), given.tokens, given.seconds, given.rounds):
+                rows.add({**row, **about})
+            return
         make_model(folder)
         alone = given.memory or given.soak or given.batch_invariant
         context, places = (LONGEST + 64, 4) if given.beside else (LONG + 512, PLACES)
