@@ -80,6 +80,7 @@ def graft(
     """
     machine = probe_machine()
     if isinstance(model, MetaModel):
+        model = model.with_mtp if plan.mtp else model
         skeleton, folder, dtype = model.skeleton, model.source.folder, model.dtype
         weights = model.weights
         if weights is None:
@@ -121,7 +122,7 @@ def graft(
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(
         injection,
-        injected_class(base, captures=context.replay is not None or expert_group is not None),
+        injected_class(base, captures=context.replay is not None or expert_group is not None, mtp=plan.mtp),
         checkpoint,
         None if isinstance(model, MetaModel) else model,
         sparsity,

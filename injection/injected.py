@@ -20,6 +20,7 @@ from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, ca
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.cache import new_cache as empty_cache
+from moegraft.operators.decode.mtp import add_mtp_layers
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
@@ -169,11 +170,12 @@ class InjectedModel:
         raise UnsupportedModelError("an injected model cannot be copied or pickled; load it again with optimize_and_load")
 
 
-def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTrainedModel]:
+def injected_class(base: type[PreTrainedModel], *, captures: bool, mtp: bool = False) -> type[PreTrainedModel]:
     """Create a subclass of `base`, under its name, whose constructor puts `operators` in the place of modules.
 
     Args:
         captures: whether the forward pass may be another one than the stock one: decode steps are captured, or run elsewhere.
+        mtp: whether the model gets layers for multi-token prediction.
     """
 
     def __init__(
@@ -181,6 +183,8 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool) -> type[PreTr
     ) -> None:
         # An argument and not a member of the class: the class would keep operators alive after their model.
         base.__init__(self, config, *args, **kwargs)
+        if mtp:
+            add_mtp_layers(self)
         for path, operator in (operators or {}).items():
             place(self, path, operator)
 

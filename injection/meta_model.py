@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +22,7 @@ from moegraft.injection.model_source import (
     resolve_folder,
     with_gguf,
 )
+from moegraft.operators.decode.mtp import mtp_key, why_no_mtp
 from moegraft.operators.errors import UnsupportedModelError
 
 
@@ -60,6 +61,20 @@ class MetaModel:
         except UnsupportedModelError as error:
             return str(error)
         return None
+
+    @cached_property
+    def with_mtp(self) -> MetaModel:
+        """The same model with its layers for multi-token prediction; itself where it has none, or they cannot be computed."""
+        if self.source.gguf is not None or why_no_mtp(self.skeleton) is not None:
+            return self
+        skeleton = meta_skeleton(self.source, self.dtype, mtp=True)
+        if self.has_weights:
+            body_layers = self.source.config.get_text_config(decoder=True).num_hidden_layers
+            weights = self.weights
+            assert weights is not None, "it has weights"
+            if not any(mtp_key(key, body_layers) for key in weights.tensors):
+                return self
+        return replace(self, skeleton=skeleton)
 
     @cached_property
     def weights(self) -> StoredWeights | None:

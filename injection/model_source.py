@@ -28,6 +28,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moegraft.injection.checkpoint.files import weight_files
 from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, quantisation_of, why_unreadable
+from moegraft.operators.decode.mtp import add_mtp_layers, mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 if TYPE_CHECKING:
@@ -254,8 +255,11 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))
 
 
-def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+def meta_skeleton(source: ModelSource, dtype: torch.dtype, *, mtp: bool = False) -> PreTrainedModel:
     """Build the stock model with every parameter on meta. Rules are matched against it, and checkpoint keys mapped to it.
+
+    Args:
+        mtp: whether it has its layers for multi-token prediction as well.
 
     Raises:
         UnsupportedModelError: the class cannot be built from the config.
@@ -263,6 +267,9 @@ def meta_skeleton(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             skeleton: PreTrainedModel = source.model_class._from_config(deepcopy(source.config), dtype=dtype)
+            if mtp:
+                add_mtp_layers(skeleton)
+                mtp_layers(skeleton).to(dtype)
     except _CONFIG_ERRORS as error:
         name = source.model_class.__name__
         raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {error_sentence(error)}") from error

@@ -89,6 +89,11 @@ class Plan:
     shares: Shares | None = None
 
     @property
+    def mtp(self) -> bool:
+        """Whether the model has the layers of its checkpoint for multi-token prediction."""
+        return any(swap.traits.mtp for swap in self.swaps)
+
+    @property
     def bytes_by_device(self) -> dict[str, int]:
         """The bytes of the loaded model on each device, with everything that stays on the CPU."""
         return total_bytes([*(swap.footprint.by_device for swap in self.swaps), {"cpu": self.rest_bytes}])
@@ -137,12 +142,12 @@ def plan(
         UnsupportedModelError: the model has been injected already.
         CheckpointError: a GGUF file does not fit the config.
     """
-    meta = model if isinstance(model, MetaModel) else None
-    module: nn.Module = model.skeleton if isinstance(model, MetaModel) else model
-    if hasattr(module, "moegraft"):
-        raise UnsupportedModelError(f"this {type(module).__name__} has been injected already; load it again to apply other rules")
     registry = registry or load_registry()
     rules = rules if isinstance(rules, RuleFile) else read_rules(rules, registry=registry)
+    meta = planned_model(model, rules, registry) if isinstance(model, MetaModel) else None
+    module: nn.Module = model if meta is None else meta.skeleton  # type: ignore[assignment] # mypy does not narrow both
+    if hasattr(module, "moegraft"):
+        raise UnsupportedModelError(f"this {type(module).__name__} has been injected already; load it again to apply other rules")
     dtype = dtype or (meta.stored if meta is not None else next(module.parameters()).dtype)
     model_type = model_type or getattr(getattr(module, "config", None), "model_type", None)
 
@@ -169,6 +174,12 @@ def plan(
     if shares is not None and shares.rank:
         rest_bytes = 0
     return Plan(tuple(swaps), findings.in_order(), rules.files, replaced_bytes, rest_bytes, shares)
+
+
+def planned_model(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> MetaModel:
+    """Return the model to which rules apply: with its MTP layers where one of them asks for these."""
+    asked = any(rule.operator is not None and registry[rule.operator].traits(rule.options).mtp for rule in rules.rules)
+    return meta_model.with_mtp if asked else meta_model
 
 
 def _options_for(path: str, module: nn.Module, operator: type[Operator], options: Any, weights: StoredWeights | None) -> Any:

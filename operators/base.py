@@ -64,6 +64,7 @@ class Traits:
         replays_steps: whether decode steps on the CPU may be replayed as native programs.
         undivided: why several processes cannot hold the experts together, of operators of the kind `experts`: a reason in the options,
             or an empty text where the operator does not join `InjectionContext.expert_group`; None where they can.
+        mtp: whether the model gets the layers of its checkpoint for multi-token prediction.
     """
 
     identity: str
@@ -74,6 +75,7 @@ class Traits:
     cache_form: Callable[[PretrainedConfig], QuantisedForm] | None = None
     replays_steps: bool = True
     undivided: str | None = ""
+    mtp: bool = False
 
 
 class Packing(ABC):

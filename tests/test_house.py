@@ -61,6 +61,7 @@ INTERFACE = {
     "decode.cache",
     "decode.cuda_graph",
     "decode.loop",
+    "decode.mtp",
     "decode.native.record",
     "decode.native.steps",
     "decode.pages",

@@ -87,7 +87,7 @@ def forecast(
         cache: the model's cache, if it is known: measuring it takes longer than everything else.
     """
     planned = PlannedModel(meta_model, plan, registry)
-    stock_cache = cache or kv_cache(meta_model.skeleton)
+    meta_model, stock_cache = planned.meta_model, cache or kv_cache(meta_model.skeleton)
     cache = replace(stock_cache, form=planned.cache_form())
     gpu = None if target.gpu is None else gpu_memory_of(planned, cache, load, target.gpu)
     rates = target.gpu.rates if target.gpu is not None and gpu is not None else None

@@ -67,6 +67,10 @@ class PlannedModel:
     plan: Plan
     registry: OperatorRegistry
 
+    def __post_init__(self) -> None:
+        if self.plan.mtp:
+            object.__setattr__(self, "meta_model", self.meta_model.with_mtp)
+
     def gpus_used(self, budget: GpuBudget) -> int:
         """Return how many GPUs hold what is not replaced; 0 if no rule asks for a GPU, and it stays on the CPU."""
         wanted = {device for swap in self.plan.swaps for device in swap.traits.devices}

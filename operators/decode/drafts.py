@@ -58,6 +58,7 @@ class Drafting:
     def begin(self, sequence: DecodedSequence, lossless: AcceptanceRule, processors: LogitsProcessorList) -> AcceptanceRule:
         """Begin to extend a sequence whose prompt is computed; return the rule of its rounds."""
         self.schedule.begin()
+        self.drafter.begin(sequence)
         self._longest = self._longest_draft(sequence.cache, processors)
         return Adaptive(lossless, self.confidence, self.tolerance, self.statistics.add_lossy) if self.tolerance else lossless
 
@@ -73,6 +74,7 @@ class Drafting:
 
     def end(self, sequence: DecodedSequence) -> None:
         """Free what the rounds of a sequence kept in its cache."""
+        self.drafter.end(sequence)
         if (cache := sequence.cache) is not None:
             drop_past(cache)
 
@@ -108,6 +110,7 @@ class Drafting:
                 else:
                     choose(sequence, rule, sequence.step())
             generated = sequence.length - before
+            self.drafter.keep(sequence, generated)
             if mark is not None:
                 with self.trace("rollback") as details:
                     details["kept"] = generated
@@ -124,15 +127,56 @@ class Drafting:
 
 
 class Drafter(ABC):
-    """Proposes how a sequence continues. The caller removes from the model's cache the tokens that the drafter fed, if it `feeds` any."""
+    """Proposes how a sequence continues.
+
+    Attributes:
+        feeds: whether it feeds tokens to the model's cache, from which the caller removes them.
+        reads_hidden_states: whether the sequence keeps the hidden states of each pass for `begin` and `keep`.
+    """
 
     feeds: ClassVar[bool] = True
+    reads_hidden_states: ClassVar[bool] = False
+
+    def begin(self, sequence: DecodedSequence) -> None:  # noqa: B027 # optional
+        """Prepare for a sequence whose prompt is computed."""
 
     @abstractmethod
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
         """Return at most `length` tokens; after each, `continues` decides on the next from q of all tokens so far."""
+
+    def keep(self, sequence: DecodedSequence, tokens: int) -> None:  # noqa: B027 # optional
+        """Note that the sequence keeps the first `tokens` tokens of the latest pass of the full model."""
+
+    def end(self, sequence: DecodedSequence) -> None:  # noqa: B027 # optional
+        """Note that the call ends, and that another one may go on with the sequence's cache."""
+
+
+def draw(
+    sequence: DecodedSequence,
+    rule: AcceptanceRule,
+    length: int,
+    continues: Callable[[Sequence[float]], bool],
+    confidence: float,
+    logits_after: Callable[[Sequence[int]], torch.Tensor],
+) -> list[DraftToken]:
+    """Return the tokens that a drafter picks from its own logits, (V,) float32 after the tokens so far.
+
+    Args:
+        confidence: a draft ends after a token of lower probability.
+    """
+    drafts: list[DraftToken] = []
+    confidences: list[float] = []
+    while len(drafts) < length:
+        tokens = [draft.token for draft in drafts]
+        scores = sequence.process(sequence.followed_by(tokens), logits_after(tokens))
+        draft = DraftToken(rule.pick(scores), scores.softmax(-1))
+        drafts.append(draft)
+        confidences.append(draft.confidence)
+        if draft.token in sequence.end_tokens or confidences[-1] < confidence or not continues(confidences):
+            break
+    return drafts
 
 
 class ExpertsDrafter(Drafter):
@@ -146,19 +190,8 @@ class ExpertsDrafter(Drafter):
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
-        drafts: list[DraftToken] = []
-        confidences: list[float] = []
         with self._switch.drafting(self._settings):
-            while len(drafts) < length:
-                tokens = [draft.token for draft in drafts]
-                logits = sequence.forward(tokens, feed=1)[0]
-                scores = sequence.process(sequence.followed_by(tokens), logits)
-                draft = DraftToken(rule.pick(scores), scores.softmax(-1))
-                drafts.append(draft)
-                confidences.append(draft.confidence)
-                if draft.token in sequence.end_tokens or confidences[-1] < self._confidence or not continues(confidences):
-                    break
-        return drafts
+            return draw(sequence, rule, length, continues, self._confidence, lambda tokens: sequence.forward(tokens, feed=1)[0])
 
 
 class NgramDrafter(Drafter):

@@ -92,6 +92,7 @@ class Decoding:
         )
         rule: AcceptanceRule = Sampling() if generation_config.do_sample else Greedy()
         greedy, drafting = type(rule) is Greedy, self.drafting
+        sequence.keeps_hidden_states = drafting is not None and drafting.drafter.reads_hidden_states
         with sequence, ExitStack() as ending:
             choose(sequence, rule, sequence.prefill())
             if drafting is not None:
@@ -213,6 +214,9 @@ class DecodedSequence:
     """The sequence that a call of `generate` extends. Between forward passes, the cache holds all its tokens but the last.
 
     A context manager: while steps of one token follow each other in a native program, the cache receives them at the end (`flush`).
+
+    Attributes:
+        keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm.
     """
 
     def __init__(
@@ -246,6 +250,8 @@ class DecodedSequence:
         self._scores: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] = []
         self.finished = False
+        self.keeps_hidden_states = False
+        self.hidden_states: torch.Tensor | None = None
         ends = [criterion.eos_token_id for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
         self.end_tokens: frozenset[int] = frozenset(token for tokens in ends for token in tokens.tolist())
         self._ends = sorted(self.end_tokens)
@@ -296,9 +302,19 @@ class DecodedSequence:
         if new:
             self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=new)
 
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """The arguments of a pass whose hidden states are kept."""
+        return {"output_hidden_states": -1} if self.keeps_hidden_states else {}
+
+    def _note(self, outputs: Any) -> None:
+        if self.keeps_hidden_states:
+            self.hidden_states = outputs.hidden_states[-1]
+
     def prefill(self) -> torch.Tensor:
         """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""
-        outputs = self._model._prefill(self.input_ids, self._config, self._kwargs)
+        outputs = self._model._prefill(self.input_ids, self._config, self._kwargs | self._asked)
+        self._note(outputs)
         # Adopts the cache that the model created; `flush` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
         logits: torch.Tensor = outputs.logits[0, -1]
@@ -309,6 +325,8 @@ class DecodedSequence:
         if self._continuation is not None:
             continued = self._continuation.step([self._last])
             if continued is not None:
+                if self.keeps_hidden_states:
+                    self.hidden_states = self._continuation.hidden_states
                 return continued[0]
         logits = self.forward([], feed=1)[0]
         if self._replay is not None:
@@ -334,7 +352,9 @@ class DecodedSequence:
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=feed, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = feed
-        logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -feed:]
+        outputs = self._model(**inputs | self._asked, return_dict=True)
+        self._note(outputs)
+        logits: torch.Tensor = outputs.logits[0, -feed:]
         return logits.to(torch.float32)
 
     def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:

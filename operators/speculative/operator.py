@@ -1,14 +1,15 @@
-"""`speculative_draft`: a model whose `generate` drafts with few of its experts and verifies with all of them."""
+"""`speculative_draft`: a model whose `generate` drafts with few of its experts, or other drafters, and verifies with all experts."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from moegraft.operators.decode.drafts import (
     no_trace,
 )
 from moegraft.operators.decode.loop import generate
+from moegraft.operators.decode.mtp import MtpDrafter, mtp_layers, share_with_mtp, why_no_mtp
 from moegraft.operators.decode.rollback import unsupported_model_reason
 from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
 from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
@@ -107,7 +109,7 @@ class SpeculativeDraft(ModelOperator):
 
     name = "speculative_draft"
     options_type = SpeculativeOptions
-    summary = "drafts tokens with fewer experts, or by n-gram lookup, and verifies them with all experts in one pass"
+    summary = "drafts tokens by fewer experts, MTP layers or n-gram lookup, and verifies them with all experts in one pass"
     uncaptured = "tokens are drafted with fewer experts and verified several at once"
 
     def __init__(self, options: SpeculativeOptions, context: InjectionContext) -> None:
@@ -115,6 +117,7 @@ class SpeculativeDraft(ModelOperator):
         self._context = context
         self._switch = switch = context.draft_switch
         self._statistics = Statistics()
+        self._texts: MutableMapping[Any, Any] = WeakKeyDictionary()  # what MTP layers have computed of each cache
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
         self._schedule = self._new_schedule()
@@ -125,7 +128,7 @@ class SpeculativeDraft(ModelOperator):
         return MarginalSchedule(length) if self.options.schedule == "marginal" else FixedSchedule(length)
 
     def batch_drafts(self) -> BatchDrafts | None:
-        return self._batches if self.options.mode == "lossless" else None
+        return self._batches if self.options.mode == "lossless" and self.options.draft != "mtp" else None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
         self.trace = partial(round_spans, timelines) if timelines else no_trace
@@ -137,11 +140,17 @@ class SpeculativeDraft(ModelOperator):
         if reason is not None:
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
+        if options.draft == "mtp" and mtp_layers(module) is None:
+            return why_no_mtp(module) or (
+                "draft mtp computes the checkpoint's own MTP layers, and there are none: a safetensors checkpoint has them in the layers "
+                "after the last or under 'mtp.', a GGUF file's are not read, and a model in memory has lost them; load the folder of a "
+                "checkpoint that has them, or draft with 'experts' or 'ngram'"
+            )
         return unsupported_model_reason(module)
 
     @classmethod
     def traits(cls, options: SpeculativeOptions) -> Traits:
-        return Traits("", draft_sparsity=options.draft_sparsity)
+        return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp")
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
@@ -163,13 +172,22 @@ class SpeculativeDraft(ModelOperator):
         if self.options.mode == "adaptive":
             self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
 
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        if self.options.draft == "mtp":
+            share_with_mtp(model)
+
+    def _drafter(self, model: PreTrainedModel) -> Drafter:
+        options = self.options
+        if options.draft == "ngram":
+            return NgramDrafter()
+        if options.draft == "mtp":
+            return MtpDrafter(model, options.confidence, self._switch, self._texts)
+        return ExpertsDrafter(self._switch, options.settings, options.confidence)
+
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        drafter: Drafter = ExpertsDrafter(self._switch, self.options.settings, self.options.confidence)
-        if self.options.draft == "ngram":
-            drafter = NgramDrafter()
         drafting = Drafting(
             max_draft=self.options.max_draft,
-            drafter=drafter,
+            drafter=self._drafter(model),
             schedule=self._schedule,
             statistics=self._statistics,
             switch=self._switch,
@@ -190,6 +208,9 @@ class SpeculativeDraft(ModelOperator):
 
     def placement(self) -> str:
         options = self.options
-        experts = f"{options.draft_top_k} expert{'' if options.draft_top_k == 1 else 's'} per token"
-        drafter = experts if options.draft == "experts" else f"n-grams of up to {NGRAM} tokens"
-        return f"draft: {self.name}, {options.mode}, {drafter}, {self.statistics()['schedule']}; {self._statistics.line()}"
+        drafters = {
+            "experts": f"{options.draft_top_k} expert{'' if options.draft_top_k == 1 else 's'} per token",
+            "ngram": f"n-grams of up to {NGRAM} tokens",
+            "mtp": "MTP layers",
+        }
+        return f"draft: {self.name}, {options.mode}, {drafters[options.draft]}, {self.statistics()['schedule']}; {self._statistics.line()}"

@@ -14,7 +14,8 @@ class SpeculativeOptions:
 
     Attributes:
         draft: the drafter. `experts` is the model itself with fewer experts per token; `ngram` continues the text as it continued the
-            last time that its latest tokens occurred.
+            last time that its latest tokens occurred; `mtp` computes the multi-token prediction layers of the checkpoint, which other
+            rules replace like those of the body.
         draft_top_k: experts per token while drafting.
         draft_sparsity: share of neurons to leave out while drafting, in the scope of the experts' `sparsity` and above its target. To
             draft by sparsity alone, set `draft_top_k` to all experts of a token; to leave the verified text unchanged, give the experts
@@ -28,7 +29,7 @@ class SpeculativeOptions:
         experts: `resident` drafts only with the likeliest experts among those resident on a GPU, so that a draft transfers no weights.
     """
 
-    draft: Literal["experts", "ngram"] = "experts"
+    draft: Literal["experts", "ngram", "mtp"] = "experts"
     draft_top_k: int = 1
     draft_sparsity: float | None = None
     max_draft: int = 5
@@ -54,8 +55,9 @@ class SpeculativeOptions:
             raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3")
         if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
             raise ValueError("draft ngram has no probabilities: remove 'confidence' and 'mode: adaptive'")
-        if self.draft == "ngram" and self.draft_sparsity is not None:
-            raise ValueError("draft ngram runs no experts: remove 'draft_sparsity'")
+        if self.draft != "experts" and (self.draft_sparsity is not None or self.experts == "resident"):
+            option = "draft_sparsity" if self.draft_sparsity is not None else "experts: resident"
+            raise ValueError(f"draft {self.draft} runs none of the model's own experts: remove '{option}'")
 
     @property
     def settings(self) -> DraftSettings:

@@ -161,11 +161,11 @@ def _why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
 
 def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
     """Apply rules to a model; errors are among the findings."""
-    from moegraft.injection.planning import plan
+    from moegraft.injection.planning import plan, planned_model
     from moegraft.injection.rules import RuleErrors
     from moegraft.injection.rules.matching import ModelModules, assign
 
-    modules = ModelModules(meta_model.skeleton)
+    modules = ModelModules(planned_model(meta_model, rules, registry).skeleton)
     assignment = assign(rules.rules, modules, registry.in_place)
     try:
         found = plan(meta_model, rules, registry=registry)

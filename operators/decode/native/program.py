@@ -28,6 +28,7 @@ from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node
 from moegraft.operators.decode.native.record import NotRecordableError
 from moegraft.operators.timeline import Timeline
 
+HIDDEN_STATES = "hidden_states"  # the output of a model
 ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64
 _ONE = Affine(1)
@@ -224,6 +225,7 @@ class StepProgram:
         self.counters = [array for array in found if array is not None]  # of neurons
         self.sized_by_values = self._lowering.sized_by_values
         self._logits = self._fitted.outputs["logits"]
+        self._hidden: Place | None = self._fitted.outputs.get(HIDDEN_STATES)
         self._binding: _Binding | None = None
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
@@ -296,10 +298,20 @@ class StepProgram:
         # As the type's own constructor does it, which takes 15 us to look its fields up again for each of them.
         outputs = self._output_type.__new__(self._output_type)
         vars(outputs).update(self._no_outputs)
+        made: dict[str, Any] = {"logits": logits}
+        if self._hidden is not None:
+            made[HIDDEN_STATES] = (self.hidden_states(held_tokens, buffers.room),)
         for name in self._fitted.outputs:
-            vars(outputs)[name] = logits if name == "logits" else cache
+            vars(outputs)[name] = made.get(name, cache)
             OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
         return outputs
+
+    def hidden_states(self, position: int, room: int) -> torch.Tensor | None:
+        """Return a copy of the last hidden states of the step after `position` tokens, which has just run; None if recorded without."""
+        if self._hidden is None:
+            return None
+        assert self._binding is not None, "a step has run"
+        return self._native.view(self._hidden, self._binding.tensors, position // self._period, room).clone()
 
     @property
     def native(self) -> Program:
@@ -340,7 +352,8 @@ class StepProgram:
         return any(name in tensor.names for tensor in self._grown)
 
     def _build(self, last_position: int) -> None:
-        self._native = NativeStep(self._lowering, self._runtime, [self._logits], last_position)
+        kept = [self._logits] if self._hidden is None else [self._logits, self._hidden]
+        self._native = NativeStep(self._lowering, self._runtime, kept, last_position)
         self._last_position = last_position
         self._arena = torch.empty(self._native.arena_bytes, dtype=torch.uint8)
         self._inputs = {

@@ -26,7 +26,7 @@ from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, buffers_of, cache_counts, cache_tensors, holder
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
-from moegraft.operators.decode.native.program import OtherSizeError, StepProgram
+from moegraft.operators.decode.native.program import HIDDEN_STATES, OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
@@ -45,7 +45,7 @@ _PLAIN_ARGUMENTS = {
     "use_cache": (True, None),
     "return_dict": (True, None),
     "output_attentions": (False, None),
-    "output_hidden_states": (False, None),
+    "output_hidden_states": (False, None, -1),
 }
 # Of a configuration, read in each forward pass; some are properties, over these members.
 _SETTINGS = (
@@ -291,6 +291,9 @@ class Continuation:
     A decoding loop does nothing else to the cache between two of them: neither the arguments nor the model are looked at again, and the
     cache receives the tokens by `close` alone. A forward pass of another thread may end a continuation at any time, and so does a draft,
     or its end, as fewer experts run in it.
+
+    Attributes:
+        hidden_states: the last ones of the latest `step`, (B, 1, H); None where the program was recorded without them.
     """
 
     def __init__(self, replay: NativePrograms, program: StepProgram, cache: Cache, buffers: CacheBuffers, first: int, count: int) -> None:
@@ -300,6 +303,7 @@ class Continuation:
         self.buffers = buffers
         self._first, self._count = first, count
         self.done = 0  # steps
+        self.hidden_states: torch.Tensor | None = None
         self._draft_settings = replay.draft.settings
         self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
         self._logits_tensor = torch.from_numpy(self._logits)
@@ -322,6 +326,7 @@ class Continuation:
                 self.program.native.follow(self.position, tokens, self._logits)
             finally:  # Python raises an interrupt as soon as a native call returns
                 replay.fed(self, before, started_ns)
+            self.hidden_states = self.program.hidden_states(self.position - 1, self.buffers.room)
         return self._logits_tensor
 
     def greedy(self, token: int, count: int, ends: Sequence[int]) -> list[int]:
@@ -368,7 +373,7 @@ def _memory(cache: Cache) -> CacheBuffers | None:
 
 
 def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
-    """Return the outputs of a model with Memory for the logits.
+    """Return the outputs of a model with Memory for the logits, and for its last hidden states where it returns no others.
 
     Raises:
         NotRecordableError: they have other tensors.
@@ -379,6 +384,8 @@ def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
     for name, value in outputs.items():
         if name == "logits":
             found[name] = recorder.memory(value, produced=True)
+        elif name == HIDDEN_STATES and isinstance(value[-1], torch.Tensor) and not any(each is not None for each in value[:-1]):
+            found[name] = recorder.memory(value[-1], produced=True)
         elif value is cache:
             found[name] = None
         else:

@@ -1,0 +1,297 @@
+"""`draft: mtp`: a checkpoint's layers for multi-token prediction draft, as transformers' own do, and do not change the text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.modeling_layers
+from safetensors.torch import load_file, save_file
+from support.families import build_model, prompt, served_cases
+from support.mtp import write_checkpoint
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+from moegraft.injection import build_meta_model, new_cache, optimize_and_load, plan
+from moegraft.operators.decode import mtp
+from moegraft.operators.decode.schedule import DraftSchedule
+from moegraft.operators.errors import MoegraftError
+
+if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):
+    pytest.skip("this transformers cannot compute MTP layers one by one", allow_module_level=True)
+
+STEPS = 40
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},  # latent attention
+    "three layers": {"layers": 3},
+    "glm4_moe": {"share": 0.05},
+    "mellum": WINDOWS,  # a window in the MTP layer, whose tensors have names of their own
+}
+Folders = Callable[[str], tuple[Path, PreTrainedModel]]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """`checkpoints(case)`: the folder of a tiny checkpoint with MTP layers, and its stock model."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(name: str) -> tuple[Path, PreTrainedModel]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("mtp")
+            made[name] = folder, write_checkpoint(folder, name if name != "three layers" else "deepseek_v3", **CASES[name])
+        return made[name]
+
+    return make
+
+
+def rules(folder: Path, **options: Any) -> Path:
+    options = {"draft": "mtp", "schedule": "fixed", "max_draft": 3} | options
+    kwargs = ", ".join(f"{name}: {value}" for name, value in options.items())
+    path = folder / "rules.yaml"
+    path.write_text(
+        f"version: 1\nextends: cpu-exact\nrules:\n- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{kwargs}}}}}\n"
+    )
+    return path
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return optimize_and_load(folder, rules(folder, **options), progress=False)
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    found = model.generate(ids, do_sample=False, **{"max_new_tokens": STEPS} | arguments)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def statistics(model: PreTrainedModel) -> Any:
+    return model.moegraft.model_operator.statistics()
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        ("deepseek_v3", 1),
+        ("deepseek_v3", 4),  # three times its own state fed back
+        ("three layers", 2),  # the third layer falls behind
+        ("three layers", 4),
+        ("glm4_moe", 3),
+        ("mellum", 2),
+    ],
+)
+def test_greedy_text_is_that_of_plain_decoding(name: str, depth: int, checkpoints: Folders) -> None:
+    folder, stock = checkpoints(name)
+    model = load(folder, max_draft=depth)
+    for length in (1, 20):  # a prompt that is shorter than the layers look ahead
+        assert torch.equal(greedy(model, prompt(length)), greedy(stock, prompt(length)))
+    found = statistics(model)
+    assert len(found["acceptance_by_position"]) == depth
+    assert 0.4 < found["acceptance_by_position"][0] < 1, "the layers are made to be right often"
+    steps = model.moegraft.statistics()["decode_steps"]
+    assert steps["replayed_steps"] > 0 and steps["reasons"] == []
+
+
+def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Collect the tokens that moegraft drafts, by the length of the text before them."""
+    found: dict[int, list[int]] = {}
+    draft = mtp.MtpDrafter.draft
+
+    def recorded(self: Any, sequence: Any, *args: Any) -> Any:
+        drafts = draft(self, sequence, *args)
+        found[sequence.length] = [each.token for each in drafts]
+        return drafts
+
+    monkeypatch.setattr(mtp.MtpDrafter, "draft", recorded)
+    return found
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "three layers", "glm4_moe", "mellum"])
+def test_drafts_are_those_of_transformers(name: str, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stock = checkpoints(name)
+    depth: int = CASES[name].get("layers", 1)
+    found = proposals(monkeypatch)
+    expected: dict[int, list[int]] = {}
+    theirs = MTPCandidateGenerator.get_candidates
+
+    def recorded(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        ids, logits = theirs(self, input_ids, *args, **kwargs)
+        if ids.shape[1] > input_ids.shape[1]:
+            expected[input_ids.shape[1]] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
+    if name != "mellum":  # the classes name the layers of the released models
+        after = [rf"model\.layers\.{number}\." for number in range(3, 3 + depth)]
+        monkeypatch.setattr(type(stock), "_keys_to_ignore_on_load_unexpected", after)
+    model, stock = load(folder, max_draft=depth), type(stock).from_pretrained(folder)
+    ids = prompt(20)
+    assert torch.equal(greedy(model, ids), greedy(stock, ids, use_mtp=True))
+    lengths = [length for length in found if length + depth < ids.shape[1] + STEPS]
+    assert len(lengths) > 5
+    assert {length: found[length] for length in lengths} == {length: expected.get(length) for length in lengths}
+
+
+class Alternating(DraftSchedule):
+    """Plain steps between drafts, so that layers have more than one state to catch up with."""
+
+    def __init__(self, plain: int, drafted: int) -> None:
+        self._plans = [0] * plain + [drafted]
+        self._rounds = 0
+
+    def plan(self, limit: int) -> int:
+        self._rounds += 1
+        return min(limit, self._plans[self._rounds % len(self._plans)])
+
+    def state(self) -> str:
+        return "alternating"
+
+
+@pytest.mark.parametrize("name", ["three layers", "mellum"])
+def test_plain_steps_between_drafts_do_not_change_them(name: str, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of plain steps come from native programs, several steps after another."""
+    model, found = load(checkpoints(name)[0]), proposals(monkeypatch)
+    operator = model.moegraft.model_operator
+    texts, drafted = [], []
+    for plain in (0, 6):
+        operator._schedule = Alternating(plain, 3)
+        texts.append(greedy(model, prompt(29), max_new_tokens=120))
+        drafted.append(dict(found))
+        found.clear()
+    assert torch.equal(*texts)
+    both = [length for length in drafted[1] if length in drafted[0] and length < 29 + 120 - 4]
+    assert len(both) > 3
+    assert {length: drafted[0][length] for length in both} == {length: drafted[1][length] for length in both}
+
+
+def test_a_later_call_goes_on_with_the_same_cache(checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = load(checkpoints("deepseek_v3")[0]), proposals(monkeypatch)
+    whole = greedy(model, prompt(20), max_new_tokens=60)
+    expected, cache = dict(found), new_cache(model)
+    found.clear()
+    ids = prompt(20)
+    for _ in range(4):
+        ids = greedy(model, ids, max_new_tokens=15, past_key_values=cache)
+    assert torch.equal(ids, whole)
+    both = [length for length in found if length in expected and len(found[length]) == len(expected[length])]
+    assert any(length > 60 for length in both)
+    assert {length: found[length] for length in both} == {length: expected[length] for length in both}
+
+
+def test_the_measured_schedule_leaves_the_text_as_it_is(checkpoints: Folders) -> None:
+    folder, stock = checkpoints("glm4_moe")
+    model = load(folder, schedule="marginal", max_draft=4)
+    for length in (5, 12):
+        assert torch.equal(greedy(model, prompt(length), max_new_tokens=80), greedy(stock, prompt(length), max_new_tokens=80))
+
+
+WORDS, DRAWS = 3, 900
+
+
+def test_sampled_text_has_the_distribution_of_the_full_model(checkpoints: Folders) -> None:
+    folder, stock = checkpoints("deepseek_v3")
+    model, ids = load(folder, max_draft=1), prompt(6)
+    chosen = {"do_sample": True, "top_k": WORDS, "temperature": 1.5}
+
+    def after(text: torch.Tensor) -> torch.Tensor:
+        values, tokens = (stock(text).logits[0, -1].float() / 1.5).topk(WORDS)
+        return torch.zeros(stock.config.vocab_size).scatter(0, tokens, values.softmax(-1))
+
+    expected: dict[tuple[int, ...], float] = {}
+    with torch.no_grad():
+        for first in after(ids).nonzero().flatten().tolist():
+            text = torch.cat([ids, torch.tensor([[first]])], -1)
+            for second in after(text).nonzero().flatten().tolist():
+                longer = torch.cat([text, torch.tensor([[second]])], -1)
+                for third in after(longer).nonzero().flatten().tolist():
+                    expected[first, second, third] = float(after(ids)[first] * after(text)[second] * after(longer)[third])
+    torch.manual_seed(0)
+    drawn: Counter[tuple[int, ...]] = Counter()
+    for _ in range(DRAWS):
+        drawn[tuple(model.generate(ids, max_new_tokens=3, **chosen)[0, ids.shape[1] :].tolist())] += 1
+    assert drawn.keys() <= expected.keys()
+    assert 0.05 < statistics(model)["acceptance_by_position"][0] < 0.95
+    chi_square = sum((drawn[text] - DRAWS * share) ** 2 / (DRAWS * share) for text, share in expected.items())
+    assert chi_square < 26 + 3.1 * (2 * 26) ** 0.5, "27 texts: beyond the 99.9th percentile"
+
+
+def test_mtp_layers_are_planned_like_the_bodys(checkpoints: Folders) -> None:
+    folder, _ = checkpoints("three layers")
+    without = plan(build_meta_model(folder, weights=True), "cpu-exact")
+    meta = build_meta_model(folder, weights=True)
+    planned = plan(meta, rules(folder))
+    assert not any(swap.module.startswith("mtp.") for swap in without.swaps)
+    bodies = [swap for swap in planned.swaps if re.fullmatch(r"model\.layers\.2\..*", swap.module)]
+    for number in range(3):
+        own = [swap for swap in planned.swaps if swap.module.startswith(f"mtp.layers.{number}.")]
+        assert [(swap.operator, swap.footprint) for swap in own] == [(swap.operator, swap.footprint) for swap in bodies]
+    more = planned.bytes_by_device["cpu"] - without.bytes_by_device["cpu"]
+    stored = sum(
+        tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if int((re.findall(r"\d+", name) or [0])[0]) > 2
+    )
+    assert 0.9 * stored < more < 2.1 * stored  # packed experts are padded
+    assert plan(meta, "cpu-exact").bytes_by_device == without.bytes_by_device  # the same meta model, with other rules
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    to.mkdir()
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def without(pattern: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if re.search(pattern, name)]:
+            del tensors[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without(r"layers\.3\."), r"rules\.yaml:5:.*there are none.*draft with 'experts' or 'ngram'"),
+        (without(r"layers\.3\.eh_proj"), r"feeds mtp\.layers\.0\.eh_proj\.weight"),
+        (without(r"layers\.3\.mlp\.experts\.2\.up_proj"), r"layers\.3\.mlp\.experts\.2\.up_proj"),
+        (lambda tensors: tensors.update({"model.layers.3.enorm.weight": torch.ones(7)}), r"model\.layers\.3\.enorm\.weight: shape \(7,\)"),
+    ],
+    ids=["no layers", "no projection", "an expert", "a shape"],
+)
+def test_a_damaged_checkpoint_is_refused(change: Any, reason: str, checkpoints: Folders, tmp_path: Path) -> None:
+    folder = changed(checkpoints("deepseek_v3")[0], tmp_path / "damaged", change)
+    with pytest.raises(MoegraftError, match=reason):
+        optimize_and_load(folder, rules(tmp_path), progress=False)
+
+
+def refusal(model: PreTrainedModel, folder: Path) -> str:
+    model.save_pretrained(folder / "model")
+    with pytest.raises(MoegraftError) as raised:
+        plan(build_meta_model(folder / "model", weights=True), rules(folder))
+    return str(raised.value)
+
+
+def tiny(model_type: str) -> PreTrainedModel:
+    return build_model(next(case for case in served_cases() if case.model_type == model_type))
+
+
+def test_families_and_versions_without_mtp_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "transformers computes no MTP layers of Qwen3MoeForCausalLM" in refusal(tiny("qwen3_moe"), tmp_path)
+    assert "without `mtp_layer_types` is ambiguous" in refusal(tiny("bailing_hybrid"), tmp_path)
+    with pytest.raises(MoegraftError, match="a model in memory has lost them"):
+        plan(tiny("deepseek_v3"), rules(tmp_path))
+    monkeypatch.delattr(transformers.modeling_layers.MtpModel, "forward_layer")
+    assert "install 5.23 or newer" in refusal(tiny("deepseek_v3"), tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"draft_sparsity": 0.5}, {"experts": "resident"}], ids=str)
+def test_options_of_the_bodys_experts_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(MoegraftError, match="draft mtp runs none of the model's own experts"):
+        plan(tiny("deepseek_v3"), rules(tmp_path, **options))

@@ -1,0 +1,78 @@
+"""Tiny checkpoints with multi-token prediction (MTP) layers, named as in the families' released checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from support.families import build_model, served_cases
+
+EXTRAS = ("enorm", "hnorm", "eh_proj")  # beside the modules of a decoder layer
+NUMBERED = {"deepseek_v3": "shared_head.norm", "glm4_moe": "shared_head.norm"}  # after the body's layers, with this last norm
+MELLUM = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+SHARE_OF_LAYERS = 0.15  # of hidden states: text that depends mostly on its last token, which MTP layers predict well
+
+
+def write_checkpoint(folder: Path, model_type: str, *, layers: int = 1, share: float = SHARE_OF_LAYERS, **config: Any) -> PreTrainedModel:
+    """Write a model with MTP layers to `folder`; return the stock model without them.
+
+    Args:
+        share: of each block's output that counts; MTP layers pass the latest token on, and predict what the body does after it.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    case = next(case for case in served_cases() if case.model_type == model_type)
+    case = dataclasses.replace(case, text={**case.text, "num_mtp_layers": layers, **config})
+    model = build_model(case)
+    mtp = MtpModel(model, layers)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in mtp.layers.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            elif name.endswith("norm.weight") or "layernorm" in name:
+                parameter.fill_(1.0)
+        for layer in mtp.layers:
+            hidden = layer.eh_proj.weight.shape[0]
+            layer.eh_proj.weight.mul_(0.1)[:, :hidden] += torch.eye(hidden)
+        for name, parameter in [*model.named_parameters(), *mtp.layers.named_parameters()]:
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.mul_(share)
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    stored |= stored_names(mtp, model_type, model.config.get_text_config().num_hidden_layers)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def stored_names(mtp: Any, model_type: str, body_layers: int) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of MTP layers as released checkpoints name them: a tensor for each expert's projections."""
+    found: dict[str, torch.Tensor] = {}
+    for number, layer in enumerate(mtp.layers):
+        prefix = f"model.layers.{body_layers + number}."
+        for name, value in layer.state_dict().items():
+            part, _, rest = name.partition(".")
+            if model_type == "mellum":
+                found[f"mtp.{MELLUM[part]}.{rest}" if part in MELLUM else f"mtp.layers.{number}.{rest}"] = value
+            elif part == "post_norm":
+                found[f"{prefix}{NUMBERED[model_type]}.{rest}"] = value
+            else:
+                found[f"{prefix}{name}" if part in EXTRAS else f"{prefix}{rest}"] = value
+    return {name: tensor.clone() for key, value in found.items() for name, tensor in by_expert(key, value)}
+
+
+def by_expert(key: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    if key.endswith("experts.gate_up_proj"):
+        named = zip(("gate_proj", "up_proj"), value.chunk(2, dim=1), strict=True)
+    elif key.endswith("experts.down_proj"):
+        named = iter([("down_proj", value)])
+    else:
+        return [(key, value)]
+    base = key.rpartition(".")[0]
+    return [(f"{base}.{expert}.{name}.weight", matrix) for name, part in named for expert, matrix in enumerate(part)]
