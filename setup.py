@@ -64,7 +64,7 @@ MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 # takes an eighth less time. The longest come first, so that no core waits for one at the end.
 VECTOR_SOURCES = sorted(ISA_FLAGS.get(MACHINE, {}))
 UNITS = {
-    "bindings": (["bindings/*.cpp"], ["-O1", "--param", "ggc-min-heapsize=1000000"]),
+    "bindings": (["bindings/*.cpp"], ["-Og", "--param", "ggc-min-heapsize=1000000"]),
     **{name.removesuffix(".cpp").replace("/", "_"): ([name], ISA_FLAGS[MACHINE][name]) for name in VECTOR_SOURCES},
     "program": (["program/*.cpp", "sparse/*.cpp"], []),
     # Weights are quantised to the same codes on every CPU: ARM64's compilers would fuse products and sums.

@@ -144,7 +144,7 @@ SCALES = np.zeros((40, 2), np.float16)
         (lambda p: p.pack(0, "gate", np.zeros((72, 40), np.float32).T), ValueError, "not C-contiguous"),
         (lambda p: p.pack(0, "gate", MATRIX.astype(np.float64)), TypeError, "expected dtype float32, .*, found float64"),
         (lambda p: p.pack(0, "gate", MATRIX.astype(">f4")), TypeError, "found >f4"),
-        (lambda p: p.pack(0, "gate", MATRIX.tolist()), TypeError, "incompatible function arguments"),
+        (lambda p: p.pack(0, "gate", MATRIX.tolist()), TypeError, r"pack\(\): argument 'array': expected a numpy.ndarray, found list"),
         (lambda p: p.pack_bias(0, "gate", np.zeros(40, np.float32)), ValueError, "no biases"),
         (
             lambda p: p.pack_quantized(0, "gate", np.zeros((40, 72), np.int8), np.zeros((40, 2), np.float16)),

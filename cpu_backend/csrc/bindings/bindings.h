@@ -7,7 +7,7 @@
 // Arguments are NumPy arrays, with bfloat16 as its bits in uint16, or torch tensors for the small calls of a decode step (TensorView).
 // Addresses are not passed, except for the two values of host_function(), which CUDA receives as a C function and its argument.
 //
-// module.cpp: the runtime and the description of the machine; weights.cpp: packed weights and their specs; ops.cpp: norms and routers;
+// functions.h: how functions are bound; module.cpp: the runtime and the description of the machine; weights.cpp: packed weights and their specs; ops.cpp: norms and routers;
 // attention.cpp: attention; scheduler.cpp: the planner.
 #pragma once
 
@@ -16,7 +16,6 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <string>
@@ -159,7 +158,7 @@ void bind_specs(pybind11::module_& module);  // GateSpec, ExpertsShape
 void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear
 void bind_ops(pybind11::module_& module);  // NormSpec, RouterSpec
 void bind_scheduler(pybind11::module_& module);  // Planner, check_problem
-// Program; `native` is the runtime behind the Python object.
-void bind_program(pybind11::module_& module, const std::function<Runtime&(const pybind11::object&)>& native);
+void bind_program(pybind11::module_& module);  // Program, Pace
+Runtime& runtime_of(const pybind11::object& py_runtime);
 
 }  // namespace moegraft

@@ -1,20 +1,13 @@
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <map>
-#include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/functions.h"
 #include "core/machine.h"
 #include "core/runtime.h"
 #include "simd/isa.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace moegraft {
 namespace {
@@ -106,139 +99,128 @@ class PyRuntime {
 
   std::uint64_t submit(const ForwardCall& call) {
     const std::uint64_t ticket = runtime_->submit(call.checked());
-    owners_[ticket] = call.owners();
+    owners_[py::int_(ticket)] = call.owners();
     return ticket;
   }
 
   void wait(std::uint64_t ticket) {
-    const auto found = owners_.find(ticket);
-    const py::object kept = found == owners_.end() ? py::object() : found->second;
-    if (found != owners_.end()) owners_.erase(found);
+    const py::object kept = owners_.attr("pop")(ticket, py::none());
     py::gil_scoped_release release;
     runtime_->wait(ticket);
   }
 
  private:
-  std::unordered_map<std::uint64_t, py::object> owners_;  // of submitted work, until it was waited for
+  py::dict owners_;  // of submitted work by ticket, until it was waited for
   std::unique_ptr<Runtime> runtime_;
 };
 
 struct PyHostCall {
   PyHostCall(const py::object& py_runtime, const ForwardCall& arguments)
-      : call(py_runtime.cast<PyRuntime&>().get(), arguments.checked()), owners(arguments.owners()), runtime(py_runtime) {}
+      : call(runtime_of(py_runtime), arguments.checked()), owners(arguments.owners()), runtime(py_runtime) {}
   HostCall call;
   py::tuple owners;
   py::object runtime;
 };
 
 // The least tokens of the matrix kernels by weight type, for bfloat16 activations.
-std::map<std::string, int> matrix_tokens(const Kernels& kernels) {
-  std::map<std::string, int> found;
+py::dict matrix_tokens(const Kernels& kernels) {
+  py::dict found;
   for (int i = 0; i < kWeightTypes; ++i) {
     const auto type = static_cast<WeightType>(i);
     const Format format = format_of(type, ActivationType::kBFloat16);
-    if (kernels.matrix.serves(format, kNeverMatrix - 1)) found[name_of(type)] = kernels.matrix.least_tokens[static_cast<int>(format)];
+    if (kernels.matrix.serves(format, kNeverMatrix - 1))
+      found[py::str(name_of(type))] = kernels.matrix.least_tokens[static_cast<int>(format)];
   }
   return found;
 }
 
-CpuFeatures cpu_with(const std::set<std::string>& features) {
+CpuFeatures cpu_with(const py::object& features) {
   CpuFeatures cpu;
-  const std::map<std::string, bool*> fields = {{"avx2", &cpu.avx2}, {"avx512", &cpu.avx512},   {"vnni", &cpu.vnni},
-                                               {"bf16", &cpu.bf16}, {"amx", &cpu.amx},         {"tile_permission", &cpu.tile_permission},
-                                               {"neon", &cpu.neon}, {"dotprod", &cpu.dotprod}, {"i8mm", &cpu.i8mm}};
-  for (const std::string& feature : features) {
-    if (fields.count(feature) == 0) raise_value_error("unknown CPU feature '" + feature + "'");
-    *fields.at(feature) = true;
+  struct Field {
+    const char* name;
+    bool* value;
+  };
+  const Field fields[] = {{"avx2", &cpu.avx2}, {"avx512", &cpu.avx512},   {"vnni", &cpu.vnni},
+                          {"bf16", &cpu.bf16}, {"amx", &cpu.amx},         {"tile_permission", &cpu.tile_permission},
+                          {"neon", &cpu.neon}, {"dotprod", &cpu.dotprod}, {"i8mm", &cpu.i8mm}};
+  for (const py::handle feature : features) {
+    const auto name = feature.cast<std::string>();
+    bool known = false;
+    for (const Field& field : fields)
+      if (name == field.name) *field.value = known = true;
+    if (!known) raise_value_error("unknown CPU feature '" + name + "'");
   }
   return cpu;
 }
 
+constexpr const char* kForward =
+    "experts, hidden_states, top_k_index, top_k_weights, out, *, threshold=0.0, neuron_counts=None, acted=None";
+
 void bind_runtime(py::module_& module) {
-  const auto experts = "experts"_a;
-  const auto hidden_states = py::arg("hidden_states").noconvert(), top_k_index = py::arg("top_k_index").noconvert();
-  const auto top_k_weights = py::arg("top_k_weights").noconvert(), out = py::arg("out").noconvert();
-  const auto threshold = "threshold"_a = 0.0f, neuron_counts = "neuron_counts"_a = py::none(), acted = "acted"_a = py::none();
-  py::class_<PyHostCall>(module, "HostCall")
-      .def_property_readonly("address", [](PyHostCall& self) { return reinterpret_cast<std::uintptr_t>(&self.call); })
-      .def("check", [](PyHostCall& self) { self.call.check(); });
-  py::class_<PyRuntime>(module, "Runtime")
-      .def(py::init<int, const std::optional<std::string>&, bool, std::optional<int>>(), "threads"_a = 0, "isa"_a = py::none(),
-           "share_threads"_a = true, "matrix_tokens"_a = py::none())
-      .def_property_readonly("threads", [](PyRuntime& self) { return self.get().threads(); })
-      .def_property_readonly("isa", [](PyRuntime& self) { return self.get().kernels().isa; })
-      .def_property_readonly("matrix_tokens", [](PyRuntime& self) { return matrix_tokens(self.get().kernels()); })
-      .def_property_readonly("shares_threads", [](PyRuntime& self) { return self.get().shares_threads(); })
-      .def_static("available_isas", [] { return available_isas(); })
-      .def_static("compiled_isas", &compiled_isas)
-      .def_static("default_isa", [] { return select_kernels(detect_cpu(), "").isa; })
-      .def(
-          "forward",
-          [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
-             const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts,
-             const py::object& acted) {
-            self.forward({experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, acted});
-          },
-          experts, hidden_states, top_k_index, top_k_weights, out, py::kw_only(), threshold, neuron_counts, acted)
-      .def(
-          "submit",
-          [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
-             const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts,
-             const py::object& acted) {
-            return self.submit({experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, acted});
-          },
-          experts, hidden_states, top_k_index, top_k_weights, out, py::kw_only(), threshold, neuron_counts, acted)
-      .def("wait", &PyRuntime::wait, "ticket"_a)
-      .def(
-          "linear", [](PyRuntime& self, const PackedLinear& packed, py::handle x, py::handle out) { linear(self.get(), packed, x, out); },
-          "linear"_a, "x"_a, "out"_a)
-      .def(
-          "norm",
-          [](PyRuntime& self, const PyNorm& spec, py::handle x, py::handle weight, py::handle out) {
-            norm(self.get(), spec, x, weight, out);
-          },
-          "norm"_a, "x"_a, "weight"_a, "out"_a)
-      .def(
-          "route",
-          [](PyRuntime& self, const PyRouter& router, py::handle x, py::handle weight, py::handle logits, py::handle weights,
-             py::handle index) { route(self.get(), router, {x, weight, logits, weights, index}); },
-          "router"_a, "x"_a, "weight"_a, "logits"_a, "weights"_a, "index"_a)
-      .def(
-          "attention",
-          [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
-             const py::object& mask, bool causal, float softcap, const py::object& sinks, const py::object& key_tail) {
-            attention(self.get(), {query, key, value, out, mask, sinks, key_tail, scale, softcap, causal});
-          },
-          py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), out, py::kw_only(), "scale"_a,
-          "mask"_a = py::none(), "causal"_a = false, "softcap"_a = 0.0f, "sinks"_a = py::none(), "key_tail"_a = py::none())
-      .def(
-          "paged_attention",
-          [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, py::handle pool,
-             py::handle table, py::handle held, int page_tokens, std::int64_t key_start, std::int64_t value_start, float scale, int window,
-             float softcap, const py::object& sinks, bool latent) {
-            paged_attention(self.get(), {query, key, value, out, pool, table, held, sinks, page_tokens, key_start, value_start, window,
-                                         latent, scale, softcap});
-          },
-          py::arg("query").noconvert(), py::arg("key").noconvert(), py::arg("value").noconvert(), out, "pool"_a, "table"_a, "held"_a,
-          py::kw_only(), "page_tokens"_a, "key_start"_a, "value_start"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
-          "sinks"_a = py::none(), "latent"_a = false)
-      .def(
-          "matmul", [](PyRuntime& self, const py::array& a, const py::array& b, const py::array& out) { matmul(self.get(), a, b, out); },
-          py::arg("a").noconvert(), py::arg("b").noconvert(), out)
-      .def(
-          "recurrent",
-          [](PyRuntime& self, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers,
-             const py::sequence& past) { recurrent(self.get(), name, operands, numbers, past); },
-          "name"_a, "operands"_a, "numbers"_a, "past"_a = py::tuple())
-      .def("host_function", [=](const py::object& self) {
-        const auto make = [self](const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
-                                 const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {
-          return std::make_unique<PyHostCall>(
-              self, ForwardCall{experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, py::none()});
-        };
-        return py::make_tuple(
-            reinterpret_cast<std::uintptr_t>(&HostCall::run),
-            py::cpp_function(make, experts, hidden_states, top_k_index, top_k_weights, out, py::kw_only(), threshold, neuron_counts));
+  Binder(py::class_<PyHostCall>(module, "HostCall"))
+      .property("address", [](PyHostCall& self) { return reinterpret_cast<std::uintptr_t>(&self.call); })
+      .def("check", "", [](PyHostCall& self) { self.call.check(); });
+  Binder(py::class_<PyRuntime>(module, "Runtime"))
+      .constructor("threads=0, isa=None, share_threads=True, matrix_tokens=None",
+                   [](int threads, const std::optional<std::string>& isa, bool share_threads, std::optional<int> matrix_tokens) {
+                     return std::make_unique<PyRuntime>(threads, isa, share_threads, matrix_tokens);
+                   })
+      .property("threads", [](PyRuntime& self) { return self.get().threads(); })
+      .property("isa", [](PyRuntime& self) { return self.get().kernels().isa; })
+      .property("matrix_tokens", [](PyRuntime& self) { return matrix_tokens(self.get().kernels()); })
+      .property("shares_threads", [](PyRuntime& self) { return self.get().shares_threads(); })
+      .def_static("available_isas", "", [] { return available_isas(); })
+      .def_static("compiled_isas", "", [] { return compiled_isas(); })
+      .def_static("default_isa", "", [] { return select_kernels(detect_cpu(), "").isa; })
+      .def("forward", kForward,
+           [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
+              const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts,
+              const py::object& acted) {
+             self.forward({experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, acted});
+           })
+      .def("submit", kForward,
+           [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
+              const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts,
+              const py::object& acted) {
+             return self.submit({experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, acted});
+           })
+      .def("wait", "ticket", &PyRuntime::wait)
+      .def("linear", "linear, x, out",
+           [](PyRuntime& self, const PackedLinear& packed, py::handle x, py::handle out) { linear(self.get(), packed, x, out); })
+      .def("norm", "norm, x, weight, out",
+           [](PyRuntime& self, const PyNorm& spec, py::handle x, py::handle weight, py::handle out) {
+             norm(self.get(), spec, x, weight, out);
+           })
+      .def("route", "router, x, weight, logits, weights, index",
+           [](PyRuntime& self, const PyRouter& router, py::handle x, py::handle weight, py::handle logits, py::handle weights,
+              py::handle index) { route(self.get(), router, {x, weight, logits, weights, index}); })
+      .def("attention", "query, key, value, out, *, scale, mask=None, causal=False, softcap=0.0, sinks=None, key_tail=None",
+           [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, float scale,
+              const py::object& mask, bool causal, float softcap, const py::object& sinks, const py::object& key_tail) {
+             attention(self.get(), {query, key, value, out, mask, sinks, key_tail, scale, softcap, causal});
+           })
+      .def("paged_attention",
+           "query, key, value, out, pool, table, held, *, page_tokens, key_start, value_start, scale, window=0, softcap=0.0, sinks=None, "
+           "latent=False",
+           [](PyRuntime& self, const py::array& query, const py::array& key, const py::array& value, const py::array& out, py::handle pool,
+              py::handle table, py::handle held, int page_tokens, std::int64_t key_start, std::int64_t value_start, float scale, int window,
+              float softcap, const py::object& sinks, bool latent) {
+             paged_attention(self.get(), {query, key, value, out, pool, table, held, sinks, page_tokens, key_start, value_start, window,
+                                          latent, scale, softcap});
+           })
+      .def("matmul", "a, b, out",
+           [](PyRuntime& self, const py::array& a, const py::array& b, const py::array& out) { matmul(self.get(), a, b, out); })
+      .def("recurrent", "name, operands, numbers, past=()",
+           [](PyRuntime& self, const std::string& name, const py::sequence& operands, const std::vector<double>& numbers,
+              const py::sequence& past) { recurrent(self.get(), name, operands, numbers, past); })
+      .def("_host_call", "experts, hidden_states, top_k_index, top_k_weights, out, *, threshold=0.0, neuron_counts=None",
+           [](const py::object& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
+              const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts) {
+             return std::make_unique<PyHostCall>(
+                 self, ForwardCall{experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, py::none()});
+           })
+      .def("host_function", "", [](const py::object& self) {
+        return py::make_tuple(reinterpret_cast<std::uintptr_t>(&HostCall::run), self.attr("_host_call"));
       });
 }
 
@@ -249,23 +231,26 @@ PYBIND11_MODULE(_kernel, module) {
   bind_ops(module);
   bind_runtime(module);
   bind_scheduler(module);
-  bind_program(module, [](const py::object& runtime) -> Runtime& { return runtime.cast<PyRuntime&>().get(); });
-  module.def("activations", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < kActivations; ++i) names.emplace_back(name_of(static_cast<Activation>(i)));
-    return names;
-  });
-  module.def("default_threads", &default_threads);
-  module.def(
-      "select_isa",
-      [](const std::set<std::string>& features, const std::string& wanted) {
-        const Kernels& kernels = select_kernels(cpu_with(features), wanted);
-        return std::make_pair(kernels.isa, matrix_tokens(kernels));
-      },
-      "features"_a, "wanted"_a = "");
-  module.def("cores_of_cpu_max", &cores_of_cpu_max, "text"_a);
+  bind_program(module);
+  Binder(module)
+      .def("activations", "",
+           [] {
+             std::vector<std::string> names;
+             for (int i = 0; i < kActivations; ++i) names.emplace_back(name_of(static_cast<Activation>(i)));
+             return names;
+           })
+      .def("default_threads", "", [] { return default_threads(); })
+      .def("select_isa", "features, wanted=''",
+           [](const py::object& features, const std::string& wanted) {
+             const Kernels& kernels = select_kernels(cpu_with(features), wanted);
+             return py::make_tuple(kernels.isa, matrix_tokens(kernels));
+           })
+      .def("cores_of_cpu_max", "text", [](const std::string& text) { return cores_of_cpu_max(text); });
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
 }
 
 }  // namespace
+
+Runtime& runtime_of(const py::object& py_runtime) { return py_runtime.cast<PyRuntime&>().get(); }
+
 }  // namespace moegraft

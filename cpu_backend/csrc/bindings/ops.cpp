@@ -3,10 +3,10 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/functions.h"
 #include "recurrent/recurrent.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace moegraft {
 namespace {
@@ -44,46 +44,6 @@ std::vector<float> values_of(const py::object& object, const char* name, int exp
   if (array.shape(0) != experts) raise_shape_error(array, name, "(" + std::to_string(experts) + ",)");
   const auto* values = static_cast<const float*>(array.data());
   return {values, values + experts};
-}
-
-// Reads keyword arguments by name and reports unknown ones.
-class Keywords {
- public:
-  explicit Keywords(const py::kwargs& given) : left_(given) {}
-  template <class T>
-  T take(const char* name) {
-    if (!left_.contains(name)) throw py::type_error("RouterSpec: missing keyword argument '" + std::string(name) + "'");
-    return left_.attr("pop")(name).template cast<T>();
-  }
-  template <class T>
-  T take(const char* name, T fallback) {
-    return left_.contains(name) ? take<T>(name) : fallback;
-  }
-  void require_empty() const {
-    if (!left_.empty()) throw py::type_error("RouterSpec: unknown keyword argument '" + left_.begin()->first.cast<std::string>() + "'");
-  }
-
- private:
-  py::dict left_;
-};
-
-RouterOptions router_options(const py::kwargs& given) {
-  Keywords keywords(given);
-  RouterOptions options;
-  options.type = keywords.take<std::string>("element_type");
-  options.logits_type = keywords.take<std::string>("logits_type");
-  options.weights_type = keywords.take<std::string>("weights_type");
-  options.rounds_logits = keywords.take("rounds_logits", false);
-  options.score = keywords.take<std::string>("score", "softmax");
-  options.normalise = keywords.take("normalise", false);
-  options.scale = keywords.take("scale", 1.0f);
-  options.groups = keywords.take("groups", 1);
-  options.kept_groups = keywords.take("kept_groups", 1);
-  options.group_score = keywords.take<std::string>("group_score", "two_largest");
-  options.choice_bias = keywords.take<py::object>("choice_bias", py::none());
-  options.logit_bias = keywords.take<py::object>("logit_bias", py::none());
-  keywords.require_empty();
-  return options;
 }
 
 }  // namespace
@@ -215,14 +175,23 @@ void recurrent(Runtime& runtime, const std::string& name, const py::sequence& op
 }
 
 void bind_ops(py::module_& module) {
-  py::class_<PyNorm>(module, "NormSpec")
-      .def(py::init<const std::string&, int, float, float, bool>(), "element_type"_a, "cols"_a, "epsilon"_a, "weight_offset"_a = 0.0f,
-           "rounds_first"_a = false);
-  py::class_<PyRouter>(module, "RouterSpec")
-      .def(py::init([](int hidden, int experts, int top_k, const py::kwargs& keywords) {
-             return std::make_unique<PyRouter>(hidden, experts, top_k, router_options(keywords));
-           }),
-           "hidden"_a, "experts"_a, "top_k"_a);
+  Binder(py::class_<PyNorm>(module, "NormSpec"))
+      .constructor("element_type, cols, epsilon, weight_offset=0.0, rounds_first=False",
+                   [](const std::string& type, int cols, float epsilon, float weight_offset, bool rounds_first) {
+                     return std::make_unique<PyNorm>(type, cols, epsilon, weight_offset, rounds_first);
+                   });
+  Binder(py::class_<PyRouter>(module, "RouterSpec"))
+      .constructor(
+          "hidden, experts, top_k, *, element_type, logits_type, weights_type, rounds_logits=False, score='softmax', "
+          "normalise=False, scale=1.0, groups=1, kept_groups=1, group_score='two_largest', choice_bias=None, logit_bias=None",
+          [](int hidden, int experts, int top_k, std::string type, std::string logits_type, std::string weights_type, bool rounds_logits,
+             std::string score, bool normalise, float scale, int groups, int kept_groups, std::string group_score,
+             const py::object& choice_bias, const py::object& logit_bias) {
+            return std::make_unique<PyRouter>(
+                hidden, experts, top_k,
+                RouterOptions{std::move(type), std::move(logits_type), std::move(weights_type), rounds_logits, std::move(score), normalise,
+                              scale, groups, kept_groups, std::move(group_score), choice_bias, logit_bias});
+          });
 }
 
 }  // namespace moegraft

@@ -1,11 +1,9 @@
 // Programs: what operators/step_program builds. A program keeps alive what its operations use; bound buffers are the caller's.
-#include <pybind11/stl.h>
-
-#include "bindings/bindings.h"
 #include "program/program.h"
+#include "bindings/bindings.h"
+#include "bindings/functions.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace moegraft {
 namespace {
@@ -117,9 +115,9 @@ class PyProgram {
     return program_.greedy(position, token, {count, std::move(ends), longest_ns});
   }
   std::int64_t fed() const { return program_.fed(); }
-  std::vector<std::pair<std::int64_t, std::int64_t>> spans() const {
-    std::vector<std::pair<std::int64_t, std::int64_t>> found;
-    for (const Program::Span& span : program_.spans()) found.emplace_back(span.began, span.ended);
+  py::list spans() const {
+    py::list found;
+    for (const Program::Span& span : program_.spans()) found.append(py::make_tuple(span.began, span.ended));
     return found;
   }
   std::int64_t kernel_ns() const { return program_.kernel_ns(); }
@@ -132,34 +130,33 @@ class PyProgram {
 
 }  // namespace
 
-void bind_program(py::module_& module, const std::function<Runtime&(const py::object&)>& native) {
-  py::class_<Pace>(module, "Pace")
-      .def(py::init<int>(), "workers"_a)
-      .def_property_readonly("alone", &Pace::alone)
-      .def("took", &Pace::took, "ns"_a);
-  py::class_<PyProgram>(module, "Program")
-      .def(py::init([native](const py::object& runtime) { return std::make_unique<PyProgram>(runtime, native(runtime)); }), "runtime"_a)
-      .def("add_small", &PyProgram::add_small, "name"_a, "operands"_a, "numbers"_a = std::vector<double>{})
-      .def("add_norm", &PyProgram::add_norm, "norm"_a, "operands"_a)
-      .def("add_linears", &PyProgram::add_linears, "linears"_a, "operands"_a)
-      .def("add_experts", &PyProgram::add_experts, "experts"_a, "operands"_a, "threshold"_a = 0.0f, "neuron_counts"_a = py::none())
-      .def("add_router", &PyProgram::add_router, "router"_a, "operands"_a)
-      .def("add_attention", &PyProgram::add_attention, "operands"_a, "scale"_a, "softcap"_a, "causal"_a, "mask"_a, "sinks"_a,
-           "key_tail"_a = false)
-      .def("add_paged_attention", &PyProgram::add_paged_attention, "operands"_a, "scale"_a, "softcap"_a, "page_tokens"_a, "window"_a,
-           "latent"_a, "sinks"_a, "key_start"_a, "value_start"_a)
-      .def("add_matmul", &PyProgram::add_matmul, "operands"_a)
-      .def("add_recurrent", &PyProgram::add_recurrent, "name"_a, "operands"_a, "numbers"_a)
-      .def("end_stage", &PyProgram::end_stage)
-      .def("bind", &PyProgram::bind, "buffer"_a, "bytes"_a, "origin"_a = 0)
-      .def("check", &PyProgram::check, "first"_a, "last"_a, "room"_a)
-      .def("run", &PyProgram::run, "position"_a, "first"_a, "end"_a)
-      .def("set_loop", &PyProgram::set_loop, "operands"_a)
-      .def("follow", &PyProgram::follow, "position"_a, "tokens"_a, "logits"_a.noconvert())
-      .def("greedy", &PyProgram::greedy, "position"_a, "token"_a, "count"_a, "ends"_a, "longest_ns"_a)
-      .def_property_readonly("fed", &PyProgram::fed)
-      .def("spans", &PyProgram::spans)
-      .def_property_readonly("kernel_ns", &PyProgram::kernel_ns);
+void bind_program(py::module_& module) {
+  Binder(py::class_<Pace>(module, "Pace"))
+      .constructor("workers", [](int workers) { return std::make_unique<Pace>(workers); })
+      .property("alone", &Pace::alone)
+      .def("took", "ns", &Pace::took);
+  Binder(py::class_<PyProgram>(module, "Program"))
+      .constructor("runtime", [](const py::object& runtime) { return std::make_unique<PyProgram>(runtime, runtime_of(runtime)); })
+      .def("add_small", "name, operands, numbers=()", &PyProgram::add_small)
+      .def("add_norm", "norm, operands", &PyProgram::add_norm)
+      .def("add_linears", "linears, operands", &PyProgram::add_linears)
+      .def("add_experts", "experts, operands, threshold=0.0, neuron_counts=None", &PyProgram::add_experts)
+      .def("add_router", "router, operands", &PyProgram::add_router)
+      .def("add_attention", "operands, scale, softcap, causal, mask, sinks, key_tail=False", &PyProgram::add_attention)
+      .def("add_paged_attention", "operands, scale, softcap, page_tokens, window, latent, sinks, key_start, value_start",
+           &PyProgram::add_paged_attention)
+      .def("add_matmul", "operands", &PyProgram::add_matmul)
+      .def("add_recurrent", "name, operands, numbers", &PyProgram::add_recurrent)
+      .def("end_stage", "", &PyProgram::end_stage)
+      .def("bind", "buffer, bytes, origin=0", &PyProgram::bind)
+      .def("check", "first, last, room", &PyProgram::check)
+      .def("run", "position, first, end", &PyProgram::run)
+      .def("set_loop", "operands", &PyProgram::set_loop)
+      .def("follow", "position, tokens, logits", &PyProgram::follow)
+      .def("greedy", "position, token, count, ends, longest_ns", &PyProgram::greedy)
+      .property("fed", &PyProgram::fed)
+      .def("spans", "", &PyProgram::spans)
+      .property("kernel_ns", &PyProgram::kernel_ns);
 }
 
 }  // namespace moegraft

@@ -1,16 +1,13 @@
 // The schedules for Python. A problem is any object with the fields of LayerProblem. The GIL is kept, since a plan takes microseconds.
-#include "bindings/bindings.h"
-
-#include <pybind11/numpy.h>
-
 #include <algorithm>
 #include <limits>
 #include <string>
 
+#include "bindings/bindings.h"
+#include "bindings/functions.h"
 #include "scheduler/scheduler.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace moegraft {
 namespace {
@@ -89,12 +86,12 @@ class PyPlanner {
 }  // namespace
 
 void bind_scheduler(py::module_& module) {
-  py::class_<PyPlanner>(module, "Planner")
-      .def(py::init<const std::string&>(), "schedule"_a)
-      .def("plan", &PyPlanner::plan, "problem"_a)
-      .def("makespan", &PyPlanner::makespan, "problem"_a, py::arg("on_cpu").noconvert())
-      .def("gains", &PyPlanner::gains, "problem"_a);
-  module.def("check_problem", [](const py::handle& problem) { PyProblem checked(problem); }, "problem"_a);
+  Binder(py::class_<PyPlanner>(module, "Planner"))
+      .constructor("schedule", [](const std::string& schedule) { return std::make_unique<PyPlanner>(schedule); })
+      .def("plan", "problem", &PyPlanner::plan)
+      .def("makespan", "problem, on_cpu", &PyPlanner::makespan)
+      .def("gains", "problem", &PyPlanner::gains);
+  Binder(module).def("check_problem", "problem", [](py::handle problem) { PyProblem checked(problem); });
 }
 
 }  // namespace moegraft

@@ -1,14 +1,11 @@
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "bindings/bindings.h"
+#include "bindings/functions.h"
 #include "ops/grid_search.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace moegraft {
 namespace {
@@ -32,57 +29,55 @@ py::tuple shape_fields(const ExpertsShape& shape) {
 }  // namespace
 
 void bind_specs(py::module_& module) {
-  const double inf = std::numeric_limits<double>::infinity();
-  py::class_<GateSpec>(module, "GateSpec")
-      .def(py::init(&make_gate), "activation"_a = "silu", "alpha"_a = 1.0, "gate_limit"_a = inf, "act_limit"_a = inf, "up_limit"_a = inf,
-           "up_offset"_a = 0.0)
-      .def_property_readonly("activation", [](const GateSpec& spec) { return name_of(spec.activation); })
-      .def_readonly("alpha", &GateSpec::alpha)
-      .def_readonly("gate_limit", &GateSpec::gate_limit)
-      .def_readonly("act_limit", &GateSpec::act_limit)
-      .def_readonly("up_limit", &GateSpec::up_limit)
-      .def_readonly("up_offset", &GateSpec::up_offset)
-      .def("__eq__",
+  Binder(py::class_<GateSpec>(module, "GateSpec"))
+      .constructor("activation='silu', alpha=1.0, gate_limit=float('inf'), act_limit=float('inf'), up_limit=float('inf'), up_offset=0.0",
+                   [](const std::string& activation, double alpha, double gate_limit, double act_limit, double up_limit, double up_offset) {
+                     return std::make_unique<GateSpec>(make_gate(activation, alpha, gate_limit, act_limit, up_limit, up_offset));
+                   })
+      .property("activation", [](const GateSpec& spec) { return name_of(spec.activation); })
+      .property("alpha", [](const GateSpec& spec) { return spec.alpha; })
+      .property("gate_limit", [](const GateSpec& spec) { return spec.gate_limit; })
+      .property("act_limit", [](const GateSpec& spec) { return spec.act_limit; })
+      .property("up_limit", [](const GateSpec& spec) { return spec.up_limit; })
+      .property("up_offset", [](const GateSpec& spec) { return spec.up_offset; })
+      .def("__eq__", "other",
            [](const GateSpec& a, const py::object& b) {
-             return py::isinstance<GateSpec>(b) && gate_fields(a).equal(gate_fields(b.cast<GateSpec>()));
+             return py::isinstance<GateSpec>(b) && gate_fields(a).equal(gate_fields(b.cast<GateSpec&>()));
            })
-      .def("__hash__", [](const GateSpec& spec) { return py::hash(gate_fields(spec)); })
-      .def("__repr__",
+      .def("__hash__", "", [](const GateSpec& spec) { return py::hash(gate_fields(spec)); })
+      .def("__repr__", "",
            [](const GateSpec& spec) {
              return "GateSpec(activation='" + std::string(name_of(spec.activation)) + "', alpha=" + number_text(spec.alpha) +
                     ", gate_limit=" + number_text(spec.gate_limit) + ", act_limit=" + number_text(spec.act_limit) +
                     ", up_limit=" + number_text(spec.up_limit) + ", up_offset=" + number_text(spec.up_offset) + ")";
            })
-      .def(py::pickle(&gate_fields, [](const py::tuple& f) {
-        return make_gate(f[0].cast<std::string>(), f[1].cast<double>(), f[2].cast<double>(), f[3].cast<double>(), f[4].cast<double>(),
-                         f[5].cast<double>());
-      }));
-  py::class_<ExpertsShape>(module, "ExpertsShape")
-      .def(py::init([](int num_experts, int hidden, int intermediate, bool gated, bool bias) {
-             if (num_experts < 1 || hidden < 1 || intermediate < 1)
-               raise_value_error("ExpertsShape: num_experts, hidden and intermediate must be at least 1");
-             return ExpertsShape{num_experts, hidden, intermediate, gated, bias};
-           }),
-           "num_experts"_a, "hidden"_a, "intermediate"_a, "gated"_a = true, "bias"_a = false)
-      .def_readonly("num_experts", &ExpertsShape::num_experts)
-      .def_readonly("hidden", &ExpertsShape::hidden)
-      .def_readonly("intermediate", &ExpertsShape::intermediate)
-      .def_readonly("gated", &ExpertsShape::gated)
-      .def_readonly("bias", &ExpertsShape::bias)
-      .def("__eq__",
+      .def("__reduce__", "",
+           [](const py::object& self) { return py::make_tuple(py::type::of(self), gate_fields(self.cast<const GateSpec&>())); });
+  Binder(py::class_<ExpertsShape>(module, "ExpertsShape"))
+      .constructor("num_experts, hidden, intermediate, gated=True, bias=False",
+                   [](int num_experts, int hidden, int intermediate, bool gated, bool bias) {
+                     if (num_experts < 1 || hidden < 1 || intermediate < 1)
+                       raise_value_error("ExpertsShape: num_experts, hidden and intermediate must be at least 1");
+                     return std::make_unique<ExpertsShape>(ExpertsShape{num_experts, hidden, intermediate, gated, bias});
+                   })
+      .property("num_experts", [](const ExpertsShape& shape) { return shape.num_experts; })
+      .property("hidden", [](const ExpertsShape& shape) { return shape.hidden; })
+      .property("intermediate", [](const ExpertsShape& shape) { return shape.intermediate; })
+      .property("gated", [](const ExpertsShape& shape) { return shape.gated; })
+      .property("bias", [](const ExpertsShape& shape) { return shape.bias; })
+      .def("__eq__", "other",
            [](const ExpertsShape& a, const py::object& b) {
-             return py::isinstance<ExpertsShape>(b) && shape_fields(a).equal(shape_fields(b.cast<ExpertsShape>()));
+             return py::isinstance<ExpertsShape>(b) && shape_fields(a).equal(shape_fields(b.cast<ExpertsShape&>()));
            })
-      .def("__hash__", [](const ExpertsShape& shape) { return py::hash(shape_fields(shape)); })
-      .def("__repr__",
+      .def("__hash__", "", [](const ExpertsShape& shape) { return py::hash(shape_fields(shape)); })
+      .def("__repr__", "",
            [](const ExpertsShape& shape) {
              return "ExpertsShape(num_experts=" + std::to_string(shape.num_experts) + ", hidden=" + std::to_string(shape.hidden) +
                     ", intermediate=" + std::to_string(shape.intermediate) + ", gated=" + (shape.gated ? "True" : "False") +
                     ", bias=" + (shape.bias ? "True" : "False") + ")";
            })
-      .def(py::pickle(&shape_fields, [](const py::tuple& f) {
-        return ExpertsShape{f[0].cast<int>(), f[1].cast<int>(), f[2].cast<int>(), f[3].cast<bool>(), f[4].cast<bool>()};
-      }));
+      .def("__reduce__", "",
+           [](const py::object& self) { return py::make_tuple(py::type::of(self), shape_fields(self.cast<const ExpertsShape&>())); });
 }
 
 namespace {
@@ -141,145 +136,121 @@ py::array_t<float> unpacked(int rows, int cols) {
 }
 
 void bind_experts(py::module_& module) {
-  py::class_<PyExperts>(module, "PackedExperts")
-      .def(py::init<const ExpertsShape&, const GateSpec&, const std::string&, const py::object&, bool>(), "shape"_a, "gate_spec"_a,
-           "weight_type"_a, "buffer"_a = py::none(), py::kw_only(), "sparse"_a = false)
-      .def_static(
-          "expert_bytes_for",
-          [](const ExpertsShape& shape, const std::string& type, bool sparse) {
-            return ExpertLayout(shape, parse_weight_types(type), sparse ? LayoutKind::kSparse : LayoutKind::kDense).expert_bytes;
-          },
-          "shape"_a, "weight_type"_a, py::kw_only(), "sparse"_a = false)
-      .def_property_readonly("sparse", [](const PyExperts& self) { return self.experts->kind() == LayoutKind::kSparse; })
-      .def_property_readonly("shape", [](const PyExperts& self) { return self.experts->shape(); })
-      .def_property_readonly("gate_spec", [](const PyExperts& self) { return self.experts->gate(); })
-      .def_property_readonly("weight_type", [](const PyExperts& self) { return name_of(self.experts->types()); })
-      .def(
-          "weight_type_of", [](const PyExperts& self, const std::string& part) { return name_of(self.experts->type_of(parse_part(part))); },
-          "part"_a)
-      .def_property_readonly("expert_bytes", [](const PyExperts& self) { return self.experts->layout().expert_bytes; })
-      .def_property_readonly("nbytes", [](const PyExperts& self) { return self.experts->bytes(); })
-      .def_property_readonly("buffer",
-                             [](const py::object& self) {
-                               const PackedExperts& experts = *self.cast<const PyExperts&>().experts;
-                               const auto* data = reinterpret_cast<const std::uint8_t*>(experts.data());
-                               py::array_t<std::uint8_t> view(static_cast<py::ssize_t>(experts.bytes()), data, self);
-                               if (!experts.writable()) view.attr("flags").attr("writeable") = false;
-                               return view;
-                             })
-      .def_property_readonly("packed_mask",
-                             [](const PyExperts& self) {
-                               py::array_t<std::uint8_t> mask(self.experts->shape().num_experts);
-                               for (int e = 0; e < self.experts->shape().num_experts; ++e)
-                                 mask.mutable_at(e) = self.experts->packed_mask(e);
-                               return mask;
-                             })
-      .def_property_readonly("weights_ready",
-                             [](const PyExperts& self) {
-                               for (int e = 0; e < self.experts->shape().num_experts; ++e)
-                                 if (!self.experts->complete(e)) return false;
-                               return true;
-                             })
-      .def(
-          "pack",
-          [](PyExperts& self, int expert, const std::string& part, const py::array& array) {
-            const RowsView rows = rows_view(array);
-            const Part which = parse_part(part);
-            py::gil_scoped_release release;
-            self.experts->pack(expert, which, rows);
-          },
-          "expert"_a, "part"_a, py::arg("array").noconvert())
-      .def(
-          "pack_quantized",
-          [](PyExperts& self, int expert, const std::string& part, const py::array& codes, const py::array& scales) {
-            const QuantizedRowsView rows = quantized_view(codes, scales);
-            const Part which = parse_part(part);
-            py::gil_scoped_release release;
-            self.experts->pack_quantized(expert, which, rows);
-          },
-          "expert"_a, "part"_a, py::arg("codes").noconvert(), py::arg("scales").noconvert())
-      .def(
-          "pack_blocks",
-          [](PyExperts& self, int expert, const std::string& part, const py::array& blocks) {
-            const Part which = parse_part(part);
-            const StoredRowsView rows = stored_view(blocks, self.experts->type_of(which), self.experts->cols_of(which));
-            py::gil_scoped_release release;
-            self.experts->pack_blocks(expert, which, rows);
-          },
-          "expert"_a, "part"_a, py::arg("blocks").noconvert())
-      .def(
-          "pack_bias",
-          [](PyExperts& self, int expert, const std::string& part, const py::array& array) {
-            self.experts->pack_bias(expert, parse_part(part), bias_values(array), static_cast<int>(array.shape(0)));
-          },
-          "expert"_a, "part"_a, py::arg("array").noconvert())
-      .def(
-          "unpack",
-          [](const PyExperts& self, int expert, const std::string& part) {
-            const Part which = parse_part(part);
-            auto rows = unpacked(self.experts->rows_of(which), self.experts->cols_of(which));
-            float* data = rows.mutable_data();
-            {
-              py::gil_scoped_release release;
-              self.experts->unpack(expert, which, data);
-            }
-            return rows;
-          },
-          "expert"_a, "part"_a);
+  Binder(py::class_<PyExperts>(module, "PackedExperts"))
+      .constructor("shape, gate_spec, weight_type, buffer=None, *, sparse=False",
+                   [](const ExpertsShape& shape, const GateSpec& gate, const std::string& type, const py::object& buffer, bool sparse) {
+                     return std::make_unique<PyExperts>(shape, gate, type, buffer, sparse);
+                   })
+      .def_static("expert_bytes_for", "shape, weight_type, *, sparse=False",
+                  [](const ExpertsShape& shape, const std::string& type, bool sparse) {
+                    return ExpertLayout(shape, parse_weight_types(type), sparse ? LayoutKind::kSparse : LayoutKind::kDense).expert_bytes;
+                  })
+      .property("sparse", [](const PyExperts& self) { return self.experts->kind() == LayoutKind::kSparse; })
+      .property("shape", [](const PyExperts& self) { return self.experts->shape(); })
+      .property("gate_spec", [](const PyExperts& self) { return self.experts->gate(); })
+      .property("weight_type", [](const PyExperts& self) { return name_of(self.experts->types()); })
+      .def("weight_type_of", "part",
+           [](const PyExperts& self, const std::string& part) { return name_of(self.experts->type_of(parse_part(part))); })
+      .property("expert_bytes", [](const PyExperts& self) { return self.experts->layout().expert_bytes; })
+      .property("nbytes", [](const PyExperts& self) { return self.experts->bytes(); })
+      .property("buffer",
+                [](const py::object& self) {
+                  const PackedExperts& experts = *self.cast<const PyExperts&>().experts;
+                  const auto* data = reinterpret_cast<const std::uint8_t*>(experts.data());
+                  py::array_t<std::uint8_t> view(static_cast<py::ssize_t>(experts.bytes()), data, self);
+                  if (!experts.writable()) view.attr("flags").attr("writeable") = false;
+                  return view;
+                })
+      .property("packed_mask",
+                [](const PyExperts& self) {
+                  py::array_t<std::uint8_t> mask(self.experts->shape().num_experts);
+                  for (int e = 0; e < self.experts->shape().num_experts; ++e) mask.mutable_at(e) = self.experts->packed_mask(e);
+                  return mask;
+                })
+      .property("weights_ready",
+                [](const PyExperts& self) {
+                  for (int e = 0; e < self.experts->shape().num_experts; ++e)
+                    if (!self.experts->complete(e)) return false;
+                  return true;
+                })
+      .def("pack", "expert, part, array",
+           [](PyExperts& self, int expert, const std::string& part, const py::array& array) {
+             const RowsView rows = rows_view(array);
+             const Part which = parse_part(part);
+             py::gil_scoped_release release;
+             self.experts->pack(expert, which, rows);
+           })
+      .def("pack_quantized", "expert, part, codes, scales",
+           [](PyExperts& self, int expert, const std::string& part, const py::array& codes, const py::array& scales) {
+             const QuantizedRowsView rows = quantized_view(codes, scales);
+             const Part which = parse_part(part);
+             py::gil_scoped_release release;
+             self.experts->pack_quantized(expert, which, rows);
+           })
+      .def("pack_blocks", "expert, part, blocks",
+           [](PyExperts& self, int expert, const std::string& part, const py::array& blocks) {
+             const Part which = parse_part(part);
+             const StoredRowsView rows = stored_view(blocks, self.experts->type_of(which), self.experts->cols_of(which));
+             py::gil_scoped_release release;
+             self.experts->pack_blocks(expert, which, rows);
+           })
+      .def("pack_bias", "expert, part, array",
+           [](PyExperts& self, int expert, const std::string& part, const py::array& array) {
+             self.experts->pack_bias(expert, parse_part(part), bias_values(array), static_cast<int>(array.shape(0)));
+           })
+      .def("unpack", "expert, part", [](const PyExperts& self, int expert, const std::string& part) {
+        const Part which = parse_part(part);
+        auto rows = unpacked(self.experts->rows_of(which), self.experts->cols_of(which));
+        float* data = rows.mutable_data();
+        {
+          py::gil_scoped_release release;
+          self.experts->unpack(expert, which, data);
+        }
+        return rows;
+      });
 }
 
 void bind_linear(py::module_& module) {
-  py::class_<PackedLinear>(module, "PackedLinear")
-      .def(py::init([](int rows, int cols, const std::string& type) {
-             return std::make_unique<PackedLinear>(rows, cols, parse_weight_type(type));
-           }),
-           "rows"_a, "cols"_a, "weight_type"_a)
-      .def_property_readonly("rows", &PackedLinear::rows)
-      .def_property_readonly("cols", &PackedLinear::cols)
-      .def_property_readonly("weight_type", [](const PackedLinear& self) { return name_of(self.type()); })
-      .def_property_readonly("nbytes", &PackedLinear::bytes)
-      .def_property_readonly(
-          "buffer",
-          [](const py::object& self) {
-            const auto& linear = self.cast<const PackedLinear&>();
-            const std::size_t bytes = block_bytes(linear.type(), linear.cols()) * static_cast<std::size_t>(linear.blocks());
-            py::array_t<std::uint8_t> view(static_cast<py::ssize_t>(bytes), reinterpret_cast<const std::uint8_t*>(linear.block(0)), self);
-            view.attr("flags").attr("writeable") = false;
-            return view;
-          })
-      .def_static(
-          "nbytes_for",
-          [](int rows, int cols, const std::string& type) { return PackedLinear::bytes_for(rows, cols, parse_weight_type(type)); },
-          "rows"_a, "cols"_a, "weight_type"_a)
-      .def(
-          "pack",
-          [](PackedLinear& self, const py::array& array) {
-            const RowsView rows = rows_view(array);
-            py::gil_scoped_release release;
-            self.pack(rows);
-          },
-          py::arg("array").noconvert())
-      .def(
-          "pack_quantized",
-          [](PackedLinear& self, const py::array& codes, const py::array& scales) {
-            const QuantizedRowsView rows = quantized_view(codes, scales);
-            py::gil_scoped_release release;
-            self.pack_quantized(rows);
-          },
-          py::arg("codes").noconvert(), py::arg("scales").noconvert())
-      .def(
-          "pack_blocks",
-          [](PackedLinear& self, const py::array& blocks) {
-            const StoredRowsView rows = stored_view(blocks, self.type(), self.cols());
-            py::gil_scoped_release release;
-            self.pack_blocks(rows);
-          },
-          py::arg("blocks").noconvert())
-      .def(
-          "pack_bias",
-          [](PackedLinear& self, const py::array& array) { self.pack_bias(bias_values(array), static_cast<int>(array.shape(0))); },
-          py::arg("array").noconvert())
-      .def("unpack", [](const PackedLinear& self) {
+  Binder(py::class_<PackedLinear>(module, "PackedLinear"))
+      .constructor(
+          "rows, cols, weight_type",
+          [](int rows, int cols, const std::string& type) { return std::make_unique<PackedLinear>(rows, cols, parse_weight_type(type)); })
+      .property("rows", &PackedLinear::rows)
+      .property("cols", &PackedLinear::cols)
+      .property("weight_type", [](const PackedLinear& self) { return name_of(self.type()); })
+      .property("nbytes", &PackedLinear::bytes)
+      .property("buffer",
+                [](const py::object& self) {
+                  const auto& linear = self.cast<const PackedLinear&>();
+                  const std::size_t bytes = block_bytes(linear.type(), linear.cols()) * static_cast<std::size_t>(linear.blocks());
+                  py::array_t<std::uint8_t> view(static_cast<py::ssize_t>(bytes), reinterpret_cast<const std::uint8_t*>(linear.block(0)),
+                                                 self);
+                  view.attr("flags").attr("writeable") = false;
+                  return view;
+                })
+      .def_static("nbytes_for", "rows, cols, weight_type",
+                  [](int rows, int cols, const std::string& type) { return PackedLinear::bytes_for(rows, cols, parse_weight_type(type)); })
+      .def("pack", "array",
+           [](PackedLinear& self, const py::array& array) {
+             const RowsView rows = rows_view(array);
+             py::gil_scoped_release release;
+             self.pack(rows);
+           })
+      .def("pack_quantized", "codes, scales",
+           [](PackedLinear& self, const py::array& codes, const py::array& scales) {
+             const QuantizedRowsView rows = quantized_view(codes, scales);
+             py::gil_scoped_release release;
+             self.pack_quantized(rows);
+           })
+      .def("pack_blocks", "blocks",
+           [](PackedLinear& self, const py::array& blocks) {
+             const StoredRowsView rows = stored_view(blocks, self.type(), self.cols());
+             py::gil_scoped_release release;
+             self.pack_blocks(rows);
+           })
+      .def("pack_bias", "array",
+           [](PackedLinear& self, const py::array& array) { self.pack_bias(bias_values(array), static_cast<int>(array.shape(0))); })
+      .def("unpack", "", [](const PackedLinear& self) {
         auto rows = unpacked(self.rows(), self.cols());
         self.unpack(rows.mutable_data());
         return rows;
@@ -333,11 +304,11 @@ PyExperts::PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std:
       buffer(buffer_or_none) {}
 
 void bind_weights(py::module_& module) {
-  module.def("grid_points", &grid_points);
   bind_experts(module);
   bind_linear(module);
-  module.def("search_grid", &search, "weight_type"_a, py::arg("x").noconvert(), py::arg("weight").noconvert(),
-             py::arg("scales").noconvert(), py::kw_only(), "shift"_a = 0.0f, "threads"_a = 1);
+  Binder(module)
+      .def("grid_points", "", &grid_points)
+      .def("search_grid", "weight_type, x, weight, scales, *, shift=0.0, threads=1", &search);
 }
 
 }  // namespace moegraft
