@@ -19,12 +19,12 @@ namespace {
 constexpr int kPassTiles = 2;  // of one of several passes
 constexpr int kAheadGroups = 3;  // in one pass; not 2: 4 KiB apart, a load waits for an unrelated store
 constexpr int kRingGroups = 8;  // short, so that it stays in L1
-constexpr int kPanelGroups = 8;  // what is multiplied and what is expanded meanwhile stay in L1
+constexpr int kExpandedPanelGroups = 8;  // what is multiplied and what is expanded meanwhile stay in L1
 constexpr int kPlainPanelGroups = 16;  // where nothing is expanded
 constexpr std::size_t kOutRow = kBlockRows * sizeof(float);
 
 static_assert(kTileRows == kLanes && kRingGroups * kExpandedGroupBytes <= sizeof ExpandedWeights::memory &&
-              2 * kPanelGroups * kExpandedGroupBytes <= sizeof ExpandedWeights::memory);
+              2 * kExpandedPanelGroups * kExpandedGroupBytes <= sizeof ExpandedWeights::memory);
 
 // Registers: sums 2 * tile + half; the others hold activations and weights.
 template <int Tiles>
@@ -207,7 +207,7 @@ MOEGRAFT_INLINE void multiply_panel(const std::byte* a, std::size_t a_tile, cons
 template <class Form>
 void several_passes(const MatrixArgs& args, const ExpandedFormat& format, int tiles) {
   constexpr bool kExpands = !std::is_same_v<Form, PlainForm>;
-  constexpr int kPanel = kExpands ? kPanelGroups : kPlainPanelGroups;
+  constexpr int kPanel = kExpands ? kExpandedPanelGroups : kPlainPanelGroups;
   const std::size_t a_tile = args.tile_words * 4;
   const int passes = (tiles + kPassTiles - 1) / kPassTiles;
   SpreadPrefetch prefetch(args.ahead, args.ahead_lines, passes * args.groups);
@@ -215,7 +215,7 @@ void several_passes(const MatrixArgs& args, const ExpandedFormat& format, int ti
   ScaleReader reader(format, args.groups);
   ExpandedWeights& panels = *args.expanded;
   const auto panel = [&panels](int index) {
-    return panels.memory + static_cast<std::size_t>(index % 2) * kPanelGroups * kExpandedGroupBytes;
+    return panels.memory + static_cast<std::size_t>(index % 2) * kExpandedPanelGroups * kExpandedGroupBytes;
   };
   if (kExpands && (panels.block != args.block || panels.passes != passes)) {
     panels.first = 0;
@@ -288,7 +288,7 @@ void add_coded(MatrixKernels& matrix, std::integer_sequence<int, I...>) {
   (add(std::integral_constant<int, I>()), ...);
 }
 
-Kernels make() {
+Kernels make_amx() {
   Kernels kernels = avx512_bf16_kernels();
   kernels.isa = "amx";
   MatrixKernels& matrix = kernels.matrix;
@@ -308,7 +308,7 @@ Kernels make() {
 }  // namespace
 
 const Kernels& amx_kernels() {
-  static const Kernels kernels = make();
+  static const Kernels kernels = make_amx();
   return kernels;
 }
 

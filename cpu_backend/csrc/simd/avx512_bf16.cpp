@@ -23,7 +23,7 @@ struct Avx512Bf16 : Avx512Base {
   }
 };
 
-Kernels make() {
+Kernels make_avx512_bf16() {
   Kernels kernels = avx512_vnni_kernels();
   kernels.isa = "avx512_bf16";
   add_pair_products<Avx512Bf16>(kernels);
@@ -34,7 +34,7 @@ Kernels make() {
 }  // namespace
 
 const Kernels& avx512_bf16_kernels() {
-  static const Kernels kernels = make();
+  static const Kernels kernels = make_avx512_bf16();
   return kernels;
 }
 
