@@ -5,14 +5,22 @@ Shapes: N columns.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from moegraft.cpu_backend import NormSpec, Runtime
 from moegraft.operators.cpu import element_name, is_plain
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
+
+Form = Callable[..., torch.Tensor]  # of the rows, the weight and, for some, the gate
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 _TOLERANCE = 1e-5  # relative, in float32
 _ROUNDED_OTHERWISE = 0.02  # share of 16-bit results that may differ by a last bit, as sums in another order make them
@@ -21,7 +29,8 @@ _ROUNDED_OTHERWISE = 0.02  # share of 16-bit results that may differ by a last b
 class CpuNorm(CpuForwardOperator):
     """A root-mean-square norm (Zhang and Sennrich 2019, arXiv:1910.07467) in one call where PyTorch makes eight.
 
-    Whether weights are stored around 0 or 1, and where the module rounds, is found by comparing it with the kernel on random rows. The
+    Whether weights are stored around 0 or 1, where the module rounds, and where it multiplies with a function of its gate, as norms of
+    recurrent layers do, is found by comparing it with the kernel on random rows. The
     module itself computes on a GPU, with gradients, in graphs of `torch.compile`, and in other dtypes or sizes than at load.
     """
 
@@ -31,24 +40,63 @@ class CpuNorm(CpuForwardOperator):
     attribute_names = ("variance_epsilon", "eps", "epsilon")
 
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
+        owner: Any = type(module)
+        gated = "gate" in inspect.signature(owner.forward).parameters
         generator = torch.Generator().manual_seed(0)
         columns = weight.numel()
         # Epsilon matters for small rows.
         rows = torch.randn(8, columns, generator=generator) * torch.logspace(-4, 1, 8)[:, None]
-        weights = torch.randn(columns, generator=generator)
+        weights, gates = torch.randn(columns, generator=generator), 3 * torch.randn(8, columns, generator=generator)
         dtypes = dict.fromkeys((torch.float32, weight.dtype))
-        samples = [(rows.to(dtype), weights.to(dtype)) for dtype in dtypes]
-        expected = [probe_forward(module, rows, {"weight": weights}) for rows, weights in samples]
-        for offset, rounds_first in itertools.product((0.0, 1.0), (True, False)):
-            specs = [NormSpec(element_name(dtype), columns, float(value), offset, rounds_first) for dtype in dtypes]
-            found = (normalised(self.runtime, spec, *sample) for spec, sample in zip(specs, samples, strict=True))
-            if all(_agree(*pair) for pair in zip(found, expected, strict=True)):
-                self._spec = specs[-1]
+        samples = [[each.to(dtype) for each in (rows, weights, *[gates] * gated)] for dtype in dtypes]
+        expected = [probe_forward(module, rows, {"weight": weights}, *others) for rows, weights, *others in samples]
+        for form in self._gated_forms(module, columns, value) if gated else self._forms(columns, value):
+            if all(_agree(form(*sample), result) for sample, result in zip(samples, expected, strict=True)):
+                self._form, self.arguments = form, 1 + gated
                 return
         raise NotRecognisedError("it is no root-mean-square norm of a form that the kernel has")
 
-    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        return normalised(self.runtime, self._spec, x, weight) if is_plain(x) else None
+    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        plain = is_plain(x) and all(type(each) is torch.Tensor and each.shape == x.shape and not _learns(each) for each in others)
+        return self._form(x, weight, *others) if plain else None
+
+    def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
+        for offset, rounds_first in itertools.product((0.0, 1.0), (True, False)):
+            yield partial(_norm, self.runtime, columns, float(epsilon), offset, rounds_first)
+
+    def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
+        """Yield the gated norms of recurrent layers: with the function of the gate before the norm or after it, in float32."""
+
+        def after(act: Function, norm: Form, wide: bool, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            y = norm(x.float(), weight.float()) if wide else norm(x, weight)
+            return (y * act(gate.float())).to(x.dtype)
+
+        def before(act: Function, norm: Form, groups: int, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            y = norm((x.float() * act(gate.float())).unflatten(-1, (groups, -1)), None)
+            return weight * y.flatten(-2).to(x.dtype)
+
+        group = getattr(module, "group_size", columns)
+        if columns % group:
+            raise NotRecognisedError(f"its {columns} columns are no groups of {group}")
+        for act in (F.silu, torch.sigmoid):
+            for wide in (False, True):
+                yield partial(after, act, partial(_norm, self.runtime, columns, float(epsilon), 0.0, True), wide)
+            yield partial(before, act, partial(_norm, self.runtime, group, float(epsilon), 0.0, True), columns // group)
+
+
+def _learns(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+@lru_cache(maxsize=64)
+def _spec(dtype: torch.dtype, columns: int, epsilon: float, offset: float, rounds_first: bool) -> NormSpec:
+    return NormSpec(element_name(dtype), columns, epsilon, offset, rounds_first)
+
+
+def _norm(
+    runtime: Runtime, columns: int, epsilon: float, offset: float, rounds_first: bool, x: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    return normalised(runtime, _spec(x.dtype, columns, epsilon, offset, rounds_first), x, weight)
 
 
 def normalised(runtime: Runtime, spec: NormSpec, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -28,8 +28,10 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
 }
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.embedding_norm": "token_embd_norm"}
+WHOLE |= {"model.embeddings": "token_embd", "model.norm_f": "output_norm"}
 BLOCK = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -77,7 +79,15 @@ BLOCK = {
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
 }
-SHARED = re.compile(r"mlp\.shared_experts?\.(gate|up|down)_proj")
+BLOCK |= {name.replace("self_attn.", "mixer."): stored for name, stored in BLOCK.items() if re.fullmatch(r"self_attn\.[qkvo]_proj", name)}
+BLOCK |= {name.replace("mamba.", "mixer."): stored for name, stored in BLOCK.items() if name.startswith("mamba.")}
+BLOCK |= {
+    "norm": "attn_norm",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}
+SHARED = re.compile(r"(?:mlp|mixer)\.shared_experts?\.(gate|up|down)_proj")
 
 
 def _block_name(name: str, model_type: str) -> str:
@@ -101,6 +111,8 @@ def _experts(block: str, name: str, values: NDArray[np.float32], model_type: str
     rows = values if bias or model_type != "gpt_oss" else values.swapaxes(1, 2)
     if name.startswith("down"):
         return {f"{block}ffn_down_exps.{suffix}": rows}
+    if model_type == "nemotron_h":
+        return {f"{block}ffn_up_exps.{suffix}": rows}
     if model_type == "gpt_oss":
         gate, up = rows[:, 0::2], rows[:, 1::2]
     else:
@@ -138,7 +150,7 @@ def _in_tiles(name: str, values: NDArray[np.float32], config: PretrainedConfig) 
 
 def _recurrent(block: str, name: str, values: NDArray[np.float32], config: PretrainedConfig) -> Tensors | None:
     """Return what is changed in layers with states; None for all else."""
-    mamba = name.startswith("mamba.")
+    mamba = name.startswith(("mamba.", "mixer."))
     match name.partition(".")[2]:
         case "A_log":
             return {f"{block}ssm_a": -np.exp(values[:, None] if mamba else values)}
@@ -147,7 +159,7 @@ def _recurrent(block: str, name: str, values: NDArray[np.float32], config: Pretr
         case "dt_bias":
             return {f"{block}ssm_dt.bias": values}
         case "norm.weight" if mamba:
-            return {f"{block}ssm_norm.weight": values.reshape(config.mamba_n_groups, -1)}
+            return {f"{block}ssm_norm.weight": values.reshape(config.n_groups if name.startswith("mixer.") else config.mamba_n_groups, -1)}
         case "in_proj_qkvz.weight":
             return _queries_to_gates(block, values, config)
         case "input_linear.weight":
@@ -173,10 +185,10 @@ def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) ->
     block, name = f"blk.{layer[1]}.", layer[2]
     if config.model_type == "qwen3_5_moe_text" and name.startswith("linear_attn."):
         values = _in_tiles(name, values, config)
-    experts = re.fullmatch(r"(?:mlp|feed_forward|block_sparse_moe)\.experts\.(.+)", name)
+    experts = re.fullmatch(r"(?:mlp|mixer|feed_forward|block_sparse_moe)\.experts\.(.+)", name)
     if experts is not None:
         return _experts(block, experts[1], values, config.model_type)
-    if name == "mlp.gate.e_score_correction_bias":
+    if name.endswith(".gate.e_score_correction_bias"):
         return {f"{block}exp_probs_b.bias": values}
     if name == "self_attn.sinks":
         return {f"{block}attn_sinks.weight": values}

@@ -315,7 +315,7 @@ def _role(name: str, *, tied: bool) -> str | None:
     kind = re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name)
     if re.fullmatch(r"attn_(?!.*(norm|sinks)$).*|ssm_(in|out|ba|alpha|beta)|shortconv\.(in|out)_proj", kind):
         return "attention"
-    return "dense" if re.fullmatch(r"ffn_(gate|up|down)(_shexp)?", kind) else None
+    return "dense" if re.fullmatch(r"ffn_(gate|up|down|latent_up|latent_down)(_shexp)?", kind) else None
 
 
 _ROPE_TYPES = ("default", "linear", "yarn")
@@ -332,7 +332,8 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
     for field, only in family.requires.items():
-        if getattr(config, field, only) != only:
+        found = getattr(config, field, only)
+        if (tuple(found) if isinstance(found, list) else found) != only:
             return f"{field} is {getattr(config, field)} in the config, and llama.cpp computes {only} in {name} models"
     if getattr(config, "clip_qkv", None) is not None:
         return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
@@ -340,7 +341,7 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"llama.cpp requires as many key-value heads as attention heads in {name} models"
     kinds = _layer_types(config)
     alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
-    if kinds != alternating if family.alternates else not set(kinds) <= {"full_attention", family.recurrent}:
+    if kinds != alternating if family.alternates else not set(kinds) <= {"full_attention", family.recurrent, *["moe"] * family.apart}:
         return f"llama.cpp does not support these layer_types in {name} models: {', '.join(dict.fromkeys(kinds))}"
     if family.has_interval and any((kind == "full_attention") is bool((layer + 1) % _interval(kinds)) for layer, kind in enumerate(kinds)):
         return f"in {name} models every n-th layer has full attention in llama.cpp, and layer_types has another order"
@@ -394,7 +395,7 @@ def _dense_layers(config: PretrainedConfig) -> int:
     kinds = getattr(config, "mlp_layer_types", None)
     if hasattr(config, "num_dense_layers"):
         return int(config.num_dense_layers)
-    return int(config.first_k_dense_replace) if kinds is None else [*kinds, "sparse"].index("sparse")
+    return int(getattr(config, "first_k_dense_replace", 0)) if kinds is None else [*kinds, "sparse"].index("sparse")
 
 
 def _groups(config: PretrainedConfig) -> int:
@@ -416,10 +417,12 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if hasattr(config, "intermediate_size"):
+    rope, family = _rope(config), family_of(config)
+    if family.apart:
+        writer.add_feed_forward_length([config.moe_intermediate_size * (kind == "moe") for kind in _layer_types(config)])
+    elif hasattr(config, "intermediate_size"):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    rope, family = _rope(config), family_of(config)
     if family.is_latent:
         writer.add_head_count_kv(1)
         writer.add_q_lora_rank(config.q_lora_rank or 0)
@@ -435,16 +438,22 @@ def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
         writer.add_key_length(head)
         writer.add_value_length(head)
         writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.norm_eps)
+    epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
+    writer.add_layer_norm_rms_eps(next(epsilon for epsilon in epsilons if epsilon is not None))
+    if hasattr(config, "layer_norm_epsilon"):
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     each = getattr(config, family.expert_size, None)
     if each:
         writer.add_expert_feed_forward_length(each)
-    shared = getattr(config, "shared_expert_intermediate_size", None) or getattr(config, "shared_intermediate_size", None)
+    sizes = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared = next((size for name in sizes if (size := getattr(config, name, None))), None)
     if shared:
         writer.add_expert_shared_feed_forward_length(shared)
+    if getattr(config, "moe_latent_size", None):
+        writer.add_moe_latent_size(config.moe_latent_size)
     if family.alternates:
         writer.add_sliding_window(config.sliding_window)
     if family.has_interval:
@@ -484,7 +493,7 @@ def _key_value_heads(config: PretrainedConfig) -> int | list[int]:
     family, heads = family_of(config), int(config.num_key_value_heads)
     if family.recurrent is None or family.has_interval:
         return heads
-    return [0 if kind == family.recurrent else heads for kind in _layer_types(config)]
+    return [heads * (kind == "full_attention") for kind in _layer_types(config)]
 
 
 def _describe_recurrence(writer: GGUFWriter, config: PretrainedConfig) -> None:
@@ -492,7 +501,10 @@ def _describe_recurrence(writer: GGUFWriter, config: PretrainedConfig) -> None:
     if hasattr(config, "conv_L_cache"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
-    if hasattr(config, "mamba_n_heads"):
+    if hasattr(config, "mamba_num_heads"):
+        groups, heads, of_head = config.n_groups, config.mamba_num_heads, config.mamba_head_dim
+        kernel, state = config.conv_kernel, config.ssm_state_size
+    elif hasattr(config, "mamba_n_heads"):
         groups, heads, of_head = config.mamba_n_groups, config.mamba_n_heads, config.mamba_d_head
         kernel, state = config.mamba_d_conv, config.mamba_d_state
     else:

@@ -51,8 +51,12 @@ DECAY_RATES = Change(store=lambda values: -values.exp(), load=lambda values: val
 
 DECAY_RATES_COLUMN = replace(DECAY_RATES, shape=COLUMN.shape)
 # The norm of Mamba-2's output is one of each group.
-GROUPED = Change(shape=lambda config, shape: (config.mamba_n_groups, shape[0] // config.mamba_n_groups))
+GROUPED = Change(shape=lambda config, shape: (_mamba_groups(config), shape[0] // _mamba_groups(config)))
 GATE_AND_UP = Change(parts=lambda config, count: {"ffn_gate_shexp": count // 2, "ffn_up_shexp": count // 2})
+
+
+def _mamba_groups(config: Any) -> int:
+    return int(config.mamba_n_groups if hasattr(config, "mamba_n_groups") else config.n_groups)
 
 
 def _neighbours(heads: str) -> Change:
@@ -130,6 +134,8 @@ class Family:
         alternates: whether every other layer has a sliding window, from the first one on.
         ignores_windows: whether it computes full attention whatever the config sets.
         needs_equal_heads: whether it needs as many key-value heads as attention heads.
+        layers: the beginning of the names of layers' parameters in its tables.
+        apart: whether experts have layers of their own, beside those with attention or a state.
         expert_size: the config's name of the intermediate size of experts; files have none where the config has none.
         splits: its names of ways to split text, where they differ from those of other families.
         recurrent: the type of the layers without attention that it supports beside those with full attention.
@@ -146,6 +152,8 @@ class Family:
     alternates: bool = False
     ignores_windows: bool = False
     needs_equal_heads: bool = False
+    layers: str = "model.layers."
+    apart: bool = False
     expert_size: str = "moe_intermediate_size"
     splits: Mapping[str, str] = field(default_factory=dict)
     recurrent: str | None = None
@@ -173,12 +181,15 @@ _QWEN3_5 = {
     **{f".in_proj_{name}.weight": VALUES for name in "zba"},
     ".linear_attn.out_proj.weight": Change(columns=_value_heads),
 }
+_MAMBA = {
+    ".A_log": DECAY_RATES_COLUMN,
+    ".D": COLUMN,
+    ".conv1d.weight": SQUEEZED,
+}
 _GRANITE_HYBRID = {
     **NEIGHBOURS,
+    **_MAMBA,
     ".mamba.norm.weight": GROUPED,
-    ".A_log": DECAY_RATES_COLUMN,
-    ".mamba.D": COLUMN,
-    ".conv1d.weight": SQUEEZED,
     ".shared_mlp.input_linear.weight": GATE_AND_UP,
 }
 # By transformers' model type. Families whose parameters llama.cpp's converter changes in another way must not be listed.
@@ -221,6 +232,22 @@ FAMILIES: Mapping[str, Family] = {
         recurrent="linear_attention",
         requires={"hidden_act": "silu", "mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
         changes=_GRANITE_HYBRID,
+    ),
+    # Without rotary embeddings, rows of queries and keys that a converter reorders alike change no product.
+    "nemotron_h": Family(
+        "nemotron_h_moe",
+        gating="sigmoid",
+        layers="backbone.layers.",
+        apart=True,
+        recurrent="linear_attention",
+        requires={
+            "mamba_hidden_act": "silu",
+            "mlp_hidden_act": "relu2",
+            **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), False),
+            "use_conv_bias": True,
+            "time_step_limit": (0.0, math.inf),
+        },
+        changes={**_MAMBA, ".mixer.norm.weight": GROUPED},
     ),
 }
 

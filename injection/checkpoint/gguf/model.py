@@ -61,7 +61,8 @@ class Names:
         """
         self._config = config
         self.layers = int(config.num_hidden_layers)
-        architecture = family_of(config).architecture
+        family = family_of(config)
+        self._layers, architecture = family.layers, family.architecture
         number = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
         self._table = get_tensor_name_map(number, self.layers)
 
@@ -70,7 +71,7 @@ class Names:
         for end, other in RENAMED.items():
             if parameter.endswith(end):
                 parameter = parameter.removesuffix(end) + other
-        parameter = parameter.replace("model.language_model.", "model.")  # beside an image tower
+        parameter = parameter.replace("model.language_model.", "model.").replace("model.layers.", self._layers)
         name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias"))
         return name
 

@@ -170,6 +170,7 @@ FAMILIES = (
     "qwen3_5_moe_text",
     "lfm2_moe",
     "granitemoehybrid",
+    "nemotron_h",
 )
 
 
@@ -186,6 +187,8 @@ def family(model_type: str) -> PreTrainedModel:
     if model_type == "qwen3_5_moe_text":
         sections = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}  # llama.cpp requires that heads have room for them
         more["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **sections}
+    if model_type == "nemotron_h":
+        more["moe_latent_size"] = 32  # as in Nemotron-3-Super
     if model_type == "deepseek_v2":
         more["q_lora_rank"] = None  # as in DeepSeek-V2-Lite
     if model_type == "glm4_moe":
@@ -371,6 +374,8 @@ def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_ref
         ("lfm2_moe", "conv_bias", True),
         ("granitemoehybrid", "mamba_proj_bias", True),
         ("granitemoehybrid", "time_step_limit", (0.0, 0.1)),
+        ("nemotron_h", "time_step_limit", [0.0, 0.1]),
+        ("nemotron_h", "mlp_hidden_act", "silu"),
     ],
 )
 def test_fields_that_llama_cpp_has_one_value_of_are_refused(model_type: str, field: str, value: object) -> None:

@@ -120,8 +120,8 @@ def test_a_file_that_changes_type_per_tensor(names: tuple[str, ...], tmp_path: P
         for part in PARTS:
             assert all((found.unpack(expert, part) == stock.unpack(expert, part)).all() for expert in range(3)), part
     operator = kept.get_submodule("model.layers.1.self_attn.k_proj")
-    assert isinstance(operator, QuantizedLinear) and operator._packed is not None
-    assert operator._packed.weight_type == names[4].lower()
+    assert isinstance(operator, QuantizedLinear)
+    assert operator.weight_type == names[4].lower()
     assert errors(kept, exact).median() < 0.06  # every linear layer rounds its activations, too
 
 
@@ -207,10 +207,10 @@ def test_linear_layers_keep_them_in_their_own_order_of_rows(linear: str, expecte
     types = set()
     for name in ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.0.self_attn.o_proj", "lm_head"):
         operator = found.get_submodule(name)
-        assert isinstance(operator, QuantizedLinear) and operator._packed is not None
-        types.add(operator._packed.weight_type)
-        if operator._packed.weight_type in ("q4_k", "q6_k"):
-            assert torch.equal(torch.from_numpy(operator._packed.unpack()), exact.get_parameter(f"{name}.weight")), name
+        assert isinstance(operator, QuantizedLinear)
+        types.add(operator.weight_type)
+        if operator.weight_type in ("q4_k", "q6_k"):
+            assert torch.equal(torch.from_numpy(operator._packed[0].unpack()), exact.get_parameter(f"{name}.weight")), name
     assert types == expected
     if linear != "int4":
         assert errors(found, exact).median() < 0.06  # every linear layer rounds its activations, too

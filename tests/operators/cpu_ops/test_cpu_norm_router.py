@@ -87,6 +87,48 @@ def test_logits_of_every_family_stay(model_type: str, tmp_path: Path, monkeypatc
     assert (calls["norm"] > 0) == (model_type not in OWN_NORMS)
 
 
+def gated_norm(model: PreTrainedModel) -> Any:
+    return next(module for module in model.modules() if type(module).__name__.endswith("RMSNormGated"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_next",  # the gate after the norm
+        "kimi_linear",  # a sigmoid, and weights in float32
+        "granitemoehybrid",  # the gate before the norm
+        "nemotron_h",  # of groups
+    ],
+)
+def test_gated_norms_equal_stock(model_type: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = gated_norm(injected(stock(model_type, dtype), tmp_path))
+    with torch.no_grad():
+        norm.weight.normal_()
+        for lead in ((1, 1), (2, 3), (0, 4), (5,)):  # the gate is a part of another tensor
+            x = torch.randn(*lead, norm.weight.numel()).to(dtype)
+            gate = torch.randn(*lead, 2 * norm.weight.numel()).to(dtype)[..., : norm.weight.numel()]
+            with counted(monkeypatch) as calls:
+                found = norm(x, gate)
+            assert calls["norm"] == 1
+            expected = type(norm).__mro__[1].forward(norm, x, gate)
+            tolerance = 1e-6 if dtype == torch.float32 else 0.02  # a last bit of 16, where sums in another order are rounded
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def test_a_gated_norm_of_another_form_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stock("qwen3_next")
+    for module in model.modules():
+        if module.__class__.__name__.endswith("RMSNormGated"):
+            module.activation = "gelu"
+    norm = gated_norm(injected(model, tmp_path))
+    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    with torch.no_grad(), counted(monkeypatch) as calls:
+        expected = torch.nn.functional.gelu(gate) * torch.nn.functional.rms_norm(x, (16,), norm.weight, norm.variance_epsilon)
+        torch.testing.assert_close(norm(x, gate), expected)
+    assert calls["norm"] == 0
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe"])
 def test_greedy_tokens_are_stock(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24, "pad_token_id": 0}

@@ -106,5 +106,5 @@ def test_the_operator_takes_its_bytes_to_the_device(monkeypatch: pytest.MonkeyPa
 
 
 def _packed(operator: QuantizedLinear) -> PackedLinear:
-    assert operator._packed is not None
-    return operator._packed
+    (packed,) = operator._packed
+    return packed
