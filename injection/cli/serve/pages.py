@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_SPACING = 1024  # tokens of a prompt, after which there is one at the end of a chunk
 LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its end, for which it is computed in one part more
 MOST_CHECKPOINTS = 8  # of a sequence
+# Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (injection/prefill.py).
+LEAST_STATE_PART = 2
 IntArray = NDArray[np.int64]
 
 
@@ -107,6 +109,11 @@ class SequencePool:
         """Whether sequences have recurrent states, from which no token can be removed."""
         return self._states is not None
 
+    @property
+    def least_part(self) -> int:
+        """The fewest tokens of a prompt to compute in one pass, if it has as many."""
+        return LEAST_STATE_PART if self.recurrent else 1
+
     def needed_bytes(self, tokens: int) -> int:
         return pages_of(tokens) * self._pool.page_bytes
 
@@ -117,12 +124,12 @@ class SequencePool:
         return sum(self._promised.values()) + pages_of(tokens) <= self._pool.pages
 
     def begin(self, token_ids: list[int], most_tokens: int, scope: str = "", *, multiple: int = 1) -> PagedSequence:
-        """Begin a sequence, with what a prefix of its scope shares with its prompt, of which the last token is never shared.
+        """Begin a sequence, with what a prefix of its scope shares with its prompt, of which the last `least_part` tokens are never shared.
 
         Args:
             multiple: so many tokens are shared, or a multiple of them; 0: none.
         """
-        sequence = (self._fork(np.array(token_ids[:-1]), scope, multiple) if multiple else None) or PagedSequence()
+        sequence = (self._fork(np.array(token_ids[: -self.least_part]), scope, multiple) if multiple else None) or PagedSequence()
         if self._states is not None and sequence.place is None:
             self._states.enter(sequence)
         self._promised[sequence] = pages_of(most_tokens)
@@ -168,16 +175,15 @@ class SequencePool:
         at = sequence.tokens
         if self._states is None or not multiple or at % multiple or at >= prompt_tokens:
             return
-        last = (prompt_tokens - 1) // multiple * multiple
-        if at == last or at - max(sequence.checkpoints, default=0) >= CHECKPOINT_SPACING:
+        if at == _last_place(prompt_tokens, multiple) or at - max(sequence.checkpoints, default=0) >= CHECKPOINT_SPACING:
             self._save(sequence)
 
     def _last_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
         """Return where the last checkpoint of a prompt will be; 0 if there will be none any more."""
         if self._states is None or not self._states.checkpoints or not multiple:
             return 0
-        last = (prompt_tokens - 1) // multiple * multiple
-        return last if sequence.tokens < last and prompt_tokens >= LEAST_CHECKED_PROMPT else 0
+        last = _last_place(prompt_tokens, multiple)
+        return last if sequence.tokens + LEAST_STATE_PART <= last and prompt_tokens >= LEAST_CHECKED_PROMPT else 0
 
     def _save(self, sequence: PagedSequence) -> None:
         """Add a checkpoint to a sequence, for which others may be dropped."""
@@ -299,6 +305,11 @@ class SequencePool:
     def _make_room(self, pages: int) -> None:
         while self._prefixes and self._pool.free < pages:
             self._evict(self._prefixes[0])
+
+
+def _last_place(prompt_tokens: int, multiple: int) -> int:
+    """Return where the last checkpoint of a prompt may be, behind which a part of it is left."""
+    return (prompt_tokens - LEAST_STATE_PART) // multiple * multiple
 
 
 class UnbatchableError(Exception):

@@ -101,20 +101,23 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
             return torch.tensor(list(values), dtype=dtype, device=logits.device)[:, None]
 
         scores = logits if len(rows) == len(jobs) else logits[rows]
-        scores = scores / column((jobs[row].ask.temperature for row in rows), torch.float32)
+        scores = (scores - scores.amax(-1, keepdim=True)) / column((jobs[row].ask.temperature for row in rows), torch.float32)
         index = None  # of the tokens from the likeliest to the unlikeliest
         if 0 < top_k < scores.shape[-1]:
             scores, index = scores.topk(top_k)
         elif nucleus:
             scores, index = scores.sort(descending=True, stable=True)
-        probabilities = scores.softmax(-1, dtype=torch.float64)
+        shares = scores.exp()  # of the likeliest token's probability
+        cumulative = shares.cumsum(-1, dtype=torch.float64)
         if nucleus:  # up to the first token with which the share is reached
-            before = probabilities.cumsum(-1) - probabilities
-            left_out = before >= column(jobs[row].ask.top_p for row in rows)
+            left_out = cumulative - shares >= column(jobs[row].ask.top_p for row in rows) * cumulative[:, -1:]
             left_out[:, 0] = False  # the likeliest token always stays
-            probabilities = probabilities.masked_fill(left_out, 0)
-        least = column(jobs[row].ask.min_p for row in rows) * probabilities.amax(-1, keepdim=True)
-        cumulative = probabilities.masked_fill(probabilities < least, 0).cumsum(-1)
+            shares = shares.masked_fill(left_out, 0)
+        if any(jobs[row].ask.min_p for row in rows):
+            shares = shares.masked_fill(shares < column(jobs[row].ask.min_p for row in rows), 0)
+            nucleus = True
+        if nucleus:
+            cumulative = shares.cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:].contiguous()
         drawn = column(jobs[row].random.random() for row in rows) * total
         # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.

@@ -139,7 +139,7 @@ class Scheduler:
         self._most = most
         self._own_passes = own_passes
         self._shared_tokens = shared_tokens
-        self._chunk = ChunkSize(prefill_chunk, fixed=own_passes)
+        self._chunk = ChunkSize(max(prefill_chunk, pool.least_part) if prefill_chunk else 0, fixed=own_passes)
         self._sequences: dict[Job, PagedSequence] = {}  # of all running requests
         self._decoding: list[Job] = []
         self._prefilling: list[Job] = []  # the oldest first
@@ -298,12 +298,13 @@ class Scheduler:
         rest = {job: self._pool.until_checkpoint(self._sequences[job], len(job.token_ids), self._multiple) for job in self._prefilling}
         self._oldest_leads = len(self._prefilling) == 1 or not self._oldest_leads  # the next turn is that of a prompt which comes now
         leader = self._prefilling[0] if self._oldest_leads else min(self._prefilling, key=rest.__getitem__)
-        chunk = self._chunk.tokens
-        tokens = min(rest[leader], chunk or rest[leader])
+        chunk, least = self._chunk.tokens, self._pool.least_part
+        tokens = chunk if chunk and rest[leader] >= chunk + least else rest[leader]  # no part of fewer than `least` is left
         together = [leader]
         if not self._separate and not _scores_prompt(leader.ask):
-            others = [job for job in self._prefilling if job is not leader and rest[job] >= tokens and not _scores_prompt(job.ask)]
-            together += sorted(others, key=rest.__getitem__)[: chunk // tokens - 1 if chunk else 0]
+            others = [job for job in self._prefilling if job is not leader and not _scores_prompt(job.ask)]
+            others = [job for job in others if rest[job] == tokens or rest[job] >= tokens + least]
+            together += sorted(others, key=rest.__getitem__)[: max(0, chunk // tokens - 1)]
         if len(together) > 1:
             try:
                 self._prefill_chunk(together, tokens)

@@ -133,6 +133,31 @@ def test_a_prompt_begins_at_the_last_checkpoint_that_it_shares(model: PreTrained
     assert same.token_ids == greedy(model, ids, 12)
 
 
+def test_no_part_of_a_prompt_is_one_token(loaded: LoadedModel) -> None:
+    """As a token alone is a step of decoding: Nemotron-H limits its time steps in prompts only."""
+    model = built("nemotron_h")
+    sizes: list[int] = []
+    hook = model.register_forward_pre_hook(lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    for chunk in (1, CHUNK):
+        server = Server(loaded, model, prefill_chunk=chunk)
+        for lengths in ((65,), (129,), (257,), (289,), (257,), (291,), (40, 41), (160, 97)):
+            asked = [ids_of(length) for length in lengths]
+            sizes.clear()
+            jobs = [server.begin(ids, 1) for ids in asked]
+            while any(job.ending is None for job in jobs):
+                server.step()
+            assert min(sizes) > 1, (chunk, lengths, sizes)
+            parts = list(sizes)
+            for job, ids in zip(jobs, asked, strict=True):
+                assert job.token_ids == greedy(model, ids, 1), (chunk, lengths, parts)
+        invariant = Server(loaded, model, prefill_chunk=chunk, own_passes=True)
+        for length in (65, 129, 193, 193):
+            sizes.clear()
+            invariant.answer(ids_of(length), 1)
+            assert min(sizes) > 1, (chunk, length, sizes)
+    hook.remove()
+
+
 def test_long_prompts_have_checkpoints_within_a_bound(qwen: PreTrainedModel, loaded: LoadedModel) -> None:
     server = Server(loaded, qwen)
     ids = ids_of(1500)
@@ -160,7 +185,7 @@ def test_checkpoints_are_evicted_with_the_oldest_prefixes(qwen: PreTrainedModel)
         assert pool.memory.kept + pool.memory.checkpoints <= 1 << 18
     begun = []
     for ids in conversations:
-        sequence = pool.begin([*ids, 1], 60)
+        sequence = pool.begin([*ids, 1, 2], 60)
         begun.append(sequence.tokens)
         pool.end(sequence)
     assert begun[0] == 0
