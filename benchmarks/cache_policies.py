@@ -192,27 +192,6 @@ def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
     axes.legend(fontsize="x-small")
 
 
-def plot_sweep(rows: list[Row]) -> None:
-    """Plot the mean hit rate by alpha, by trace."""
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure, (grid,) = panels(1, len(traces), (3.9, 4))
-    for axes, trace in zip(grid, traces, strict=True):
-        own = select(rows, trace=trace)
-        for kind, other, style in (("mrs", "top_p", "-"), ("score_frequency", "frequency_alpha", "--")):
-            tried = select(own, policy=kind)
-            for place, value in enumerate(dict.fromkeys(row[other] for row in tried)):
-                points = [(row["alpha"], row["hit_percent"]) for row in tried if row[other] == value]
-                named = ("K", "2 K", "E")[place] if other == "top_p" else value
-                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, linewidth=1, label=f"{kind}, {other} {named}")
-        for kind, color in (("lru", "grey"), ("lfu", "black")):
-            axes.axhline(select(own, policy=kind)[0]["hit_percent"], color=color, linestyle=":", label=kind)  # type: ignore[arg-type]
-        axes.set(xscale="log", xlabel="alpha", title=trace)
-        axes.grid(alpha=0.3)
-    grid[0].set_ylabel(f"hits, %, mean at {', '.join(f'{100 * ratio:g}' for ratio in SWEEP_RATIOS)} % of experts")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    save(figure, "cache_sweep", dpi=75)
-
-
 def main() -> None:
     options = parser(__doc__, tokens=8192)
     options.add_argument("parts", nargs="+", choices=("policies", "sweep"))
@@ -228,8 +207,8 @@ def main() -> None:
             traces = [*demo_traces(given.tokens, 1), *added, *synthetic_traces(1)]
             for row in (*(row for trace in traces for row in policies(trace)), *papers()):
                 rows.add(row)
-        if given.write:
-            (plot_sweep if part == "sweep" else plot_policies)(rows.rows)
+        if given.write and part == "policies":
+            plot_policies(rows.rows)
 
 
 if __name__ == "__main__":
