@@ -14,12 +14,13 @@ LRU; it shows how policies use such a memory, but nothing about real models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from harness.cache_replay import Belady, ReplayCounts, ReplaySettings, replay, used_by_step
-from harness.plots import panels, save
+from harness.plots import curve, grouped, panels, save
 from harness.record import ROOT, Recorder, parser
 from harness.routing import MIXTURES, record, synthetic_trace
 from harness.texts import held_out
@@ -137,32 +138,20 @@ def sweep(trace: Trace) -> Iterator[Row]:
         yield row
 
 
-def select(rows: Sequence[Row], **wanted: object) -> list[Row]:
-    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-
-
-def draw(axes: Axes, points: list[tuple[object, object]], name: str) -> None:
-    style = {"color": "black", "linestyle": "--"} if name == "min" else {"marker": "o"}
-    axes.plot(*zip(*points, strict=True), markersize=3, linewidth=1, label=name, **style)
-
-
 def plot_policies(rows: list[Row]) -> None:
     """Plot, by trace, the hit rate by capacity and by prefetching at half of the experts, with the paper's figures."""
     traces = list(dict.fromkeys(row["trace"] for row in rows if row["tokens"]))
     figure, grid = panels(2, len(traces) + 1, (3.6, 3.5))
-    for column, trace in enumerate(traces):
-        above, below = grid[:, column]
-        for name in NAMES:
-            own = select(rows, trace=trace, policy=name, scope="layer")
-            own = [row for row in own if row["admission"] == ("bypass" if name == "static" else "always")]
-            unique = {(row["ratio"], row["prefetch"]): row["hit_percent"] for row in own}
-            draw(above, [(100 * ratio, unique[ratio, 0]) for ratio in RATIOS], name)
-            fetched = [budget for budget in (0, 1, 2) if (0.5, budget) in unique]
-            draw(below, [(budget, unique[0.5, budget]) for budget in fetched], name)
-        above.set(title=f"{trace}", xlabel="% of experts in the cache", ylabel="hits, %")
+    for (above, below), trace in zip(grid.T, traces, strict=False):
+        own = (row for row in rows if row["trace"] == trace and row["scope"] == "layer")
+        for name, found in grouped(own, lambda row: row["policy"]).items():
+            found = [row for row in found if row["admission"] == ("bypass" if name == "static" else "always")]
+            style: dict[str, Any] = {"color": "black", "style": "--"} if name == "min" else {}
+            curve(above, [row for row in found if not row["prefetch"]], "ratio", "hit_percent", label=name, **style)
+            curve(below, [row for row in found if row["ratio"] == 0.5], "prefetch", "hit_percent", label=name, **style)
+        above.set(title=f"{trace}", xlabel="share of experts in the cache", ylabel="hits, %")
         below.set(title="at half of the experts", xlabel="experts fetched ahead a layer", ylabel="hits, %", xticks=[0, 1, 2])
-        if not column:
-            above.legend(fontsize="x-small")
+    grid[0, 0].legend(fontsize="x-small")
     draw_paper(grid[0, -1])
     draw_ways(grid[1, -1], rows, traces[0])
     for axes in grid.flat:
@@ -184,33 +173,12 @@ def draw_ways(axes: Axes, rows: list[Row], trace: object) -> None:
     ways = {"always": ("always", "layer"), "bypass": ("bypass", "layer"), "shared slots": ("always", "global")}
     shown = [name for name in NAMES if name != "static"]
     for offset, (label, (admission, scope)) in zip((-0.27, 0, 0.27), ways.items(), strict=True):
-        found = select(rows, trace=trace, ratio=0.5, admission=admission, scope=scope, prefetch=0)
-        percents = {row["policy"]: row["hit_percent"] for row in found}
+        wanted = {"trace": trace, "ratio": 0.5, "admission": admission, "scope": scope, "prefetch": 0}
+        percents = {row["policy"]: row["hit_percent"] for row in rows if wanted.items() <= row.items()}
         axes.bar([place + offset for place in range(len(shown))], [percents[name] for name in shown], width=0.25, label=label)
     axes.set(title=f"{trace}, half of the experts", ylabel="hits, %", xticks=range(len(shown)), ylim=(40, None))
     axes.set_xticklabels(shown, rotation=30, ha="right", fontsize="x-small")
     axes.legend(fontsize="x-small")
-
-
-def plot_sweep(rows: list[Row]) -> None:
-    """Plot the mean hit rate by alpha, by trace."""
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure, (grid,) = panels(1, len(traces), (3.9, 4))
-    for axes, trace in zip(grid, traces, strict=True):
-        own = select(rows, trace=trace)
-        for kind, other, style in (("mrs", "top_p", "-"), ("score_frequency", "frequency_alpha", "--")):
-            tried = select(own, policy=kind)
-            for place, value in enumerate(dict.fromkeys(row[other] for row in tried)):
-                points = [(row["alpha"], row["hit_percent"]) for row in tried if row[other] == value]
-                named = ("K", "2 K", "E")[place] if other == "top_p" else value
-                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, linewidth=1, label=f"{kind}, {other} {named}")
-        for kind, color in (("lru", "grey"), ("lfu", "black")):
-            axes.axhline(select(own, policy=kind)[0]["hit_percent"], color=color, linestyle=":", label=kind)  # type: ignore[arg-type]
-        axes.set(xscale="log", xlabel="alpha", title=trace)
-        axes.grid(alpha=0.3)
-    grid[0].set_ylabel(f"hits, %, mean at {', '.join(f'{100 * ratio:g}' for ratio in SWEEP_RATIOS)} % of experts")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    save(figure, "cache_sweep", dpi=75)
 
 
 def main() -> None:
@@ -228,8 +196,8 @@ def main() -> None:
             traces = [*demo_traces(given.tokens, 1), *added, *synthetic_traces(1)]
             for row in (*(row for trace in traces for row in policies(trace)), *papers()):
                 rows.add(row)
-        if given.write:
-            (plot_sweep if part == "sweep" else plot_policies)(rows.rows)
+        if given.write and part == "policies":
+            plot_policies(rows.rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ like half of the layers of most files), and in the sparse layout without nine of
 with its loop over experts (both oneDNN). llama.cpp has no Python API for a layer and is measured with whole models in `cpu_model.py`;
 kt-kernel's idle workers would disturb the next provider, so it has a benchmark of its own, `cpu_layer_pairs.py`. Every provider's result is
 first checked against the reference. Providers and the probes of reading and of GEMM alternate within each round, so that changes of the
-machine affect all alike. `--plot` only draws the file's rows.
+machine affect all alike.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.plots import panels, save
 from harness.probe import ReadProbe, gemm_probe
-from harness.record import Recorder, parser, read_rows
+from harness.record import Recorder, parser
 from harness.rounds import percentiles, seconds
-from readme_tables import default_rows
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -221,39 +219,12 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
         rows.add({**about, **percentiles(1e3 * np.asarray(times[provider]), "ms", 3), **rates, **error})
 
 
-MARKS = {"int4": "o", "int8": "s", "bfloat16": "^"}
-
-
-def plot() -> None:
-    """Plot arithmetic by intensity (operations per byte of weights) under the limits of the read probe and the GEMM probe."""
-    rows = [row for row in default_rows(read_rows("cpu_experts")) if row["weights"] in MARKS]
-    read_gb_s, gemm_gop_s = (max(float(row[column]) for row in rows) for column in ("read_probe_gb_s", "gemm_probe_gop_s"))
-    figure, ((axes,),) = panels(1, 1, (8, 5))
-    axes.plot([0.5, gemm_gop_s / read_gb_s, 2000.0], [0.5 * read_gb_s, gemm_gop_s, gemm_gop_s], color="black", lw=1)
-    for row in rows:
-        gop_s, intensity = float(row["gop_s"]), float(row["gop_s"]) / float(row["gb_s"])
-        axes.plot(intensity, gop_s, MARKS[row["weights"]], color="tab:blue" if row["provider"] == "moegraft" else "tab:orange")
-        axes.annotate(f"T={row['tokens']}", (intensity, gop_s), fontsize=6, xytext=(3, 3), textcoords="offset points")
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte of weights", ylabel="Gop/s", title="one MoE layer on the roofline")
-    for label, mark, colour in (
-        *((*each, "grey") for each in MARKS.items()),
-        ("moegraft", "-", "tab:blue"),
-        ("transformers", "-", "tab:orange"),
-    ):
-        axes.plot([], [], mark, color=colour, label=label)
-    axes.legend(fontsize=7)
-    save(figure, "cpu_roofline")
-
-
 def main() -> None:
-    options = parser(__doc__, plot=True)
+    options = parser(__doc__)
     options.add_argument("--threads", type=int, default=Runtime().threads)
     options.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
     options.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds")
     given = options.parse_args()
-    if given.plot:
-        plot()
-        return
     torch.set_num_threads(given.threads)
     weights = draw_weights()
     providers = [*ours(weights, given.threads), *sparse(weights, given.threads), *stock(weights, given.threads)]
@@ -261,8 +232,6 @@ def main() -> None:
     read, rows = ReadProbe(given.threads), Recorder("cpu_experts", ("torch", "transformers", "numpy"), write=given.write)
     for tokens in given.tokens:
         measure(providers, errors, tokens, max(3, int(ROUNDS[tokens] * given.rounds)), read, rows)
-    if given.write:
-        plot()
 
 
 if __name__ == "__main__":

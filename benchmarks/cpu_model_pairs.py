@@ -4,8 +4,8 @@ formats that their files have, four layers of gpt-oss-20b (mxfp4) and of DeepSee
 `cpu_model.py` measures providers minutes apart, in which the memory of a shared machine may change its speed by half. Here each round
 decodes with one provider and then with the other; `ratio` is the median over rounds of moegraft's rate over llama.cpp's. Reading the
 weights of a token and its cache is what limits decoding: `of_read_limit` is the median of moegraft's rate over what the bandwidth read just
-before would allow. Each provider runs in a process of its own; if one crashes, the row has its `failure` in place of figures. In files'
-formats, both providers' logits are compared first.
+before would allow. Both providers' logits are compared first. Each runs in a process of its own; if one crashes, the row has its `failure`
+in place of figures.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from harness.llama_cpp import TYPES, cache_bytes, is_installed, write_model
 from harness.models import cpu_rules, qwen3_config
@@ -23,32 +23,13 @@ from harness.peers import PeerFailed, PeerProcess
 from harness.probe import ReadProbe
 from harness.record import Recorder, hardware, parser
 from harness.rounds import alternate, busy, percentiles
-from harness.whole_models import Opener, Phases, llama_cpp, ours_from_file
+from harness.whole_models import Opener, check_logits, decode_rate, llama_cpp, ours_from_file
 from load_memory import stored_config
-from numpy.typing import NDArray
 
 FAMILY_LAYERS = 4
 FAMILIES = {"mxfp4": "mxfp4", "q4_k": "fp8", "iq3_s": "fp8"}  # the checkpoints of `load_memory.py` with the shapes of gpt-oss and DeepSeek
 LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
 LOGITS_LIMIT = 0.15  # relative difference of the two providers' logits
-
-
-def decode_rate(phases: Phases, context: int, tokens: int) -> float:
-    """Return tokens per second of all tokens except the first, which includes the prompt."""
-    return (tokens - 1) / phases.decode(tokens, context)
-
-
-def logits_of(phases: Phases, context: int) -> NDArray[np.float32]:
-    return phases.logits(context)
-
-
-def logits_error(opened: Mapping[str, Opener]) -> float:
-    """Return the median relative difference of the providers' logits, which are opened one after the other."""
-    found = []
-    for name, opener in opened.items():
-        with PeerProcess(name, *opener) as peer:
-            found.append([peer.call(logits_of, context) for context in LOGITS_AFTER])
-    return statistics.median(float(np.linalg.norm(one - other) / np.linalg.norm(other)) for one, other in zip(*found, strict=True))
 
 
 def measure(
@@ -65,9 +46,9 @@ def measure(
         with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
             for context in contexts:
                 calls: dict[str, Callable[[], float]] = {
-                    "limit": lambda context=context: limit(context),  # type: ignore[misc]
-                    "ours": lambda context=context: ours.call(decode_rate, context, tokens),  # type: ignore[misc]
-                    "theirs": lambda context=context: theirs.call(decode_rate, context, tokens),  # type: ignore[misc]
+                    "limit": partial(limit, context),
+                    "ours": partial(ours.call, decode_rate, context, tokens),
+                    "theirs": partial(theirs.call, decode_rate, context, tokens),
                 }
                 rows.append({"context": context, "rounds": rounds, **figures(alternate(calls, rounds))})
     except PeerFailed as failed:
@@ -108,11 +89,8 @@ def main() -> None:
             rules = "extends: cpu\n" if family else cpu_rules(weights)
             opened: dict[str, Opener] = {f"ours-{weights}": (ours_from_file, folder, rules), f"llama.cpp-{weights}": (llama_cpp, folder)}
             about = {"layers": config.num_hidden_layers, "weights": weights} | ({"busy_processes": given.busy} if given.busy else {})
-            if family:
-                error = logits_error(opened)
-                if not error <= LOGITS_LIMIT:
-                    raise SystemExit(f"{config.model_type} {weights}: the providers' logits differ by {error:.2e}; not measured")
-                about |= {"model": config.model_type, "logits_error": round(error, 4)}
+            about["logits_error"] = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT), 4)
+            about |= {"model": config.model_type} if family else {}
             rows = Recorder(
                 name + "_busy" * bool(given.busy),
                 ("torch", "transformers", "llama-cpp-python"),

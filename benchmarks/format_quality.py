@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness.models import injected
-from harness.plots import panels, save
-from harness.record import Recorder, parser, read_rows
+from harness.record import Recorder, parser
 from harness.rounds import alternate, seconds
 from harness.texts import TEXT, held_out, split_text, token_ids
 from numpy.typing import NDArray
@@ -244,31 +243,8 @@ def _quantize_chunk() -> Any:
     return found
 
 
-def plot() -> None:
-    """Plot the divergence from the full model by bytes per weight; a file without divergence has no place on the axis."""
-    figure, ((panel,),) = panels(1, 1, (10, 8))
-    for provider, marker in (("moegraft", "o"), ("moegraft, no imatrix", "."), ("llama.cpp", "+"), ("llama.cpp, no imatrix", "x")):
-        own = [row for row in read_rows("format_quality") if row["provider"] == provider and float(row["kl_nats"]) > 0]
-        points = sorted((float(row["bytes_per_weight"]), float(row["kl_nats"]), row["types"]) for row in own)
-        if points:
-            panel.scatter([size for size, _, _ in points], [kl for _, kl, _ in points], marker=marker, label=provider)
-        for number, (size, kl, types) in enumerate(points if provider == "moegraft" else ()):
-            right = "=" in types or number % 2 == 0  # neighbours are close
-            panel.annotate(
-                types.split(",")[0] + ("+" if "," in types else ""),
-                (size, kl),
-                xytext=(4 if right else -4, 4 if right and "=" not in types else -10),
-                textcoords="offset points",
-                horizontalalignment="left" if right else "right",
-                fontsize=7,
-            )
-    panel.set(yscale="log", xlabel="bytes per weight, whole file", ylabel="KL to the full model, nats per token")
-    panel.legend()
-    save(figure, "format_quality", dpi=120)
-
-
 def main() -> None:
-    options = parser(__doc__, tokens=8192, plot=True)
+    options = parser(__doc__, tokens=8192)
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", type=Path)
     options.add_argument("--window", type=int, default=512)
@@ -281,12 +257,9 @@ def main() -> None:
     if given.experts:
         measure_experts(given.tokens, given.window, Recorder("expert_mixtures", ("torch", "transformers", "gguf"), write=given.write))
         return
-    if not given.plot:
-        text = held_out() if given.text is None else given.text.read_text(encoding="utf-8")
-        rows = Recorder("format_quality", ("torch", "transformers", "gguf", "llama_cpp_python"), write=given.write)
-        measure(given.model, text, given.tokens, given.window, rows)
-    if given.write:
-        plot()
+    text = held_out() if given.text is None else given.text.read_text(encoding="utf-8")
+    rows = Recorder("format_quality", ("torch", "transformers", "gguf", "llama_cpp_python"), write=given.write)
+    measure(given.model, text, given.tokens, given.window, rows)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@ layers each and with a small vocabulary (`--stored-scale` makes them smaller).
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness.record import write_rows
+from harness.peers import PeerProcess
+from harness.record import Recorder, parser
 from transformers import PreTrainedConfig
 
 MIB = 1 << 20
@@ -120,30 +120,24 @@ def rss_anon_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-class PeakSampler:
-    """A thread that samples RssAnon every 2 ms."""
+@contextmanager
+def sampled_peak() -> Iterator[list[int]]:
+    """Sample RssAnon every 2 ms; the first number of the list is the peak."""
+    peak, stop = [0], threading.Event()
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def run() -> None:
+        while not stop.wait(0.002):
+            peak[0] = max(peak[0], rss_anon_bytes())
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.peak_bytes = max(self.peak_bytes, rss_anon_bytes())
-            time.sleep(0.002)
-
-    def __enter__(self) -> PeakSampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield peak
+    stop.set()
+    thread.join()
 
 
 def measure(provider: str, folder: Path) -> dict[str, float]:
-    """Load once in a child process, and report the peak and the bytes held afterwards."""
+    """Load once, in a process of its own, and report the peak and the bytes held afterwards."""
     from transformers import AutoModelForCausalLM
 
     from moegraft.injection import optimize_and_load
@@ -155,7 +149,7 @@ def measure(provider: str, folder: Path) -> dict[str, float]:
             optimize_and_load(small, Path(small) / "rules.yaml", progress=False)
     baseline = rss_anon_bytes()
     start = time.perf_counter()
-    with PeakSampler() as sampler:
+    with sampled_peak() as peak:
         if provider == "stock":
             model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         else:
@@ -164,43 +158,30 @@ def measure(provider: str, folder: Path) -> dict[str, float]:
     seconds = time.perf_counter() - start
     held = sum(parameter.nbytes for parameter in model.parameters())
     held += sum(swap.footprint.total_bytes for swap in model.moegraft.plan.swaps) if provider != "stock" else 0
-    return {"peak_bytes": sampler.peak_bytes - baseline, "held_bytes": held, "seconds": seconds}
+    return {"peak_bytes": peak[0] - baseline, "held_bytes": held, "seconds": seconds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--stored-scale", type=int, default=1)
-    parser.add_argument("--provider", choices=(*PROVIDERS, "stored"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.provider:
-        print(json.dumps(measure(arguments.provider, arguments.folder)))
-        return
-    rows = []
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--stored-scale", type=int, default=1)
+    given = options.parse_args()
+    rows = Recorder("load_memory", write=given.write)
     for name in ("float32", "bfloat16", *FORMATS):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             if name in FORMATS:
-                make_stored(Path(folder), name, arguments.stored_scale)
+                make_stored(folder, name, given.stored_scale)
             else:
-                make_checkpoint(Path(folder), arguments.layers, getattr(torch, name))
-            checkpoint_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+                make_checkpoint(folder, given.layers, getattr(torch, name))
+            checkpoint_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             for provider in ("stored",) if name in FORMATS else PROVIDERS:
-                command = [sys.executable, __file__, "--provider", provider, "--folder", folder]
-                found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-                rows.append(
-                    {
-                        "provider": provider,
-                        "checkpoint_dtype": name,
-                        "checkpoint_mib": round(checkpoint_bytes / MIB),
-                        "held_mib": round(found["held_bytes"] / MIB),
-                        "peak_mib": round(found["peak_bytes"] / MIB),
-                        "peak_over_held": round(found["peak_bytes"] / found["held_bytes"], 3),
-                        "seconds": round(found["seconds"], 2),
-                    }
-                )
-                print(rows[-1], flush=True)
-    print(write_rows("load_memory", rows))
+                with PeerProcess(provider, nullcontext, provider) as peer:
+                    found = peer.call(measure, folder)
+                held, peak = found["held_bytes"], found["peak_bytes"]
+                row = {"provider": provider, "checkpoint_dtype": name, "checkpoint_mib": round(checkpoint_bytes / MIB)}
+                row |= {"held_mib": round(held / MIB), "peak_mib": round(peak / MIB), "peak_over_held": round(peak / held, 3)}
+                rows.add({**row, "seconds": round(found["seconds"], 2)})
 
 
 if __name__ == "__main__":

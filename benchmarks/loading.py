@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from harness.llama_cpp import LlamaCpp, describe, is_installed
 from harness.record import parser, write_rows
-from harness.rounds import percentiles
+from harness.rounds import machine_s, percentiles
 
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 GGUF, CACHE, RULES = "model.gguf", "packed", "rules-{}.yaml"
@@ -73,7 +72,6 @@ def make_checkpoint(folder: Path, layers: int, weights: str) -> None:
 
     pool = (torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     settings = qwen3_config(layers)
-    settings.rope_parameters = {"rope_type": "default", "rope_theta": 1e6}  # as the header of the GGUF file has it
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     begin, index, rest = 0, {}, {}
@@ -191,11 +189,6 @@ def cached_share(paths: Sequence[Path]) -> float:
     return sum(map(int, found)) / sum(path.stat().st_size for path in paths)
 
 
-def busy_s() -> float:
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq)
-
-
 def run_start(provider: Provider, folder: Path, threads: int) -> dict[str, float]:
     """Start a process, and return what `start` returns.
 
@@ -223,11 +216,11 @@ def timed_start(provider: Provider, folder: Path, threads: int, *, cold: bool) -
     read_s = read_all(paths)
     settle()
     share = 0.0 if cold else cached_share(paths)
-    before, children, begin = busy_s(), os.times(), time.monotonic()
+    before, children, begin = machine_s(), os.times(), time.monotonic()
     times = run_start(provider, folder, threads)
     wall, after = time.monotonic() - begin, os.times()
     own = after.children_user + after.children_system - children.children_user - children.children_system
-    others = max(0.0, busy_s() - before - own) / (wall * (os.cpu_count() or 1))
+    others = max(0.0, machine_s() - before - own) / (wall * (os.cpu_count() or 1))
     return {
         "first_token_s": times["token"] - begin,
         "import_s": times["imported"] - begin,

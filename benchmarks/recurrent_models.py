@@ -15,8 +15,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,17 @@ from harness.models import VOCABULARY, injected, random_model
 from harness.peers import PeerFailed, PeerProcess
 from harness.record import Recorder, parser
 from harness.rounds import alternate, median_ratio, percentiles
-from harness.whole_models import Opener, Phases, llama_cpp, ours_from_file, phases_of, random_tokens
+from harness.whole_models import (
+    Opener,
+    Phases,
+    check_logits,
+    decode_rate,
+    llama_cpp,
+    ours_from_file,
+    phases_of,
+    prompt_rate,
+    random_tokens,
+)
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, PreTrainedConfig, Qwen3NextConfig
 
 from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, PromptCache
@@ -41,27 +52,26 @@ LIMIT = 0.3  # relative difference of logits: rounding to 8 bits and bfloat16 se
 TURN, QUESTION, ANSWER = 4000, 40, 8  # tokens
 
 
-def qwen3_next() -> PreTrainedConfig:
-    experts: dict[str, Any] = {"num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
-    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 32}
-    sizes: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
-    return Qwen3NextConfig(**experts, **heads, **sizes, shared_expert_intermediate_size=512)
-
-
-def granite() -> PreTrainedConfig:
-    experts: dict[str, Any] = {
-        "num_local_experts": 64,
-        "num_experts_per_tok": 6,
-        "intermediate_size": 512,
-        "shared_intermediate_size": 1024,
-    }
-    heads: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64}
-    sizes: dict[str, Any] = {"hidden_size": 1536, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
-    kinds = ["mamba", "mamba", "mamba", "attention"]
-    return GraniteMoeHybridConfig(**experts, **heads, **sizes, layer_types=kinds, mamba_d_state=128, mamba_n_groups=1)
-
-
-SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {"qwen3-next": qwen3_next, "granite-4-h": granite}
+COMMON: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
+SHAPES: Mapping[str, PreTrainedConfig] = {
+    "qwen3-next": Qwen3NextConfig(
+        **{
+            **COMMON,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_value_heads": 32,
+        },
+        **{"num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        shared_expert_intermediate_size=512,
+    ),
+    "granite-4-h": GraniteMoeHybridConfig(
+        **{**COMMON, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64},
+        **{"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512, "shared_intermediate_size": 1024},
+        **{"layer_types": ["mamba", "mamba", "mamba", "attention"], "mamba_d_state": 128, "mamba_n_groups": 1},
+    ),
+}
 
 
 @contextmanager
@@ -70,38 +80,19 @@ def stock(folder: Path) -> Iterator[Phases]:
         yield phases_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
 
 
-def decode_rate(phases: Phases) -> float:
-    return (NEW - 1) / phases.decode(NEW, CONTEXT)
-
-
-def prompt_rate(phases: Phases, tokens: int) -> float:
-    start = time.perf_counter()
-    phases.prefill(tokens)
-    return tokens / (time.perf_counter() - start)
-
-
-def logits(phases: Phases) -> torch.Tensor:
-    return torch.from_numpy(phases.logits(CONTEXT))
-
-
 def rates(opened: Mapping[str, Opener], rounds: int) -> Iterator[dict[str, object]]:
     """Yield a row of each phase and provider."""
-    providers = [PeerProcess(name, *opener) for name, opener in opened.items()]
-    with providers[0] as ours, providers[1] as one:
-        peers = {OURS: ours, list(opened)[1]: one}
-        found = {name: peer.call(logits) for name, peer in peers.items()}
-        for name, other in found.items():
-            error = float((found[OURS] - other).norm() / other.norm())
-            if not error <= LIMIT:
-                raise SystemExit(f"{name}: logits differ by {error:.2e}; not measured")
-        phases: dict[str, Callable[[PeerProcess], float]] = {f"decode after {CONTEXT}": lambda peer: peer.call(decode_rate)}
-        for tokens in PROMPTS:
-            phases[f"prompt of {tokens}"] = lambda peer, tokens=tokens: peer.call(prompt_rate, tokens)  # type: ignore[misc]
+    check_logits(opened, (CONTEXT,), LIMIT)
+    (name, opener), (peer_name, peer_opener) = opened.items()
+    with PeerProcess(name, *opener) as ours, PeerProcess(peer_name, *peer_opener) as theirs:
+        peers = {name: ours, peer_name: theirs}
+        phases: dict[str, tuple[Any, ...]] = {f"decode after {CONTEXT}": (decode_rate, CONTEXT, NEW)}
+        phases |= {f"prompt of {tokens}": (prompt_rate, tokens) for tokens in PROMPTS}
         for phase, call in phases.items():
-            taken = alternate({name: lambda peer=peer: call(peer) for name, peer in peers.items()}, rounds)  # type: ignore[misc]  # noqa: B023
-            for name, measured in taken.items():
+            taken = alternate({each: partial(peer.call, *call) for each, peer in peers.items()}, rounds)
+            for each, measured in taken.items():
                 ratio = round(median_ratio(taken[OURS], measured), 2)
-                yield {"phase": phase, "provider": name, **percentiles(measured, "tokens_s", 1), "ratio": ratio}
+                yield {"phase": phase, "provider": each, **percentiles(measured, "tokens_s", 1), "ratio": ratio}
 
 
 @torch.inference_mode()
@@ -138,7 +129,7 @@ def main() -> None:
     for shape in given.shapes:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            random_model(SHAPES[shape]()).save_pretrained(folder)
+            random_model(SHAPES[shape]).save_pretrained(folder)
             for file in demo_path().glob("tokenizer*"):  # a GGUF file has one
                 shutil.copy(file, folder)
             command = ["quantize", "--model", temporary, "--weights", "Q8_0", "--out", str(folder / "model.gguf")]

@@ -50,7 +50,7 @@ import psutil
 from harness.llama_cpp import cache_bytes, write_model
 from harness.models import VOCABULARY, cpu_rules, qwen3_config, random_model, rule_file
 from harness.record import Recorder, parser
-from harness.rounds import median_ratio
+from harness.rounds import machine_s, median_ratio
 from recurrent_models import qwen3_next
 from transformers import PreTrainedConfig
 
@@ -116,7 +116,7 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             until = time.perf_counter() + LIMITS_S
-            while not asyncio.run(is_healthy(port)):
+            while b" 200 " not in asyncio.run(get(port, "/health")).partition(b"\r\n")[0]:
                 if process.poll() is not None or time.perf_counter() > until:
                     raise SystemExit(f"{name} did not start; its output:\n{Path(log.name).read_text(encoding='utf-8')[-2000:]}")
                 time.sleep(0.2)
@@ -177,15 +177,16 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-async def is_healthy(port: int) -> bool:
+async def get(port: int, path: str) -> bytes:
+    """Return what the server answers, with its head; nothing where it does not."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-        status = await reader.readline()
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+        answer = await reader.read()
         writer.close()
     except OSError:
-        return False
-    return b" 200 " in status
+        return b""
+    return answer
 
 
 @dataclass(slots=True)
@@ -327,17 +328,12 @@ class CoreTime:
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
-        self._began_s, self._all_s, self._own_s = time.perf_counter(), _machine_s(), sum(map(_process_s, pids))
+        self._began_s, self._all_s, self._own_s = time.perf_counter(), machine_s(), sum(map(_process_s, pids))
 
     def others_share(self) -> float:
-        others_s = _machine_s() - self._all_s - (sum(map(_process_s, self._pids)) - self._own_s)
+        others_s = machine_s() - self._all_s - (sum(map(_process_s, self._pids)) - self._own_s)
         cores_s = (time.perf_counter() - self._began_s) * (os.cpu_count() or 1)
         return round(max(0.0, others_s / cores_s), 3)
-
-
-def _machine_s() -> float:
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def _process_s(pid: int) -> float:
@@ -424,19 +420,12 @@ async def held_bytes(server: Served, tokens: int) -> tuple[int, int, int]:
         assert not done, f"an answer has ended before all have begun: {done[0].exception()}"
         await asyncio.sleep(0.05)
     needed = cache_bytes(qwen3_config(LAYERS), sum(reply.prompt + reply.tokens for reply in replies))
-    reported, after = await used_bytes(server.port), server.anonymous_bytes()
+    status = json.loads((await get(server.port, "/v1/status")).partition(b"\r\n\r\n")[2])
+    reported, after = int(status["memory"]["used"]), server.anonymous_bytes()
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     return needed, reported, after - before
-
-
-async def used_bytes(port: int) -> int:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-    body = (await reader.read()).partition(b"\r\n\r\n")[2]
-    writer.close()
-    return int(json.loads(body)["memory"]["used"])
 
 
 def measure_memory(server: Served, tokens: int) -> dict[str, object]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from harness.masked_experts import Keep, Sites, find_sites, masked
-from harness.plots import panels, save
+from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser
 from harness.texts import held_out, token_ids
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -193,7 +193,7 @@ def cutoff(rows: Sequence[Row], criterion: str, scope: str, measure: str = "righ
     return before[0]
 
 
-def grouped(keep: Keep, grouping: Grouping) -> Keep:
+def whole_groups(keep: Keep, grouping: Grouping) -> Keep:
     """Return a criterion that keeps the whole group of every neuron that `keep` keeps."""
     return lambda path, expert, acted: grouping.largest(path, expert, keep(path, expert, acted).float()) > 0
 
@@ -201,7 +201,7 @@ def grouped(keep: Keep, grouping: Grouping) -> Keep:
 def groups(bench: Bench, name: str, rows: Recorder) -> None:
     """Record the share of computed neurons if every neuron above the threshold includes its group."""
     for sparsity, size, hot in product(GROUP_SPARSITIES, (1, *GROUPS), (False, True)):
-        counting = Counting(grouped(threshold_keep(bench, sparsity), Grouping(bench, size, hot)), tuple(bench.sites.routed))
+        counting = Counting(whole_groups(threshold_keep(bench, sparsity), Grouping(bench, size, hot)), tuple(bench.sites.routed))
         run(bench, counting, bench.judging)
         active = 1 - counting.routed[0] / counting.routed[1]
         rows.add({"model": name, "target": sparsity, "group": size, "hot_first": hot, "computed_share": round(active, 4)})
@@ -210,27 +210,19 @@ def groups(bench: Bench, name: str, rows: Recorder) -> None:
 def draw(rows: Sequence[Row], group_rows: Sequence[Row], name: str) -> None:
     """Plot the score and the perplexity by sparsity with the cutoffs, and the share of neurons that groups compute."""
     figure, ((score, perplexity, computed),) = panels(1, 3, (5, 4.5))
-    for criterion, scope in dict.fromkeys((str(row["criterion"]), str(row["scope"])) for row in rows[1:]):
-        points = [rows[0], *(row for row in rows if (row["criterion"], row["scope"]) == (criterion, scope))]
-        at = cutoff(rows, criterion, scope)
-        style = {"linestyle": "-" if criterion == "threshold" else "--", "marker": "o", "markersize": 3}
-        sparsity = [100 * float(str(row["routed_sparsity"])) for row in points]
-        (line,) = score.plot(
-            sparsity, [row["right_next_token"] for row in points], label=f"{criterion}, {scope}: cutoff {100 * at:.1f} %", **style
-        )
-        score.axvline(100 * at, color=line.get_color(), linewidth=0.6)
-        perplexity.plot(sparsity, [row["perplexity"] for row in points], color=line.get_color(), label=f"{criterion}, {scope}", **style)
+    for (criterion, scope), points in grouped(rows[1:], lambda row: (str(row["criterion"]), str(row["scope"]))).items():
+        at, shown = cutoff(rows, criterion, scope), [rows[0], *points]
+        style = "-o" if criterion == "threshold" else "--o"
+        line = curve(score, shown, "routed_sparsity", "right_next_token", style, f"{criterion}, {scope}: cutoff {100 * at:.1f} %")
+        score.axvline(at, color=line.get_color(), linewidth=0.6)
+        curve(perplexity, shown, "routed_sparsity", "perplexity", style, f"{criterion}, {scope}", color=line.get_color())
     score.axhline(KEPT_SCORE * float(str(rows[0]["right_next_token"])), color="grey", linewidth=0.6, linestyle=":")
-    score.set(xlabel="routed sparsity, %", ylabel="next tokens that are right", title=str(rows[0]["model"]))
-    perplexity.set(xlabel="routed sparsity, %", ylabel="perplexity", yscale="log")
-    for target in dict.fromkeys(row["target"] for row in group_rows):
-        for hot in (False, True):
-            chosen = [row for row in group_rows if (row["target"], row["hot_first"]) == (target, hot)]
-            label = f"{target}{', hot first' if hot else ''}"
-            shares = [100 * float(str(row["computed_share"])) for row in chosen]
-            computed.plot([row["group"] for row in chosen], shares, "o--" if hot else "o-", markersize=3, label=label)
+    score.set(xlabel="routed sparsity", ylabel="next tokens that are right", title=str(rows[0]["model"]))
+    perplexity.set(xlabel="routed sparsity", ylabel="perplexity", yscale="log")
+    for (target, hot), found in grouped(group_rows, lambda row: (row["target"], row["hot_first"])).items():
+        curve(computed, found, "group", "computed_share", "o--" if hot else "o-", f"{target}{', hot first' if hot else ''}")
     computed.set_xscale("log", base=2)
-    computed.set(xlabel="neurons a group", ylabel="computed neurons, %", title="what groups bring along, by routed sparsity")
+    computed.set(xlabel="neurons a group", ylabel="share of computed neurons", title="what groups bring along, by routed sparsity")
     computed.set_xticks((1, *GROUPS), labels=map(str, (1, *GROUPS)))
     for axes in (score, perplexity, computed):
         axes.legend(fontsize="small")

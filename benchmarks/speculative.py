@@ -29,11 +29,10 @@ from typing import Any
 
 import torch
 from harness.models import injected
-from harness.plots import panels, save
+from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.rounds import alternate, clock, median_ratio, percentiles, seconds
 from harness.texts import held_out, pieces
-from matplotlib.axes import Axes
 from support import emulated  # noqa: F401  the device that rules name
 from transformers import AutoConfig, PreTrainedModel
 
@@ -322,78 +321,45 @@ def label(row: Mapping[str, str]) -> str:
     return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
 
 
-def draw_positions(axes: Axes, rows: list[dict[str, str]]) -> None:
-    for row in rows:
-        if row["decoding"] == "greedy":
-            shares = [float(row[f"position_{at + 1}"] or "nan") for at in range(MAX_DRAFT)]
-            style = ("--" if float(row["tolerance"]) else "-") + ("s" if row["resident_ratio"] else "o")
-            axes.plot(range(1, MAX_DRAFT + 1), shares, style, markersize=3, linewidth=1, label=label(row))
-    axes.set(title="Drafted tokens that stand, by position (greedy)", xlabel="position in the draft", ylim=(0, 1.02))
-
-
-def draw_confidence(axes: Axes, rows: list[dict[str, str]]) -> None:
-    rows = [row for row in rows if row["decoding"] == "greedy" and not float(row["tolerance"]) and int(row["judged"]) >= 10]
-    for name in dict.fromkeys(label(row) for row in rows):
-        mine = [row for row in rows if label(row) == name]
-        x = [(float(row["confidence_from"]) + float(row["confidence_to"])) / 2 for row in mine]
-        axes.plot(x, [int(row["accepted"]) / int(row["judged"]) for row in mine], "-o", markersize=3, label=name)
-    axes.set(title="... by the draft's confidence", xlabel="q of the drafted token", ylim=(0, 1.02))
-
-
-def draw_quality(axes: Axes, rows: list[dict[str, str]]) -> None:
-    experts = [int(row["experts"]) for row in rows]
-    axes.plot(experts, [float(row["perplexity"]) for row in rows], "-o", color="tab:red", label="perplexity")
-    axes.set(title="Quality and router weight by experts per token", xlabel="experts per token, r", xticks=experts)
-    axes.set_ylabel("perplexity of held-out text", color="tab:red")
-    right = axes.twinx()
-    right.plot(experts, [float(row["weight_share"]) for row in rows], "-s", color="tab:blue")
+def plot() -> None:
+    figure, ((by_position, by_confidence, by_bytes), (by_experts, by_text, by_slots)) = panels(2, 3, (5.6, 4.2))
+    names = ("drafts", "confidence", "sparsity", "quality", "tasks")
+    ways, judged, sparse, quality, texts = (read_rows(f"speculative_{name}") for name in names)
+    ways, judged, sparse = ([row for row in rows if row["decoding"] == "greedy"] for rows in (ways, judged, sparse))
+    any_expert = [row for row in ways if row["experts"] == "any" and not float(row["tolerance"])]
+    for row in ways:
+        shares = [{"at": at + 1, "share": row[f"position_{at + 1}"] or "nan"} for at in range(MAX_DRAFT)]
+        style = ("--" if float(row["tolerance"]) else "-") + ("s" if row["resident_ratio"] else "o")
+        curve(by_position, shares, "at", "share", style, label(row))
+    by_position.set(title="Drafted tokens that stand, by position (greedy)", xlabel="position in the draft", ylim=(0, 1.02))
+    for name, rows in grouped((row for row in judged if not float(row["tolerance"]) and int(row["judged"]) >= 10), label).items():
+        x = [float(row["confidence_from"]) + 0.5 / BINS for row in rows]
+        by_confidence.plot(x, [int(row["accepted"]) / int(row["judged"]) for row in rows], "-o", markersize=3, label=name)
+    by_confidence.set(title="... by the draft's confidence", xlabel="q of the drafted token", ylim=(0, 1.02))
+    for top_k, rows in grouped(sparse, lambda row: int(row["draft_top_k"])).items():
+        curve(by_bytes, rows, "bytes_share", "tokens_per_round", label=f"{top_k} experts, neurons left out")
+        for row in rows:
+            by_bytes.annotate(row["draft_sparsity"], (float(row["bytes_share"]), float(row["tokens_per_round"])), fontsize=6)
+    whole = max(int(row["draft_top_k"]) for row in sparse)
+    fewer = [{**row, "share": int(row["draft_top_k"]) / whole} for row in any_expert]
+    curve(by_bytes, fewer, "share", "tokens_per_round", "-s", "fewer experts, whole", markersize=4)
+    by_bytes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy), by what a draft reads", xlabel="share of the experts' bytes")
+    curve(by_experts, quality, "experts", "perplexity", label="perplexity", color="tab:red")
+    by_experts.set(title="Quality and router weight by experts per token", xlabel="experts per token, r", xticks=range(1, len(quality) + 1))
+    by_experts.set_ylabel("perplexity of held-out text", color="tab:red")
+    right = by_experts.twinx()
+    curve(right, quality, "experts", "weight_share", "-s", color="tab:blue")
     right.set_ylabel("share of the router's weight", color="tab:blue")
     right.set_ylim(0, 1.02)
-
-
-def draw_tasks(axes: Axes, rows: list[dict[str, str]]) -> None:
-    names = list(dict.fromkeys(row["text"] for row in rows))
-    for shift, tolerance in ((-0.2, 0.0), (0.2, TOLERANCE)):
-        mine = [row for row in rows if float(row["tolerance"]) == tolerance]
-        bars = [float(row["tokens_per_round"]) for row in mine]
-        axes.bar([names.index(row["text"]) + shift for row in mine], bars, 0.38, label=f"tolerance {tolerance}")
-    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted, by text", xticks=range(len(names)), xticklabels=names)
-
-
-def draw_sparsity(axes: Axes, rows: list[dict[str, str]], by_experts: list[dict[str, str]]) -> None:
-    """Plot drafts that leave neurons out beside drafts of fewer experts, by the share of bytes read."""
-    for top_k in dict.fromkeys(row["draft_top_k"] for row in rows):
-        mine = [row for row in rows if row["draft_top_k"] == top_k and row["decoding"] == "greedy"]
-        x = [float(row["bytes_share"]) for row in mine]
-        axes.plot(x, [float(row["tokens_per_round"]) for row in mine], "-o", markersize=3, label=f"{top_k} experts, neurons left out")
-        for row, at in zip(mine, x, strict=True):
-            axes.annotate(row["draft_sparsity"], (at, float(row["tokens_per_round"])), fontsize=6)
-    whole = max(int(row["draft_top_k"]) for row in rows)
-    fewer = [row for row in by_experts if row["experts"] == "any" and row["decoding"] == "greedy" and not float(row["tolerance"])]
-    x = [int(row["draft_top_k"]) / whole for row in fewer]
-    axes.plot(x, [float(row["tokens_per_round"]) for row in fewer], "-s", markersize=4, label="fewer experts, whole")
-    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy), by what a draft reads", xlabel="share of the experts' bytes")
-
-
-def draw_resident(axes: Axes, rows: list[dict[str, str]]) -> None:
-    mine = [row for row in rows if row["resident_ratio"]]
-    for tolerance in dict.fromkeys(row["tolerance"] for row in mine):
-        line = [row for row in mine if row["tolerance"] == tolerance]
-        x, y = ([float(row[column]) for row in line] for column in ("resident_ratio", "tokens_per_round"))
-        axes.plot(x, y, "-o", markersize=4, label="adaptive" if float(tolerance) else "lossless")
-    axes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy)", xlabel="share of experts with a slot, which alone draft")
-
-
-def plot() -> None:
-    figure, grid = panels(2, 3, (5.6, 4.2))
-    ways = read_rows("speculative_drafts")
-    draw_positions(grid[0][0], ways)
-    draw_confidence(grid[0][1], read_rows("speculative_confidence"))
-    draw_sparsity(grid[0][2], read_rows("speculative_sparsity"), ways)
-    draw_quality(grid[1][0], read_rows("speculative_quality"))
-    draw_tasks(grid[1][1], read_rows("speculative_tasks"))
-    draw_resident(grid[1][2], ways)
-    for axes in grid.flat:
+    for shift, (tolerance, rows) in zip((0, 0.4), grouped(texts, lambda row: row["tolerance"]).items(), strict=True):
+        places = [shift + number for number in range(len(rows))]
+        by_text.bar(places, [float(row["tokens_per_round"]) for row in rows], 0.38, label=f"tolerance {tolerance}")
+        by_text.set_xticks(places, [row["text"] for row in rows])
+    by_text.set(title=f"Tokens a round of {MAX_DRAFT} drafted, by text")
+    for tolerance, rows in grouped((row for row in ways if row["resident_ratio"]), lambda row: float(row["tolerance"])).items():
+        curve(by_slots, rows, "resident_ratio", "tokens_per_round", label="adaptive" if tolerance else "lossless", markersize=4)
+    by_slots.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy)", xlabel="share of experts with a slot, which alone draft")
+    for axes in (by_position, by_confidence, by_bytes, by_experts, by_text, by_slots):
         axes.legend(fontsize=6)
     save(figure, "speculative_drafts", dpi=110)
 

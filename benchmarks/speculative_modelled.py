@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from harness.draft_simulation import Costs, DraftBound, DraftSimulation, DraftWay, Played, Text, Verification
-from harness.plots import panels, save
+from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.routing import MODELS, ModelShape, synthetic_trace
 from harness.simulation import Simulation, System, rest_layer_ms
@@ -163,28 +163,22 @@ def _row(case: Case, engine: str, way: str, tolerance: float, played: Played, pl
 
 def plot(rows: list[dict[str, str]]) -> None:
     """Plot the speed over loading on demand, and over the same engine without drafts, by cache ratio."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, grid = panels(2, len(models), (5.2, 4.25))
-    for column, model in enumerate(models):
-        mine = [row for row in rows if row["model"] == model and ("marginal" in row["way"] or row["way"] == "plain")]
-        for engine, style in (("gpu", "--o"), ("hybrid", "-s")):
-            for way in dict.fromkeys((row["way"], row["tolerance"]) for row in mine):
-                line = sorted((row for row in mine if (row["way"], row["tolerance"]) == way and row["engine"] == engine), key=ratio_of)
-                label = f"{engine}: {way[0]}{', adaptive' if float(way[1]) else ''}"
-                x = [float(row["cache_ratio"]) for row in line]
-                grid[0][column].plot(x, [float(row["over_load_on_demand"]) for row in line], style, markersize=3, label=label)
-                grid[1][column].plot(x, [float(row["over_plain"]) for row in line], style, markersize=3, label=label)
-        facts = mine[0]
-        grid[0][column].set(title=f"{model}: {facts['bits_per_weight']} bits, {facts['link_gb_s']} GB/s", ylabel="over load on demand")
-        grid[0][column].legend(fontsize=5)
-        grid[1][column].set(xlabel="share of experts with a slot", ylabel="over the same engine without drafts")
-        grid[1][column].axhline(1, color="grey", linewidth=0.5)
+    figure, grid = panels(2, len({row["model"] for row in rows}), (5.2, 4.25))
+    for (above, below), (model, mine) in zip(grid.T, grouped(rows, lambda row: row["model"]).items(), strict=True):
+        shown = sorted(
+            (row for row in mine if "marginal" in row["way"] or row["way"] == "plain"), key=lambda row: float(row["cache_ratio"])
+        )
+        for (engine, way, tolerance), line in grouped(shown, lambda row: (row["engine"], row["way"], row["tolerance"])).items():
+            label, style = f"{engine}: {way}{', adaptive' if float(tolerance) else ''}", "--o" if engine == "gpu" else "-s"
+            curve(above, line, "cache_ratio", "over_load_on_demand", style, label)
+            curve(below, line, "cache_ratio", "over_plain", style, label)
+        facts = shown[0]
+        above.set(title=f"{model}: {facts['bits_per_weight']} bits, {facts['link_gb_s']} GB/s", ylabel="over load on demand")
+        above.legend(fontsize=5)
+        below.set(xlabel="share of experts with a slot", ylabel="over the same engine without drafts")
+        below.axhline(1, color="grey", linewidth=0.5)
     figure.suptitle("Drafts where experts must be brought (modelled)")
     save(figure, NAME, dpi=110)
-
-
-def ratio_of(row: dict[str, str]) -> float:
-    return float(row["cache_ratio"])
 
 
 def main() -> None:

@@ -23,6 +23,14 @@ def clock() -> float:
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
+def machine_s() -> float:
+    """Return the time that all cores have worked, in seconds."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
 def seconds(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of one call."""
     start = clock()

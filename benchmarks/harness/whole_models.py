@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from harness.llama_cpp import LlamaCpp, write_model
 from harness.models import cpu_rules, injected, qwen3_config, random_model
+from harness.peers import PeerProcess
+from harness.rounds import seconds
 
 LONGEST = 4096  # tokens of the longest prompt of a benchmark
 Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
@@ -32,6 +35,35 @@ class Phases:
     decode: Callable[[int, int], float]
     prefill: Callable[[int], object]
     logits: Callable[[int], NDArray[np.float32]]
+
+
+def decode_rate(phases: Phases, context: int, tokens: int) -> float:
+    """Return tokens per second of all tokens except the first, which includes the prompt."""
+    return (tokens - 1) / phases.decode(tokens, context)
+
+
+def prompt_rate(phases: Phases, tokens: int) -> float:
+    return tokens / seconds(lambda: phases.prefill(tokens))
+
+
+def logits_after(phases: Phases, contexts: Sequence[int]) -> list[NDArray[np.float32]]:
+    return [phases.logits(context) for context in contexts]
+
+
+def check_logits(opened: Mapping[str, Opener], contexts: Sequence[int], limit: float) -> float:
+    """Return the median relative difference of two providers' logits, which are opened one after the other.
+
+    Raises:
+        SystemExit: it is above the limit.
+    """
+    found = []
+    for name, opener in opened.items():
+        with PeerProcess(name, *opener) as peer:
+            found.append(peer.call(logits_after, contexts))
+    error = statistics.median(float(np.linalg.norm(one - other) / np.linalg.norm(other)) for one, other in zip(*found, strict=True))
+    if not error <= limit:
+        raise SystemExit(f"the logits of {' and '.join(opened)} differ by {error:.2e}; not measured")
+    return error
 
 
 class _Clock(BaseStreamer):
@@ -62,8 +94,7 @@ def phases_of(model: PreTrainedModel) -> Phases:
         return last - first
 
     def logits(context: int) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = model(prompt[:, :context]).logits[0, -1].float().numpy()
-        return found
+        return np.asarray(model(prompt[:, :context]).logits[0, -1].float())
 
     return Phases(decode, lambda count: model(prompt[:, :count], logits_to_keep=1), logits)
 

@@ -15,7 +15,7 @@ EXCERPT = 24_000  # characters of the held-out text; about 9,000 tokens
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    return import_benchmark("demo_recipe")
+    return import_benchmark("train_demo")
 
 
 @pytest.fixture(scope="module")

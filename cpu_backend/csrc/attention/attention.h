@@ -154,8 +154,8 @@ class VisibleKeys {
   }
   // The range of keys that includes all keys visible to a KV head's rows [first_row, end_row).
   KeySpan seen_by(const AttentionArgs& args, int batch, int kv_head, int first_row, int end_row) const;
-  // Runs one step of a query's online softmax over raw scores of `keys`, padded to a multiple of 16, without masked keys. Returns the factor
-  // for earlier sums.
+  // Runs one step of a query's online softmax over raw scores of `keys`, padded to a multiple of 16, without masked keys. Returns the
+  // factor for earlier sums.
   float softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys, SoftmaxArgs& softmax) const;
 
  private:
@@ -205,8 +205,9 @@ class AttentionRowsJob final : public Job {
   AlignedMemory* scratch_ = nullptr;
 };
 
-// Attention of many queries, by the products of the linear layers (segment_product.h). Keys are packed as the rows of one weight matrix, transposed values
-// as the rows of another, and every tile of queries passes over both (the order of FlashAttention: Dao et al. 2022, arXiv:2205.14135).
+// Attention of many queries, by the products of the linear layers (segment_product.h). Keys are packed as the rows of one weight matrix,
+// transposed values as the rows of another, and every tile of queries passes over both (the order of FlashAttention: Dao et al. 2022,
+// arXiv:2205.14135).
 
 class AttentionTilesJob final : public Job {
  public:

@@ -1,7 +1,7 @@
 // The Python module. Only the files of this folder know Python and pybind11.
 //
-// A binding checks shape, dtype, order and device of its arguments, then releases the GIL and calls C++; only the planner keeps the GIL, for
-// microseconds. The calling thread computes in forward(), linear(), attention(), norm() and route(). submit() and host calls run on the
+// A binding checks shape, dtype, order and device of its arguments, then releases the GIL and calls C++; only the planner keeps the GIL,
+// for microseconds. The calling thread computes in forward(), linear(), attention(), norm() and route(). submit() and host calls run on the
 // threads that core/runtime.h describes, and keep their arguments alive until wait() or as long as the HostCall exists.
 //
 // Arguments are NumPy arrays, with bfloat16 as its bits in uint16, or torch tensors for the small calls of a decode step (TensorView).

@@ -1,4 +1,5 @@
-// Linear layers, norms, routers and the rules of recurrent layers, which a decode step calls dozens of times, so that the checks must be fast.
+// Linear layers, norms, routers and the rules of recurrent layers, which a decode step calls dozens of times, so that the checks must be
+// fast.
 #include <cmath>
 #include <utility>
 

@@ -18,7 +18,8 @@ enum class LayoutKind : int { kDense, kSparse };
 // Offsets within an expert.
 // Dense: gate and up rows interleaved 16 by 16 (a block is 16 gate rows and 16 up rows, so one stream feeds both and a block ends in 16
 // finished neurons), then down, then float32 biases.
-// Sparse: gate in blocks (up in blocks where there is no gate), then the neurons' rows of up, then their columns of down as rows, then biases.
+// Sparse: gate in blocks (up in blocks where there is no gate), then the neurons' rows of up, then their columns of down as rows, then
+// biases.
 struct ExpertLayout {
   ExpertLayout() = default;
   // Throws std::invalid_argument if the types do not fit the shape or the kind.

@@ -58,8 +58,9 @@ struct RoutingView {
 
 class Routing {
  public:
-  // Sorts the pairs by expert, then by token; an expert's segments are of equal length. Ids -1 and num_experts are padded slots. `first_token` is the position of the view in the
-  // caller's batch, for messages. Throws std::invalid_argument on any other id out of range.
+  // Sorts the pairs by expert, then by token; an expert's segments are of equal length. Ids -1 and num_experts are padded slots.
+  // `first_token` is the position of the view in the caller's batch, for messages. Throws std::invalid_argument on any other id out of
+  // range.
   void group(const RoutingView& view, int num_experts, int segment_pairs, int first_token);
 
   const std::vector<Pair>& pairs() const { return pairs_; }

@@ -44,7 +44,8 @@ class SegmentProduct {
     gather_segment(all, pairs, tiling_, target, by_matrix_ ? kernels_.matrix.tile_tokens : 0);
   }
 
-  // Some groups of a block: all of them, or, for the matrix kernel alone, a part that begins with a multiple of 256 columns and adds to `out`.
+  // Some groups of a block: all of them, or, for the matrix kernel alone, a part that begins with a multiple of 256 columns and adds to
+  // `out`.
   struct Part {
     int first = 0;
     int count;

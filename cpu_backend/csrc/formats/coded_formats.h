@@ -116,8 +116,8 @@ constexpr int words_per_group(Format format) {
   return format == Format::kBFloat16Dot ? kGroup / 2 : has_codes(format) ? first_code_word(format) + kGroup / 4 : kGroup;
 }
 
-// The codes of a group are words [row]: as many for the low bits as a code has of them, then as many for the high bits. Byte i of a word has
-// the bits of columns i, i + 4, ... of the word's, the first in the lowest bits; so 8 bits are [kk / 4][row][kk % 4] bytes.
+// The codes of a group are words [row]: as many for the low bits as a code has of them, then as many for the high bits. Byte i of a word
+// has the bits of columns i, i + 4, ... of the word's, the first in the lowest bits; so 8 bits are [kk / 4][row][kk % 4] bytes.
 
 // Bits `Below` to `Below + Bits` of all codes, four at a time.
 template <int Bits, int Below>
@@ -196,8 +196,8 @@ struct PackedRow {
   }
 };
 
-// How the codes of a group are packed. Formats with the same form share the functions that unpack and multiply them, which get the table, if
-// there is one, as an argument: each function costs time to compile.
+// How the codes of a group are packed. Formats with the same form share the functions that unpack and multiply them, which get the table,
+// if there is one, as an argument: each function costs time to compile.
 template <int LowBits, int HighBits, int Parts, bool Table>
 struct CodeForm {
   static constexpr int kLowBits = LowBits, kHighBits = HighBits, kParts = Parts;

@@ -32,8 +32,8 @@ struct Mxfp4 {
   };
 };
 
-// FP8 of safetensors checkpoints: E4M3 without infinities. The vector of a code has its bits in the place of a float's, and so is 2^120 times
-// too small, which the scale makes good.
+// FP8 of safetensors checkpoints: E4M3 without infinities. The vector of a code has its bits in the place of a float's, and so is 2^120
+// times too small, which the scale makes good.
 struct Float8Codes {
   static constexpr int kLowBits = 8, kHighBits = 0, kParts = 1, kOffset = 0;
   static constexpr bool kMinimum = false, kFloat8 = true;

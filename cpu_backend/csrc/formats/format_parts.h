@@ -9,7 +9,8 @@
 //   kLowBits, kHighBits    of a stored code: 8, 4 or 2, and 0, 1 or 2 more, which are packed apart
 //   kFloat8                true where codes are floats of 8 bits (E4M3), whose products are in float; absent elsewhere
 //   kScaleRows             rows that share their scales, of which each holds a part of the header; absent where it is 1
-//   kZen4Ahead             bytes by which a single tile prefetches ahead of its reads on EPYC Zen 4; absent where it is 8 KiB, or 4 of a grid
+//   kZen4Ahead             bytes by which a single tile prefetches ahead of its reads on EPYC Zen 4; absent where it is 8 KiB, or 4 of a
+//                          grid
 //   kScaleNibbles          the offset of four 16-bit numbers whose highest bits, 4 of each, are the scale of the block, a float16; absent
 //                          elsewhere
 //   kTable                 unsigned codes by stored code, 16 of them; absent where stored codes are the codes
@@ -18,8 +19,8 @@
 //   stored_codes           of a group, from the bytes of a block in the file
 //   scales                 of a group, from the packed order of the header's bytes; rounded as the package `gguf` does
 //   Reader<T>              the same for a vector of rows: `block` begins a packed block, and `group` sets `scale` and `minimum`
-//   kMostFactor            where the scales of a block's parts are whole numbers up to this times `of_scales`, and their products with codes
-//                          fit 8 bits: `factors` of Reader<T> then sets `factor`, in 32-bit integers, and `minimum`. Absent elsewhere
+//   kMostFactor            where the scales of a block's parts are whole numbers up to this times `of_scales`, and their products with
+//                          codes fit 8 bits: `factors` of Reader<T> then sets `factor`, in 32-bit integers, and `minimum`. Absent elsewhere
 //
 // Formats whose codes are not bits of their own but indexes into a grid, or numbers of several columns, have instead of the last seven
 //   kGrid                  true

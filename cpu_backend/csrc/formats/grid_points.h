@@ -1,6 +1,6 @@
-// The grids of GGUF's types IQ1_S to IQ3_S: an index of 8 to 11 bits stands for 8 or 4 columns, whose magnitudes are one of 3 levels (2 bits
-// for each of 8 columns, the first in the lowest bits) or of 8 (3 bits for each of 4). They are part of the format, as ggml-common.h of
-// llama.cpp defines them; tests/cpu_backend/test_stored_formats.py compares the values with those of the package `gguf`.
+// The grids of GGUF's types IQ1_S to IQ3_S: an index of 8 to 11 bits stands for 8 or 4 columns, whose magnitudes are one of 3 levels (2
+// bits for each of 8 columns, the first in the lowest bits) or of 8 (3 bits for each of 4). They are part of the format, as ggml-common.h
+// of llama.cpp defines them; tests/cpu_backend/test_stored_formats.py compares the values with those of the package `gguf`.
 #pragma once
 
 #include <cstdint>

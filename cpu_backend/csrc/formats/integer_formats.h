@@ -272,8 +272,8 @@ struct Q2K {
   };
 };
 
-// Of safetensors checkpoints (compressed-tensors, AWQ, GPTQ): one or two groups of columns with a float16 scale each, behind these a byte with
-// a zero point of 4 bits for each, then nibbles in the order of Q4_0.
+// Of safetensors checkpoints (compressed-tensors, AWQ, GPTQ): one or two groups of columns with a float16 scale each, behind these a byte
+// with a zero point of 4 bits for each, then nibbles in the order of Q4_0.
 template <int Columns, int Scales>
 struct GroupedNibbles {
   static constexpr int kColumns = Columns * Scales, kFileBytes = 2 * Scales + 1 + kColumns / 2, kLowBits = 4, kHighBits = 0, kParts = 1;

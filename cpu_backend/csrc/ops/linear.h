@@ -1,6 +1,6 @@
 // One pass of packed linear layers over the same input: tokens are encoded tile by tile, then blocks of output rows of all layers are
-// computed for all tokens. The matrix kernel computes a prompt in segments of tokens, and many columns in parts, so that the activations of a
-// segment's part stay in a core's cache while all blocks of a unit are multiplied with them.
+// computed for all tokens. The matrix kernel computes a prompt in segments of tokens, and many columns in parts, so that the activations of
+// a segment's part stay in a core's cache while all blocks of a unit are multiplied with them.
 #pragma once
 
 #include <vector>

@@ -98,8 +98,8 @@ class SmallOperation : public Operation {
   virtual void run(const Kernels& kernels) = 0;  // on one thread; throws std::invalid_argument
 };
 
-// `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum, rotary. The
-// first operands are the results; operations over a dimension work on the last one. Throws std::invalid_argument.
+// `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum,
+// rotary. The first operands are the results; operations over a dimension work on the last one. Throws std::invalid_argument.
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers);
 std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form);  // out, x and, if there is one, weight
 
@@ -210,7 +210,8 @@ class Program final : public Job {
 
   // Offset 0 of the buffer is at `origin`; operands may reach from `first` to `end` bytes relative to it.
   void bind(int buffer, std::byte* origin, std::int64_t first, std::int64_t end);
-  // Throws std::invalid_argument where an operand leaves its buffer at a position in [first, last]; `room`: tokens in a buffer of the cache.
+  // Throws std::invalid_argument where an operand leaves its buffer at a position in [first, last]; `room`: tokens in a buffer of the
+  // cache.
   void check(std::int64_t first, std::int64_t last, std::int64_t room);
   // Stages [first, end) of the step at `position`, within the checked range. Throws what an operation throws.
   void run(std::int64_t position, int first, int end);
@@ -222,8 +223,8 @@ class Program final : public Job {
   std::int64_t loop_logits() const;  // their number, B V
   // Feeds a token of each sequence at `position`, and adds one to what counts positions; `logits` is (B, V), widened.
   void follow(std::int64_t position, const std::int64_t* tokens, float* logits);
-  // Of one sequence: feeds a token, the likeliest one after it, and so on, for at most `limits.count` positions; returns the likeliest after
-  // each.
+  // Of one sequence: feeds a token, the likeliest one after it, and so on, for at most `limits.count` positions; returns the likeliest
+  // after each.
   struct Limits {
     std::int64_t count;
     std::vector<std::int64_t> ends;  // tokens after which no other follows

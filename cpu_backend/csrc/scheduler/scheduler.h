@@ -35,8 +35,8 @@ void check(const LayerProblem& problem);
 // Sorts in descending order of load; equal loads are sorted by position.
 void sort_by_load(const LayerProblem& problem, std::vector<int>& experts);
 
-// Resident experts, those in flight and missing ones, each group in the order in which the GPU computes them. For a given split these orders
-// are optimal: transfers of equal length run in descending GPU time (Johnson's rule), and the GPU computes experts as they arrive.
+// Resident experts, those in flight and missing ones, each group in the order in which the GPU computes them. For a given split these
+// orders are optimal: transfers of equal length run in descending GPU time (Johnson's rule), and the GPU computes experts as they arrive.
 class ExpertGroups {
  public:
   void sort(const LayerProblem& problem);
@@ -100,9 +100,9 @@ class GreedySchedule {
 // The near-optimal schedule: the CPU computes the experts that are cheapest on it, up to one threshold among the missing experts and one
 // among the resident ones.
 //
-// If all experts take the same time on the GPU, two thresholds are optimal. After sorting, a sweep over one threshold with the best value of
-// the other finds them in linear time. Experts in flight have a third threshold, in order of CPU time or of arrival; the sweep is repeated
-// for each of its few positions. Where GPU times differ, moves and swaps close to the thresholds remove most of the remaining gap.
+// If all experts take the same time on the GPU, two thresholds are optimal. After sorting, a sweep over one threshold with the best value
+// of the other finds them in linear time. Experts in flight have a third threshold, in order of CPU time or of arrival; the sweep is
+// repeated for each of its few positions. Where GPU times differ, moves and swaps close to the thresholds remove most of the remaining gap.
 class TwoThresholdSchedule {
  public:
   // Fills `on_cpu` (experts) with a split that is no slower than all experts on the CPU, and no slower than resident experts on the GPU and

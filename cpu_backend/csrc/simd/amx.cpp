@@ -1,15 +1,15 @@
 // AMX, since Sapphire Rapids: the matrix kernel of prompts in tile registers. Everything else runs as with AVX-512 and BF16.
 //
-// One to three tiles of 16 tokens are multiplied with both halves of a block, and their sums stay in registers through all columns: 1x2, 2x2
-// (four sums, two tiles of activations, two of weights) or 3x2 (six sums, one and one). A group (32 columns) is expanded a few groups ahead
-// into a ring while the matrix unit multiplies; vector and tile instructions overlap only where they alternate in program order, so steps of
-// the expansion stand between the products. What is expanded ahead carries over from block to block.
+// One to three tiles of 16 tokens are multiplied with both halves of a block, and their sums stay in registers through all columns: 1x2,
+// 2x2 (four sums, two tiles of activations, two of weights) or 3x2 (six sums, one and one). A group (32 columns) is expanded a few groups
+// ahead into a ring while the matrix unit multiplies; vector and tile instructions overlap only where they alternate in program order, so
+// steps of the expansion stand between the products. What is expanded ahead carries over from block to block.
 //
-// With more tokens, columns are taken in panels: several passes of 2x2 multiply the same expanded panel, share the expansion of the next one,
-// and keep their sums in memory in between, which changes no bit.
+// With more tokens, columns are taken in panels: several passes of 2x2 multiply the same expanded panel, share the expansion of the next
+// one, and keep their sums in memory in between, which changes no bit.
 //
-// Constants were tuned on Emerald Rapids (family 6, model 207), 2026-11, in a study of this design; this version has run over emulated tiles
-// only.
+// Constants were tuned on Emerald Rapids (family 6, model 207), 2026-11, in a study of this design; this version has run over emulated
+// tiles only.
 #include "simd/amx_tiles.h"
 #include "simd/expansion.h"
 

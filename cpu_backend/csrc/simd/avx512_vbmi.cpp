@@ -1,10 +1,10 @@
 // AVX-512 with VNNI and VBMI: Ice Lake, Zen 4 and later. The expansion of grids, which replaces the one of avx512_vnni.cpp.
 //
-// An index stands for 4 or 8 columns with a level of 2 or 3 bits each. Tables hold the lower 2 bits of four columns in a byte, and the third
-// bits in the lower half of one; bytes of 64 indexes are looked up at once. A shift by a different count for every byte then moves the bits of
-// each of four columns to bits 2 and 3 of its own byte, another one a sign and what is four bits behind it to bits 0 and 4: the sign of the
-// next four columns, or a third bit that was stored in front of the signs. One more table has the code. Codes of IQ1_S and IQ1_M have no
-// signs: they are the levels times 8, plus 0 or 2.
+// An index stands for 4 or 8 columns with a level of 2 or 3 bits each. Tables hold the lower 2 bits of four columns in a byte, and the
+// third bits in the lower half of one; bytes of 64 indexes are looked up at once. A shift by a different count for every byte then moves
+// the bits of each of four columns to bits 2 and 3 of its own byte, another one a sign and what is four bits behind it to bits 0 and 4: the
+// sign of the next four columns, or a third bit that was stored in front of the signs. One more table has the code. Codes of IQ1_S and
+// IQ1_M have no signs: they are the levels times 8, plus 0 or 2.
 #include <math.h>
 
 #include <type_traits>
@@ -66,8 +66,8 @@ constexpr SignBytes sign_bytes() {
 }
 constexpr SignBytes kSignBytes = sign_bytes();
 
-// Codes by the bits of an index: 2 and 3 are the lower bits of the level, 0 its third one where there are eight levels, and `sign` the sign.
-// Other bits do not count.
+// Codes by the bits of an index: 2 and 3 are the lower bits of the level, 0 its third one where there are eight levels, and `sign` the
+// sign. Other bits do not count.
 constexpr int kLevelBits = 0x0c;
 struct CodeTable {
   alignas(64) std::uint8_t codes[64];

@@ -1,11 +1,12 @@
-// Expansion of packed weights to bfloat16 with AVX-512 (F, BW, DQ): a group of a block, 32 columns of 32 rows, becomes pairs of columns in the
-// order of bfloat16 blocks ([pair][half][lane][2], 2 KiB), whatever its format.
+// Expansion of packed weights to bfloat16 with AVX-512 (F, BW, DQ): a group of a block, 32 columns of 32 rows, becomes pairs of columns in
+// the order of bfloat16 blocks ([pair][half][lane][2], 2 KiB), whatever its format.
 //
 // Expander<Form>::begin takes the scales of a group, and each of eight steps expands 128 weights, so that tile instructions can stand
-// between them. Only the reading of scales is compiled for each format (ExpandedFormat): all else is shared by formats whose codes are packed
-// alike. A step converts nothing: a code's bits are put into the mantissa of a power of two, one fused multiplication and addition removes
-// that power and the code's offset and applies the scale, and the upper halves of two floats become a pair. Cutting off the lower halves
-// makes magnitudes smaller, on average by kCut, so scales are larger by that: a weight's error is at most 2^-7 of it and has no bias.
+// between them. Only the reading of scales is compiled for each format (ExpandedFormat): all else is shared by formats whose codes are
+// packed alike. A step converts nothing: a code's bits are put into the mantissa of a power of two, one fused multiplication and addition
+// removes that power and the code's offset and applies the scale, and the upper halves of two floats become a pair. Cutting off the lower
+// halves makes magnitudes smaller, on average by kCut, so scales are larger by that: a weight's error is at most 2^-7 of it and has no
+// bias.
 //
 // What holds an expander between tile instructions is inlined, or its constants would go through memory at every one of them.
 #pragma once

@@ -33,8 +33,9 @@ const Kernels& select_kernels(const CpuFeatures& cpu, const std::string& wanted,
 // Whether the matrix kernel of a format computes what it should, in one pass and in several. Runs it.
 bool matrix_is_right(const Kernels& kernels, Format format);
 
-// select_kernels on this CPU for `isa`, or for the environment variable MOEGRAFT_ISA where `isa` is empty. Without either, matrix kernels that
-// are wrong are left out; they are tested once. `matrix_tokens`, if set, replaces the least tokens of every matrix kernel; 0 stands for never.
+// select_kernels on this CPU for `isa`, or for the environment variable MOEGRAFT_ISA where `isa` is empty. Without either, matrix kernels
+// that are wrong are left out; they are tested once. `matrix_tokens`, if set, replaces the least tokens of every matrix kernel; 0 stands
+// for never.
 Kernels kernels_for(const std::string& isa, std::optional<int> matrix_tokens = std::nullopt);
 
 }  // namespace moegraft

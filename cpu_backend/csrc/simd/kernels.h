@@ -361,13 +361,13 @@ struct ElementwiseArgs {
   int count;
 };
 
-// The kernels of prompts: weights of any format are expanded to one type in front of one product, some columns at a time, and every token of
-// a segment is multiplied with them while they are in the first-level cache.
+// The kernels of prompts: weights of any format are expanded to one type in front of one product, some columns at a time, and every token
+// of a segment is multiplied with them while they are in the first-level cache.
 //
 // Activations are records of the format records_of(format) in tiles of `tile_tokens` rows: group g of row r begins at word
-// (g * tile_tokens + r) * words_per_group of its tile. Tokens are spread evenly over the tiles (Tiling); the other rows may hold anything. A
-// token's result does not depend on the other tokens, but differs from that of `tile`: in the order of sums, and, unless own_records, because
-// `tile` rounds activations to 8 bits where weights are integers.
+// (g * tile_tokens + r) * words_per_group of its tile. Tokens are spread evenly over the tiles (Tiling); the other rows may hold anything.
+// A token's result does not depend on the other tokens, but differs from that of `tile`: in the order of sums, and, unless own_records,
+// because `tile` rounds activations to 8 bits where weights are integers.
 struct MatrixKernels {
   Format records;  // for all formats, unless own_records
   int tile_tokens;
@@ -396,7 +396,8 @@ struct Kernels {
   // Writes the record of `groups` * 32 floats; group g begins at words[g * stride].
   void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, std::size_t stride);
   void (*gate)(const GateArgs& args);
-  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows per token; a sparse layout compares it with its threshold.
+  // out = min(act(min(rows + gate_bias, gate_limit)), act_limit) for 32 gate rows per token; a sparse layout compares it with its
+  // threshold.
   void (*act)(const GateArgs& args);
   SparseKernels sparse;
   // sum[r] += weight * (rows[r] + bias[r]) for 32 rows; bias may be null.

@@ -1,8 +1,8 @@
 // What the matrix kernels of NEON share: products of 2x2 blocks (SMMLA, BFMMLA), two rows of weights with two tokens.
 //
-// Weights of some groups (a panel) are arranged once as operands, two rows to 16 bytes, and then multiplied with all tiles of 8 tokens, whose
-// codes are arranged as well, two tokens to 16 bytes. A sum is a vector of (row 0, token 0), (row 0, token 1), (row 1, token 0), (row 1,
-// token 1). Where a tile has an odd number of tokens, the last one is multiplied beside a row that may hold anything.
+// Weights of some groups (a panel) are arranged once as operands, two rows to 16 bytes, and then multiplied with all tiles of 8 tokens,
+// whose codes are arranged as well, two tokens to 16 bytes. A sum is a vector of (row 0, token 0), (row 0, token 1), (row 1, token 0), (row
+// 1, token 1). Where a tile has an odd number of tokens, the last one is multiplied beside a row that may hold anything.
 #pragma once
 
 #include <arm_neon.h>

@@ -131,8 +131,8 @@ inline typename T::I broadcast_pair(const std::uint16_t* p) {
   return T::broadcast_int(&word);
 }
 
-// Scores of 16 keys at a time, whose words are transposed in registers: each vector then has two columns of all keys, and a row's scores are
-// the lanes of one sum.
+// Scores of 16 keys at a time, whose words are transposed in registers: each vector then has two columns of all keys, and a row's scores
+// are the lanes of one sum.
 template <class T, int N = kAttentionRows>
 void score_pairs(const ScoreArgs& args) {
   if constexpr (N > 1) {

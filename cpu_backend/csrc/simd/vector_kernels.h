@@ -55,8 +55,8 @@ void add_floats(Kernels& kernels) {
 }
 
 // The least number of tiles that a panel is faster for. Of some formats, expanding the codes twice takes less time than storing and loading
-// them, with 512 bits and VNNI (EPYC Zen 4); other instruction sets were not measured. Those with one part were measured with tiles of up to 8
-// tokens, where two were enough: three of up to 6 keep about the same number of tokens, and were not measured.
+// them, with 512 bits and VNNI (EPYC Zen 4); other instruction sets were not measured. Those with one part were measured with tiles of up
+// to 8 tokens, where two were enough: three of up to 6 keep about the same number of tokens, and were not measured.
 template <class T, class Coded>
 constexpr int least_panel_tiles() {
   constexpr bool kExpandsFast =

@@ -2,11 +2,11 @@
 //
 // In float32, for weights whose tiles are slow without the instruction for their products: these are expanded exactly, and activations are
 // not rounded. FP8 is multiplied in bfloat16 where the CPU has that product: its codes are exact in bfloat16, sums of a scale's columns are
-// multiplied with it, and activations are rounded to bfloat16. A group of 32 columns then takes 16 products, where int8 takes 8 and 2 for its
-// scales: as long as both products are equally fast, as on EPYC Zen 4, FP8 needs at least 1.6 times int8's time.
+// multiplied with it, and activations are rounded to bfloat16. A group of 32 columns then takes 16 products, where int8 takes 8 and 2 for
+// its scales: as long as both products are equally fast, as on EPYC Zen 4, FP8 needs at least 1.6 times int8's time.
 //
-// With VNNI the tiles of integers are 1.3 to 2.2 times as fast as an expansion to bfloat16 or float32, and with BF16 those of bfloat16 are as
-// fast (EPYC Zen 5, 2026-11, 8 to 64 tokens of an expert): such instruction sets have no matrix kernel.
+// With VNNI the tiles of integers are 1.3 to 2.2 times as fast as an expansion to bfloat16 or float32, and with BF16 those of bfloat16 are
+// as fast (EPYC Zen 5, 2026-11, 8 to 64 tokens of an expert): such instruction sets have no matrix kernel.
 #pragma once
 
 #include <cstddef>
@@ -172,8 +172,8 @@ MOEGRAFT_INLINE void expand_pairs(const std::byte* lines, int pair, PairPanel& o
   }
 }
 
-// The first tile fills the panel meanwhile, in units that its products do not use, so many pairs ahead that these do not wait for it: 0.93 of
-// the time of filling it before, with 32 tokens, and 0.83 with 12 (EPYC Zen 4).
+// The first tile fills the panel meanwhile, in units that its products do not use, so many pairs ahead that these do not wait for it: 0.93
+// of the time of filling it before, with 32 tokens, and 0.83 with 12 (EPYC Zen 4).
 constexpr int kPairsAhead = 4;
 
 template <class T, bool First, int N>

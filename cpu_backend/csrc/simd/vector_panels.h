@@ -1,5 +1,5 @@
-// Several tiles of tokens times a block whose codes are expanded to 8 bits first, once for all tiles: for formats whose codes take long to put
-// together, with the result of the tiles to the last bit. Formats of grids have no other kernel. Templates over the traits of
+// Several tiles of tokens times a block whose codes are expanded to 8 bits first, once for all tiles: for formats whose codes take long to
+// put together, with the result of the tiles to the last bit. Formats of grids have no other kernel. Templates over the traits of
 // vector_kernels.h, whose rules apply here.
 #pragma once
 

@@ -14,7 +14,8 @@ namespace {
 // Rows of down that are converted together: 128 KiB of floats for a chunk, which fits a 1 MiB L2 (EPYC Zen 5).
 constexpr int kRunNeurons = 64;
 
-// Prefetches the first lines of a row. The hardware prefetches the other lines, and reads several scattered rows at full speed (EPYC Zen 5).
+// Prefetches the first lines of a row. The hardware prefetches the other lines, and reads several scattered rows at full speed (EPYC Zen
+// 5).
 void prefetch_start(const std::byte* row) {
   for (int at = 0; at < 256; at += 64) __builtin_prefetch(row + at, 0, 3);
 }
