@@ -69,7 +69,6 @@ INTERFACE = {
     "errors",
     "estimates",
     "expert_group",
-    "experts_layer",
     "layout",
     "machine",
     "reference",
