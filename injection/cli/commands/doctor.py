@@ -51,9 +51,9 @@ def doctor(
 
 
 def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
-    from moegraft.injection.estimate import network as store
+    from moegraft.injection.estimate.measure import measure_network, save_network
 
-    found = store.measure_network()
+    found = measure_network()
     if found is None:
         return
     if as_json:
@@ -64,7 +64,7 @@ def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
         rows.append(("all", "", f"{found.all_us:.0f}", ""))
         terminal.write("\n".join(columns(rows, right=(0, 2, 3))) + "\n")
     try:
-        terminal.notice(f"saved in {store.save(found)}")
+        terminal.notice(f"saved in {save_network(found)}")
     except OSError as error:
         terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
 
