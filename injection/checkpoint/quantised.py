@@ -529,20 +529,14 @@ def _refuse_act_order(order: LazyTensor, group: int) -> None:
 # AWQ and GPTQ: the inputs are the rows of the stored tensors
 
 
-def _pair_awq(pairing: _Pairing) -> None:
+def _pair_columns(pairing: _Pairing, *, order: tuple[int, ...] | None) -> None:
     for codes in pairing.stored_as("I32"):
         if codes.key.endswith(".qweight"):
-            _add_columns(pairing, codes, 4, order=AWQ_ORDER)
-
-
-def _pair_gptq(pairing: _Pairing) -> None:
-    for codes in pairing.stored_as("I32"):
-        if codes.key.endswith(".qweight"):
-            _add_columns(pairing, codes, int(pairing.settings.get("bits", 4)), order=None)
+            _add_columns(pairing, codes, int(pairing.settings.get("bits", 4)), order=order)
 
 
 def _add_columns(pairing: _Pairing, codes: LazyTensor, bits: int, *, order: tuple[int, ...] | None) -> None:
-    """Add a weight of AWQ or GPTQ: `qweight`, `qzeros` and `scales`, each the transpose of what `ScaledCodes` has.
+    """Add a weight of AWQ, which has 4 bits, or GPTQ: `qweight`, `qzeros` and `scales`, each the transpose of what `ScaledCodes` has.
 
     An int32 of `qweight` has eight outputs of an input in AWQ, and 32 / bits inputs of an output in GPTQ; one of `qzeros` has outputs
     of a group in both.
@@ -618,7 +612,7 @@ _PAIR: Mapping[str, Callable[[_Pairing], None]] = {
     "fp8": _pair_fp8,
     "mxfp4": _pair_mxfp4,
     "compressed-tensors": _pair_compressed,
-    "awq": _pair_awq,
-    "gptq": _pair_gptq,
+    "awq": partial(_pair_columns, order=AWQ_ORDER),
+    "gptq": partial(_pair_columns, order=None),
     "modelopt": _pair_modelopt,
 }
