@@ -289,7 +289,7 @@ def divided_forecast(
         nodes.append(Node(rank, shares.sizes[rank] / sum(shares.sizes), _needed(planned, cache, load, rank), free))
     gbit = network_gbit or (NETWORK_GBIT if measured is None else measured.slowest.gbit)
     message_s = _message_s(len(sizes) - 1, measured)
-    speed = _speed(PlannedModel(meta_model, whole, registry), load, cache, target, sizes, gbit, message_s)
+    speed = _divided_speed(PlannedModel(meta_model, whole, registry), load, cache, target, sizes, gbit, message_s)
     return DividedForecast(tuple(nodes), speed, gbit)
 
 
@@ -310,7 +310,7 @@ def _needed(planned: PlannedModel, cache: KvCache, load: Workload, rank: int) ->
     return memory.needed if rank == 0 else memory.at_rest
 
 
-def _speed(
+def _divided_speed(
     planned: PlannedModel,
     load: Workload,
     cache: KvCache,
