@@ -168,8 +168,8 @@ def _longest_context(found: Forecast) -> int | None:
     return None
 
 
-def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
-    needed, free = found.memory.needed, found.available_bytes
+def _on_host(figures: Forecast, planned: PlannedModel) -> Iterator[str]:
+    needed, free = figures.memory.needed, figures.available_bytes
     saved: dict[str, int] = {}  # bytes by advice
     for swap in planned.plan.swaps:
         module = planned.meta_model.skeleton.get_submodule(swap.module)
@@ -184,11 +184,11 @@ def _on_host(found: Forecast, planned: PlannedModel) -> Iterator[str]:
     yield f"a machine with {human_bytes(needed - free)} more free memory"
 
 
-def _on_gpu(gpu: GpuMemory, found: Forecast, planned: PlannedModel) -> Iterator[str]:
+def _on_gpu(gpu: GpuMemory, figures: Forecast, planned: PlannedModel) -> Iterator[str]:
     least = gpu.needed - gpu.slots  # without slots, which take the free memory
     is_sized = any(group.rule.is_sized for group in gpu.groups)
     if not is_sized and least <= gpu.available:
-        tokens = found.load.context * found.load.batch
+        tokens = figures.load.context * figures.load.batch
         yield f"'cache: {{context: {tokens}}}' in the rule of the experts, so that slots leave memory for this many tokens"
     ratio = gpu.largest_ratio() if is_sized else None
     if ratio is not None:
