@@ -150,7 +150,7 @@ class Quantised(Conversion):
 
 
 class _Pairing:
-    """The tensors of a checkpoint while those of each quantised weight are brought together."""
+    """The tensors of a checkpoint, in which those of each quantised weight are replaced by one."""
 
     def __init__(self, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         self.config = checkpoint.folder / "config.json"
@@ -238,7 +238,7 @@ def _same_shape(tensor: LazyTensor, expected: tuple[int, ...], weight: LazyTenso
 
 
 def _at(tensor: LazyTensor, expert: int | None) -> torch.Tensor:
-    """Return an expert's part of a tensor; all of it if it is no more than one number."""
+    """Return an expert's part of a tensor, or the whole tensor if it is a single number."""
     if len(tensor.shape) < 2:
         return tensor[...].reshape(1, 1)
     return tensor[...] if expert is None else tensor[expert]

@@ -335,7 +335,7 @@ class CallExecutor:
         self._written = True
 
     def restart(self) -> None:
-        """Discard what was computed: all experts are computed again, on the CPU."""
+        """Discard the results so far: all experts are computed again, on the CPU."""
         self._grouped = None
         self._written = False
 
