@@ -1,7 +1,7 @@
 """How fast would a model be whose experts are spread over 1 to 8 machines like this one? Modelled decode and prompts, with a plot.
 
 What is measured here: the rates of the kernels (`moegraft doctor --measure`, run first) and, in the constants of
-`injection/estimate/divided.py`, what messages between processes of one machine cost. What is assumed: a cable adds 50 us to each layer;
+`injection/estimate/forecast.py`, what messages between processes of one machine cost. What is assumed: a cable adds 50 us to each layer;
 all replies share rank 0's link at its full bandwidth; experts are chosen evenly; every machine has the memory for its share. Nothing else
 of a network was measured.
 """
@@ -18,8 +18,7 @@ from transformers import Qwen3MoeConfig
 from moegraft.injection import plan, read_rules
 from moegraft.injection.api import build_meta_model
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.divided import divided_forecast
-from moegraft.injection.estimate.forecast import TargetMachine
+from moegraft.injection.estimate.forecast import TargetMachine, divided_forecast
 from moegraft.injection.estimate.planned import Workload
 from moegraft.operators.registry import load_registry
 

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.calibration import collect, sparse_layers
 from moegraft.operators.activations import quantiles
-from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.sparsity import LayerSparsity, achieved, total_counts
+from moegraft.operators.thresholds import experts_layer
 
 PROMPT = 512
 SHARES = (0.0, 0.5, 0.7, 0.85, 0.9)

@@ -23,19 +23,20 @@ from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, logits_of
 from moegraft.operators.activations import Calibration, calibrating, quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError, UnsupportedModelError
-from moegraft.operators.experts_layer import ExpertsLayer, experts_layer
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.routing_trace import Trace, record_trace
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import (
     FILE_NAME,
     GRID,
+    ExpertsLayer,
     HeldOut,
     LayerThresholds,
     Mode,
     Scope,
     SparsityOptions,
     Thresholds,
+    experts_layer,
     read_thresholds,
     weights_hash,
 )

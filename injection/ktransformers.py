@@ -304,7 +304,7 @@ class _Converter:
     def _experts(self, rule: TheirRule) -> Outcome:
         fitting = [path for path in self._paths.experts if _takes_experts(rule, path)]
         if is_block(rule):
-            others = [other for other in self._rules if other is not rule and not is_block(other) and self._is_experts(other)]
+            others = [other for other in self._rules if other is not rule and not is_block(other) and _is_mapped(other, "experts")]
             fitting, all_fitting = [path for path in fitting if not any(_takes_experts(other, path) for other in others)], fitting
             if all_fitting and not fitting:
                 lines = ", ".join(str(other.position.line) for other in others)
@@ -321,10 +321,6 @@ class _Converter:
         options = kwargs if gpu == "none" else f'{kwargs}, gpu: "{gpu}"'
         notes = (*devices_of(rule), *about_weights, *_remarks(rule))
         return Outcome(rule, "hybrid_experts", self._lines(rule, "experts", match, "hybrid_experts", options, taken), notes)
-
-    def _is_experts(self, rule: TheirRule) -> bool:
-        known = _class_of(rule)
-        return known is not None and known.becomes == "experts"
 
     def _why_no_experts(self, rule: TheirRule, fitting: Sequence[str]) -> str:
         if fitting:

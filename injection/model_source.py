@@ -121,7 +121,7 @@ _LAYERS = re.compile(r"(layers|layer|depth|blocks)$")
 
 
 def _check_config(path: Path) -> None:
-    """Refuse what no model class checks before it computes with it.
+    """Refuse values with which model classes compute unchecked.
 
     Raises:
         CheckpointError: the file is no JSON mapping, or has a value that no model has.

@@ -112,7 +112,7 @@ def _text_of(failure: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a process has for experts, and what it would take to hold everything."""
+    """The memory and the reading speed that a process offers for experts, and the bytes of all experts and of the rest."""
 
     free_bytes: int
     read_gbps: float
@@ -268,7 +268,7 @@ class Processes:
     def take_cores(self, threads: int) -> None:
         """Keep the threads of this process on its part of the machine's cores, while processes that were given the same cores share them.
 
-        A message wakes its receiver on the core of the sender, where the two would compute by turns while another core is idle: a
+        A message wakes its receiver on the core of the sender, where the two would alternate while another core is idle: a
         scheduler may leave them there for seconds.
 
         Args:

@@ -12,11 +12,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, activations
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.reference import reference_activation, reference_gate
 from moegraft.operators.weights import Part
 
+TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_selected_experts")
+SHARED_DOWN = ("down_proj", "output_linear")  # names of the down projection of shared experts
 # Probing cannot distinguish a wider clamp from no clamp, and no model's activations reach it.
 PROBE_RANGE = 64.0
 TOLERANCE = 1e-5  # above the difference of two float32 evaluations of one formula
@@ -225,3 +229,29 @@ def read_layout(module: nn.Module) -> ExpertsLayout:
         interleaved=bool(module.has_gate) and not module.is_concatenated,
         gate=gate,
     )
+
+
+def experts_per_token(config: PretrainedConfig) -> int:
+    """Return the number of experts per token.
+
+    Raises:
+        UnsupportedModelError: the config does not state it.
+    """
+    text: Any = config.get_text_config()
+    found = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
+    if found is None:
+        raise UnsupportedModelError(f"the config of {config.model_type} does not state the number of experts per token")
+    return found
+
+
+def shared_intermediate(path: str, model: nn.Module) -> int:
+    """Return the number of shared neurons beside the experts at `path`: in the same block or, as in Granite, in the same layer."""
+    block, _, _ = path.rpartition(".")
+    layer, _, _ = block.rpartition(".")
+    for owner in (block, layer):
+        shared = [child for name, child in model.get_submodule(owner).named_children() if "shared" in name]
+        downs = [module for child in shared for name, module in child.named_modules() if name.rpartition(".")[2] in SHARED_DOWN]
+        found = sum(int(module.in_features) for module in downs if hasattr(module, "in_features"))
+        if found:
+            return found
+    return 0

@@ -117,7 +117,7 @@ class LayerSparsity:
         self._group.restart()
 
     def begin(self, tokens: int) -> None:
-        """Note a forward pass over `tokens` tokens before it runs, when all layers have finished the earlier passes."""
+        """Count a forward pass over `tokens` tokens before it runs, when all layers have finished the earlier passes."""
         if self.drafting:
             return
         if self.routed_target and self._window_tokens >= WINDOW_TOKENS:
@@ -193,7 +193,7 @@ class SparseLayers:
         return tuple([layer.in_force().threshold for layer in layers])
 
     def begin(self, tokens: int) -> None:
-        """Note a forward pass that no layer has noted; it may have run already."""
+        """Count a forward pass that ran without the layers' own calls of `begin`, as a replayed step does."""
         for group in self._groups.values():
             for layer in group.layers:
                 layer.begin(tokens)

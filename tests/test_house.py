@@ -72,7 +72,6 @@ INTERFACE = {
     "errors",
     "estimates",
     "expert_group",
-    "experts_layer",
     "layout",
     "machine",
     "reference",

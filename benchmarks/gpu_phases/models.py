@@ -30,10 +30,9 @@ from gpu_phases.systems import RULES, Model, Stamps, compared_logits, engines_of
 from moegraft.injection.calibration import collect, sparse_layers
 from moegraft.injection.demo import demo_path
 from moegraft.operators.activations import quantiles
-from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.sparsity import achieved, total_counts
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.thresholds import SparsityOptions, experts_layer
 
 DEMO = "demo"  # the bundled model
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")  # a router, or a form of attention, of its own each

@@ -150,7 +150,7 @@ class Quantised(Conversion):
 
 
 class _Pairing:
-    """The tensors of a checkpoint while those of each quantised weight are brought together."""
+    """The tensors of a checkpoint, in which those of each quantised weight are replaced by one."""
 
     def __init__(self, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
         self.config = checkpoint.folder / "config.json"
@@ -238,7 +238,7 @@ def _same_shape(tensor: LazyTensor, expected: tuple[int, ...], weight: LazyTenso
 
 
 def _at(tensor: LazyTensor, expert: int | None) -> torch.Tensor:
-    """Return an expert's part of a tensor; all of it if it is no more than one number."""
+    """Return an expert's part of a tensor, or the whole tensor if it is a single number."""
     if len(tensor.shape) < 2:
         return tensor[...].reshape(1, 1)
     return tensor[...] if expert is None else tensor[expert]
@@ -529,20 +529,14 @@ def _refuse_act_order(order: LazyTensor, group: int) -> None:
 # AWQ and GPTQ: the inputs are the rows of the stored tensors
 
 
-def _pair_awq(pairing: _Pairing) -> None:
+def _pair_columns(pairing: _Pairing, *, order: tuple[int, ...] | None) -> None:
     for codes in pairing.stored_as("I32"):
         if codes.key.endswith(".qweight"):
-            _add_columns(pairing, codes, 4, order=AWQ_ORDER)
-
-
-def _pair_gptq(pairing: _Pairing) -> None:
-    for codes in pairing.stored_as("I32"):
-        if codes.key.endswith(".qweight"):
-            _add_columns(pairing, codes, int(pairing.settings.get("bits", 4)), order=None)
+            _add_columns(pairing, codes, int(pairing.settings.get("bits", 4)), order=order)
 
 
 def _add_columns(pairing: _Pairing, codes: LazyTensor, bits: int, *, order: tuple[int, ...] | None) -> None:
-    """Add a weight of AWQ or GPTQ: `qweight`, `qzeros` and `scales`, each the transpose of what `ScaledCodes` has.
+    """Add a weight of AWQ, which has 4 bits, or GPTQ: `qweight`, `qzeros` and `scales`, each the transpose of what `ScaledCodes` has.
 
     An int32 of `qweight` has eight outputs of an input in AWQ, and 32 / bits inputs of an output in GPTQ; one of `qzeros` has outputs
     of a group in both.
@@ -618,7 +612,7 @@ _PAIR: Mapping[str, Callable[[_Pairing], None]] = {
     "fp8": _pair_fp8,
     "mxfp4": _pair_mxfp4,
     "compressed-tensors": _pair_compressed,
-    "awq": _pair_awq,
-    "gptq": _pair_gptq,
+    "awq": partial(_pair_columns, order=AWQ_ORDER),
+    "gptq": partial(_pair_columns, order=None),
     "modelopt": _pair_modelopt,
 }

@@ -1,4 +1,6 @@
-"""Measured rates of this machine: of memory, of operators and of PyTorch's own layers.
+"""Measured rates of this machine, of memory, of operators and of PyTorch's own layers, and of the messages between processes.
+
+Of messages, the exchange of the forward pass itself is measured, with experts that return their input.
 
 Measurements are saved in the user's cache folder; they are valid for the machine and the versions that they were made with.
 """
@@ -6,6 +8,7 @@ Measurements are saved in the user's cache folder; they are valid for the machin
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,10 +25,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moegraft.injection.api import optimize_and_load
 from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.injected import injection_of
+from moegraft.injection.parallel import Processes
 from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.estimates import GpuRates, Rate
+from moegraft.operators.expert_group import Peer, Shares
 from moegraft.operators.machine import cpu_info, probe_machine, version_of
 from moegraft.operators.registry import load_registry
 from moegraft.operators.self_test import kernel_in_use
@@ -40,6 +45,8 @@ LINK_BYTES = 1 << 26
 LINEAR_TYPES = ("float32", "bfloat16")  # of PyTorch's own layers
 OVERHEAD_LAYERS = 8
 RECORDED_STEPS = 6  # by then a decode step is replayed
+MESSAGE_TOKENS = 1024  # 4 MiB of bfloat16 in each direction
+FEW_CALLS, MANY_CALLS = 400, 12
 BUSY = 0.5  # load average per core above which other programs disturb the measurement
 
 
@@ -233,7 +240,90 @@ def _overheads_ms() -> tuple[float, float]:
     return layer_ms(), replayed_ms
 
 
-FILE_NAME = "measurements.json"
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The exchange between rank 0 and another rank.
+
+    Attributes:
+        layer_us: that a layer takes longer when the other rank is asked for one row, and answers at once.
+        gbit: bits of rows and sums in a second, with many rows.
+    """
+
+    host: str
+    layer_us: float
+    gbit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The links of rank 0 to all other ranks.
+
+    Attributes:
+        all_us: that a layer takes longer when all are asked for one row.
+    """
+
+    links: tuple[Link, ...]
+    all_us: float
+
+    @property
+    def slowest(self) -> Link:
+        return min(self.links, key=lambda link: link.gbit)
+
+
+class _Echo:
+    """Experts that return their input."""
+
+    def compute(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(rows)
+
+
+def measure_network() -> Network | None:
+    """Measure between the processes that torchrun has started; None in all but that of rank 0.
+
+    Raises:
+        MoegraftError: they cannot reach each other, or one has ended.
+    """
+    echo = _Echo()
+    with Processes() as processes, processes.agreed():
+        count = processes.count
+        group = processes.group(Shares((1,) * count, processes.rank))
+        layer = group.join(count, echo.compute)
+    group.start()
+    if processes.rank:
+        group.follow()
+        return None
+
+    def seconds(tokens: int, ids: list[int], calls: int) -> float:
+        """Return the median time of a layer whose rows all choose one expert on each of some ranks."""
+        rows = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
+        index = torch.tensor([ids]).repeat(tokens, 1)
+        weights = torch.ones(index.shape)
+        times = []
+        for number in range(calls + calls // 4):
+            began = time.perf_counter()
+            group.forward(layer, rows, index, weights)
+            if number >= calls // 4:
+                times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    alone_s, many_alone_s = seconds(1, [0], FEW_CALLS), seconds(MESSAGE_TOKENS, [0], MANY_CALLS)
+
+    def link(peer: Peer) -> Link:
+        few_s, many_s = seconds(1, [0, peer.rank], FEW_CALLS), seconds(MESSAGE_TOKENS, [0, peer.rank], MANY_CALLS)
+        bits = 2 * 8 * MESSAGE_TOKENS * HIDDEN * torch.bfloat16.itemsize
+        return Link(peer.host, _longer_us(few_s, alone_s), round(bits / max(many_s - many_alone_s, 1e-9) / 1e9, 2))
+
+    links = tuple(link(peer) for peer in processes.peers if peer.rank)
+    all_s = seconds(1, list(range(count)), FEW_CALLS)
+    group.close()
+    return Network(links, _longer_us(all_s, alone_s))
+
+
+def _longer_us(measured_s: float, alone_s: float) -> float:
+    return max(0.0, round(1e6 * (measured_s - alone_s), 1))  # a busy machine may have disturbed the one more than the other
+
+
+RATES_FILE, NETWORK_FILE = "measurements.json", "network.json"
 
 
 def save_figures(name: str, made_with: object, figures: object) -> Path:
@@ -263,7 +353,7 @@ def load_figures(name: str, made_with: object, read: Callable[[dict[str, Any]], 
 
 def save(measured: Measurements) -> Path:
     """Save the measurements; see `save_figures`."""
-    return save_figures(FILE_NAME, _made_with(), measured)
+    return save_figures(RATES_FILE, _made_with(), measured)
 
 
 def load() -> Measurements | None:
@@ -274,7 +364,7 @@ def load() -> Measurements | None:
         gpu = measured.get("gpu")
         return Measurements(**{**measured, **rates, "gpu": None if gpu is None else GpuRates(**gpu)})
 
-    return load_figures(FILE_NAME, _made_with(), read)
+    return load_figures(RATES_FILE, _made_with(), read)
 
 
 def _made_with() -> dict[str, Any]:
@@ -283,3 +373,15 @@ def _made_with() -> dict[str, Any]:
     kernel = kernel_in_use()
     versions = {name: version_of(name) for name in ("moegraft", "torch", "transformers")}
     return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}
+
+
+def save_network(network: Network) -> Path:
+    """Save the measurement; see `save_figures`."""
+    return save_figures(NETWORK_FILE, version_of("moegraft"), network)
+
+
+def load_network() -> Network | None:
+    """Return the saved measurement; None if there is none of this version."""
+    return load_figures(
+        NETWORK_FILE, version_of("moegraft"), lambda found: Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"]))
+    )

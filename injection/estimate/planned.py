@@ -9,9 +9,9 @@ from moegraft.injection.planning import Plan, Swap
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
 from moegraft.operators.cache_form import QuantisedForm
 from moegraft.operators.estimates import GpuRates
-from moegraft.operators.experts_layer import experts_layer
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.thresholds import experts_layer
 
 ASSUMED_RATES = GpuRates(540.0, 60.0, 24.0, "assumed, as an A6000; --gpu-bandwidth and --link-bandwidth state others")
 

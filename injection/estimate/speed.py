@@ -14,8 +14,7 @@ from moegraft.injection.estimate.memory import GpuMemory, SlotGroup
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.planning import Swap
 from moegraft.operators.estimates import GpuRates, Rate, RoutedExperts
-from moegraft.operators.experts_layer import experts_per_token
-from moegraft.operators.layout import read_layout
+from moegraft.operators.layout import experts_per_token, read_layout
 from moegraft.operators.structure import SHARED_NAMES, kinds
 from moegraft.operators.weight_formats import STORED_FORMATS
 from moegraft.operators.weights import BLOCK_BYTES, WeightTypes

@@ -17,9 +17,9 @@ from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs
 from moegraft.operators.base import Kind, Operator
-from moegraft.operators.experts_layer import sparsity_errors
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import kinds
+from moegraft.operators.thresholds import sparsity_errors
 
 
 class ModelModules:

@@ -128,7 +128,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def adopt(cache: AnyCache) -> AnyCache:
-    """Make a cache that nothing else holds one of moegraft's own."""
+    """Make a cache, which nothing else may refer to, one of moegraft's own."""
     cache.moegraft = CacheBuffers()  # type: ignore[attr-defined] # transformers' classes have no member for it
     return cache
 

@@ -360,7 +360,7 @@ def _form(arguments: Mapping[str, Any]) -> tuple[TreeSpec, tuple[object, ...], t
 
 
 def _cache_tensors(cache: Any) -> list[tuple[dict[Any, torch.Tensor], Any]]:
-    """What holds each tensor of a cache, and the key that it has there."""
+    """Return the container of each tensor of a cache, and its key there."""
     places = [(vars(layer), name) for layer in cache.layers if isinstance(layer, StaticLayer) for name in CACHE_TENSORS]
     states = [getattr(layer, name) for layer in cache.layers if has_states(layer) for name in TENSORS]
     return places + [(held, key) for held in states for key, tensor in held.items() if tensor is not None]
@@ -410,7 +410,7 @@ def _is_static(layer: object) -> bool:
 
 
 def _has_memory(cache: Any) -> bool:
-    """Whether the first tokens were there, with which all layers get their memory."""
+    """Whether all layers have got their memory, as they do with the first tokens."""
     return all(layer.is_initialized for layer in cache.layers if isinstance(layer, StaticLayer)) and bool(_cache_tensors(cache))
 
 

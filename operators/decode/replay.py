@@ -49,7 +49,7 @@ _HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.of
 
 
 class FrozenModel:
-    """What steps rely on of a model, beside their arguments and the modes of PyTorch. A change is noticed at the next step.
+    """The state of a model that steps rely on, beside their arguments and the modes of PyTorch. A change is noticed at the next step.
 
     1. Each module has the same submodules, parameters and buffers, and runs the `forward` of its class.
     2. Their memory is at the same addresses, and nothing has written to it since.

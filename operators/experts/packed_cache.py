@@ -44,7 +44,7 @@ Fill = Callable[[PackedExperts], None]
 
 @cache
 def _converters() -> str:
-    """The versions of what converts stored weights before they are packed."""
+    """Return the versions of the packages that convert stored weights before they are packed."""
     return ", ".join(f"{name} {version_of(name)}" for name in ("moegraft", "transformers", "gguf"))
 
 

@@ -1,4 +1,4 @@
-"""What kernels do with the sums of a matrix product before they store them: biases, activation, gate, threshold. All in float32."""
+"""The epilogue of a matrix product, applied to its sums before they are stored: biases, activation, gate, threshold. All in float32."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Threshold:
 
     @classmethod
     def zero(cls, device: torch.device) -> Threshold:
-        """Return one that no neuron is below."""
+        """Return a threshold of 0, which every neuron reaches."""
         return cls(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(2, dtype=torch.int64, device=device))
 
 

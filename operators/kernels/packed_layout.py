@@ -111,7 +111,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """What Triton keeps a binary by: the decoder's functions are arguments, whose source its own key does not cover."""
+        """Triton's key of compiled kernels: the decoder's functions are arguments, whose source its own key does not cover."""
         return f"{self} {self.decoder.cache_key}"
 
 

@@ -272,7 +272,7 @@ class Engine:
             self.device.synchronize()
 
     def report(self) -> Mapping[str, object]:
-        """Return what it did so far, under names for users."""
+        """Return the statistics so far, under names for users."""
         slots = self._slots
         return {
             "slots": f"{int((slots.table >= 0).sum())} of {slots.plan.total} hold an expert",

@@ -108,25 +108,19 @@ class EngineLayers:
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
         """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
-        return partial(self._compute_on_device, kernel, drafting)
+
+        def compute(
+            x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, experts: torch.Tensor | None = None
+        ) -> None:
+            kernel.forward(x, self._slot_memory, slots, weights, out, experts=experts, **drafting)
+
+        return compute
 
     def begin_grouped(self, kernel: Any, tokens: Tokens) -> Any:
         """Return the call of a layer's `device_kernel` that computes experts as they arrive; None where there is none."""
         if not hasattr(kernel, "begin"):
             return None
         return kernel.begin(tokens.hidden_states, self._slot_memory, tokens.top_k_index, tokens.top_k_weights)
-
-    def _compute_on_device(
-        self,
-        kernel: Any,
-        arguments: dict[str, Any],
-        x: torch.Tensor,
-        slots: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        experts: torch.Tensor | None = None,
-    ) -> None:
-        kernel.forward(x, self._slot_memory, slots, weights, out, experts=experts, **arguments)
 
     def time_paths(self, resident: int, top_k: int, choices: PathChoices) -> None:
         """Time the kernels of sparse experts and use the fastest from now on; slots are unused before and after.
@@ -341,7 +335,7 @@ class CallExecutor:
         self._written = True
 
     def restart(self) -> None:
-        """Discard what was computed: all experts are computed again, on the CPU."""
+        """Discard the results so far: all experts are computed again, on the CPU."""
         self._grouped = None
         self._written = False
 

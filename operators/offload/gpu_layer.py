@@ -159,7 +159,7 @@ class _RouterCalls:
         router.module.register_forward_hook(routed, with_kwargs=True)
 
     def record(self, hidden_states: torch.Tensor, output: Any) -> None:
-        """Take a call; also one that no hook has seen."""
+        """Record a call of the router, whether the hook saw it or not."""
         self._last = hidden_states, output
 
     def scoring(self) -> Scoring | None:

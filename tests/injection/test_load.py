@@ -163,7 +163,7 @@ def test_too_little_memory_is_refused_before_reading(folder: Path, monkeypatch: 
     from moegraft.operators.machine import Machine
 
     monkeypatch.setattr(grafting, "probe_machine", lambda: Machine(cores=2, available_bytes=1000))
-    with pytest.raises(NotEnoughMemoryError, match="GiB are free"):
+    with pytest.raises(NotEnoughMemoryError, match="and 1000 B are free"):
         optimize_and_load(folder, "cpu-exact", progress=False)
 
 

@@ -184,7 +184,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class SavedChatError(MoegraftError):
-    """The file is no saved chat, or belongs to another model."""
+    """The file is not a saved chat, or belongs to another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
 def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
     """
     Raises:
-        SavedChatError: the file is no saved chat, is damaged, or belongs to another model or other rules.
+        SavedChatError: the file is not a saved chat, is damaged, or belongs to another model or other rules.
         OSError: the file cannot be read.
     """
     with path.open("rb"):  # raises OSError with the reason, which safetensors does not give
@@ -263,7 +263,7 @@ NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a SHA-256 of what a model's keys and values depend on. It is the same on another machine.
+    """Return a SHA-256 of everything that a model's keys and values depend on; it is the same on another machine.
 
     It covers the config, the operators' options and thresholds, and up to 16 KiB, in 64 stripes, of each parameter and stored buffer, of
     each packed matrix, and of each expert. Training changes almost all values of what it changes; an edit of single values between the

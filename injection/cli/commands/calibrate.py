@@ -109,12 +109,12 @@ def calibrate(
     if out is not None:
         about = describe_source(loaded.model, source, name=short_name(model), text_sha256=hashlib.sha256(content).hexdigest())
         with terminal.stage("calibrating", work_tokens(loaded.model, ids, run)) as advance:
-            found, calibration = find_thresholds(loaded.model, about, ids, run, advance)
-        write_thresholds(found, out)
+            thresholds, calibration = find_thresholds(loaded.model, about, ids, run, advance)
+        write_thresholds(thresholds, out)
         if report is not None:
             plot_activations(calibration, report)
-        lines += _thresholds_lines(found, out)
-        data |= _thresholds_json(found, out)
+        lines += _thresholds_lines(thresholds, out)
+        data |= _thresholds_json(thresholds, out)
     if routing is not None:
         name = f"{short_name(model)}, {text.name if text is not None else 'the bundled text'}"
         with terminal.stage("recording", len(ids)) as advance:
@@ -128,16 +128,16 @@ def calibrate(
         terminal.write("\n".join(lines) + "\n")
 
 
-def _thresholds_lines(found: Thresholds, out: Path) -> list[str]:
+def _thresholds_lines(thresholds: Thresholds, out: Path) -> list[str]:
     rows: list[tuple[str, ...]] = [("target", "left out", "perplexity", "against all neurons", "same next token")]
-    for row in found.held_out:
+    for row in thresholds.held_out:
         against = f"{100 * (row.perplexity / row.dense_perplexity - 1):+.1f} %"
         rows.append((f"{row.target:g}", f"{100 * row.achieved:.1f} %", f"{row.perplexity:.4g}", against, f"{100 * row.agreement:.1f} %"))
-    dense = found.held_out[0].dense_perplexity
-    last = found.held_out[-1]
+    dense = thresholds.held_out[0].dense_perplexity
+    last = thresholds.held_out[-1]
     return [
-        f"{plural(len(found.layers), 'layer')} calibrated on {plural(found.tokens, 'token')}",
-        f"with every neuron, the perplexity on {plural(found.held_out_tokens, 'held-out token')} is {dense:.4g}",
+        f"{plural(len(thresholds.layers), 'layer')} calibrated on {plural(thresholds.tokens, 'token')}",
+        f"with every neuron, the perplexity on {plural(thresholds.held_out_tokens, 'held-out token')} is {dense:.4g}",
         *columns(rows, right=(0, 1, 2, 3, 4)),
         f"{out}: written; in rules: sparsity: {{target: {last.target:g}, scope: {last.scope}, thresholds: {out.name}}}",
     ]
@@ -151,15 +151,15 @@ def _routing_lines(trace: Trace, routing: Path) -> list[str]:
     ]
 
 
-def _thresholds_json(found: Thresholds, out: Path) -> Json:
+def _thresholds_json(thresholds: Thresholds, out: Path) -> Json:
     return {
         "file": out,
-        "model": found.model,
-        "layers": list(found.layers),
-        "tokens": found.tokens,
-        "held_out_tokens": found.held_out_tokens,
-        "text_sha256": found.text_sha256,
-        "held_out": [asdict(row) for row in found.held_out],
+        "model": thresholds.model,
+        "layers": list(thresholds.layers),
+        "tokens": thresholds.tokens,
+        "held_out_tokens": thresholds.held_out_tokens,
+        "text_sha256": thresholds.text_sha256,
+        "held_out": [asdict(row) for row in thresholds.held_out],
     }
 
 

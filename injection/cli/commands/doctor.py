@@ -51,20 +51,20 @@ def doctor(
 
 
 def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
-    from moegraft.injection.estimate import network as store
+    from moegraft.injection.estimate.measure import measure_network, save_network
 
-    found = store.measure_network()
-    if found is None:
+    network = measure_network()
+    if network is None:
         return
     if as_json:
-        write_json(terminal, asdict(found))
+        write_json(terminal, asdict(network))
     else:
         rows = [("rank", "host", "us for a layer", "Gbit/s")]
-        rows += [(str(rank), link.host, f"{link.layer_us:.0f}", f"{link.gbit:.1f}") for rank, link in enumerate(found.links, 1)]
-        rows.append(("all", "", f"{found.all_us:.0f}", ""))
+        rows += [(str(rank), link.host, f"{link.layer_us:.0f}", f"{link.gbit:.1f}") for rank, link in enumerate(network.links, 1)]
+        rows.append(("all", "", f"{network.all_us:.0f}", ""))
         terminal.write("\n".join(columns(rows, right=(0, 2, 3))) + "\n")
     try:
-        terminal.notice(f"saved in {store.save(found)}")
+        terminal.notice(f"saved in {save_network(network)}")
     except OSError as error:
         terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
 

@@ -27,8 +27,7 @@ from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, ope
 from moegraft.operators.errors import human_bytes
 
 if TYPE_CHECKING:
-    from moegraft.injection.estimate.divided import DividedForecast
-    from moegraft.injection.estimate.forecast import Forecast
+    from moegraft.injection.estimate.forecast import DividedForecast, Forecast
     from moegraft.injection.estimate.memory import GpuMemory
     from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.planning import Plan
@@ -67,7 +66,7 @@ def plan(
     stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
-    from moegraft.injection.estimate.forecast import forecast
+    from moegraft.injection.estimate.forecast import divided_forecast, forecast
     from moegraft.injection.estimate.planned import Workload
     from moegraft.injection.planning import plan as make_plan
 
@@ -76,11 +75,8 @@ def plan(
     planned = make_plan(meta_model, rule_file, registry=registry)
     workload = Workload(context, batch, min(prompt, context))
     if nodes is not None:
-        from moegraft.injection.estimate import network as links
-        from moegraft.injection.estimate.divided import divided_forecast
-
         memory = node_memory(nodes, target.available_bytes)
-        divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, links.load())
+        divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, store.load_network())
         _write_divided(divided, meta_model, planned, open_terminal(), as_json=json)
         if not divided.fits:
             raise typer.Exit(FINDINGS)

@@ -61,30 +61,34 @@ def verify(
     if len(ids) < 2:
         raise OptionsError(f"{text}: the text has {plural(len(ids), 'token')}; at least 2 are needed, and some hundred are better")
     with terminal.stage(f"comparing on {len(ids)} tokens"):
-        found = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
+        verification = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
     if plot is not None:
-        plot_errors(found, plot)
+        plot_errors(verification, plot)
     if json:
-        write_json(terminal, _as_json(found))
+        write_json(terminal, _as_json(verification))
     else:
-        _write(found, terminal)
-    if not found.ok:
+        _write(verification, terminal)
+    if not verification.ok:
         raise typer.Exit(FINDINGS)
 
 
-def _write(found: Verification, terminal: Terminal) -> None:
+def _write(verification: Verification, terminal: Terminal) -> None:
     rows: list[tuple[str, ...]] = [("module", "operator", "weights", "relative error", "cosine", "limit", "")]
-    rows += [_row(layer) for layer in found.layers]
-    logits = found.logits
-    sparse = f"layers are compared with every neuron; the injected logits leave out {100 * (found.left_out or 0):.1f} % of the routed ones"
+    rows += [_row(layer) for layer in verification.layers]
+    logits = verification.logits
+    left_out = f"{100 * (verification.left_out or 0):.1f} % of the routed ones"
     lines = columns(rows, right=(3, 4, 5))
-    lines += [f"{path}: not compared, no token reaches it" for path in found.unreached]
+    lines += [f"{path}: not compared, no token reaches it" for path in verification.unreached]
     lines += [
         f"logits over {logits.positions} positions: KL(stock || injected) {logits.kl_nats:.3g} nats, "
         f"the same likeliest token at {100 * logits.top1_agreement:.1f} %",
-        *([sparse] if found.left_out is not None else []),
+        *(
+            [f"layers are compared with every neuron; the injected logits leave out {left_out}"]
+            if verification.left_out is not None
+            else []
+        ),
         f"perplexity: stock {logits.stock_perplexity:.4g}, injected {logits.injected_perplexity:.4g}",
-        verdict(found),
+        verdict(verification),
     ]
     terminal.write("\n".join(lines) + "\n")
 
@@ -95,34 +99,34 @@ def _row(layer: LayerError) -> tuple[str, ...]:
     return layer.module, layer.operator, layer.weight_type or "-", f"{layer.relative_error:.3g}", f"{layer.cosine:.6f}", limit, mark
 
 
-def verdict(found: Verification) -> str:
+def verdict(verification: Verification) -> str:
     """Return the outcome in one sentence."""
-    bad = found.first_bad
+    bad = verification.first_bad
     if bad is not None:
-        count = sum(not layer.ok for layer in found.layers)
+        count = sum(not layer.ok for layer in verification.layers)
         limit = f"; the limit of {bad.weight_type} is {bad.expected.limit:.2g} ({bad.expected.reason})" if bad.expected else ""
         more = f" of {count} modules" if count > 1 else ""
         return f"verdict: WRONG: {bad.module} is the first{more} too far from stock: relative error {bad.relative_error:.3g}{limit}"
-    if not found.ok:
+    if not verification.ok:
         return "verdict: WRONG: the logits are not finite although every replaced module is right; the checkpoint itself may be damaged"
-    if not found.layers:
+    if not verification.layers:
         return "verdict: no replaced module is reached by text"
-    reasons = {layer.weight_type: layer.expected.reason for layer in found.layers if layer.expected}
-    unknown = sum(layer.expected is None for layer in found.layers)
+    reasons = {layer.weight_type: layer.expected.reason for layer in verification.layers if layer.expected}
+    unknown = sum(layer.expected is None for layer in verification.layers)
     known = "; ".join(f"{weights}: {reason}" for weights, reason in reasons.items())
     rest = f"; no limit is known for {plural(unknown, 'module')}" if unknown else ""
     return f"verdict: right: every error is within the limit of its weight type ({known}){rest}"
 
 
-def _as_json(found: Verification) -> Json:
-    bad = found.first_bad
+def _as_json(verification: Verification) -> Json:
+    bad = verification.first_bad
     return {
-        "ok": found.ok,
-        "verdict": verdict(found),
+        "ok": verification.ok,
+        "verdict": verdict(verification),
         "first_bad": bad.module if bad else None,
-        "tokens": found.tokens,
-        "layers": [{**asdict(layer), "ok": layer.ok} for layer in found.layers],
-        "unreached": found.unreached,
-        "logits": asdict(found.logits),
-        "left_out": found.left_out,
+        "tokens": verification.tokens,
+        "layers": [{**asdict(layer), "ok": layer.ok} for layer in verification.layers],
+        "unreached": verification.unreached,
+        "logits": asdict(verification.logits),
+        "left_out": verification.left_out,
     }

@@ -220,7 +220,7 @@ class AnswerParser:
                 yield ParsedDelta("content", rest, start=self._passed)
 
     def spans(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Take text instead of `feed`; yield what is decided, in parts, each with whether it is reasoning or one of its marks."""
+        """Take text instead of `feed`; yield the decided parts, each with whether it is reasoning or one of its marks."""
         self._text += text
         begin = self._at
         try:
@@ -236,7 +236,7 @@ class AnswerParser:
             yield self.rest(), False
 
     def rest(self) -> str:
-        """Return the text that is undecided, perhaps the beginning of a mark; at the end of an answer it is no reasoning."""
+        """Return the text that is undecided, perhaps the beginning of a mark; at the end of an answer it counts as content."""
         rest, self._at = self._text[self._at :], len(self._text)
         return rest
 

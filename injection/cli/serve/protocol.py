@@ -137,7 +137,7 @@ class Lenient(BaseModel):
 
 
 class Options(BaseModel):
-    """What all requests for answers take."""
+    """The parameters of every request for answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -159,7 +159,7 @@ class Options(BaseModel):
     user: NoEffect = None
     metadata: NoEffect = None
     store: NoEffect = None
-    """Of no effect: nothing is stored."""
+    """Parameters without effect, as nothing is stored."""
     service_tier: NoEffect = None
     safety_identifier: NoEffect = None
     prompt_cache_key: NoEffect = None
@@ -352,7 +352,7 @@ class StreamOptions(Lenient):
 
 
 class Completion(Options):
-    """What chat and text completions take."""
+    """The parameters of chat and text completions."""
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None

@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """An array that a kernel adds to; it is no part of the step's results."""
+    """An array that a kernel adds counts to. Recordings have to use the same array; its contents are not compared."""
 
     array: np.ndarray[Any, np.dtype[Any]]
 

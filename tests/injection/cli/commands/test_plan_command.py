@@ -17,9 +17,8 @@ from typer.testing import Result
 
 from moegraft.injection.cli.options import OptionsError, parse_size
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate import network
 from moegraft.injection.estimate.forecast import TargetMachine, forecast
-from moegraft.injection.estimate.measure import Measurements
+from moegraft.injection.estimate.measure import Link, Measurements, Network, save_network
 from moegraft.injection.estimate.planned import PlannedModel, Workload
 from moegraft.injection.estimate.speed import Work, predict, work_of
 from moegraft.injection.meta_model import build_meta_model
@@ -256,7 +255,7 @@ def test_machines_that_share_the_experts_hold_them_all(
     assert 0 < sum(held) < alone["memory_bytes"]["weights"]
     slow = run_json(*arguments, "--nodes", "3", "--network", "0.01")["speed"]
     assert slow["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"]
-    network.save(network.Network((network.Link("there", 5000.0, 0.01),), 5000.0))
+    save_network(Network((Link("there", 5000.0, 0.01),), 5000.0))
     measured = run_json(*arguments, "--nodes", "3")["speed"]
     assert measured["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"], "the saved measurement of the network is used"
     assert measured["decode_tokens_s"] < slow["decode_tokens_s"]
