@@ -59,7 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _imported = 0
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.runtime.interpreter" in sys.modules:
+        from support.triton_cases import quicken_interpreter
+
+        quicken_interpreter(overflows=session.config.getoption("--long"))
     _freeze()
 
 
