@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, modeling_layers
 
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.drafts import Drafter, draw
@@ -37,7 +37,7 @@ def mtp_layers(model: nn.Module) -> Any:
 
 def why_no_mtp(model: PreTrainedModel) -> str | None:
     """Return why MTP layers cannot be added to a stock model; None where they can, if the checkpoint has them."""
-    library = getattr(transformers.modeling_layers, "MtpModel", None)
+    library = getattr(modeling_layers, "MtpModel", None)
     if not hasattr(library, "forward_layer"):
         return f"transformers {transformers.__version__} cannot compute MTP layers one by one; install 5.23 or newer"
     if not _layer_count(model):

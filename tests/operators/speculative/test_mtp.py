@@ -194,6 +194,21 @@ def test_a_cache_that_holds_a_part_of_the_prompt_is_gone_on_with(checkpoints: Fo
     assert statistics(model)["accepted_tokens"] > 0
 
 
+def test_experts_of_mtp_layers_have_slots_too(checkpoints: Folders, tmp_path: Path) -> None:
+    folder, stock = checkpoints("deepseek_v3")
+    file = tmp_path / "rules.yaml"
+    file.write_text(
+        "version: 1\nrules:\n"
+        "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}}}\n"
+        "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: mtp, schedule: fixed}}\n"
+    )
+    model = optimize_and_load(folder, file, progress=False, threads=1)
+    assert torch.equal(greedy(model, prompt(20)), greedy(stock, prompt(20)))
+    assert 0.4 < statistics(model)["acceptance_by_position"][0] < 1
+    assert any(line.startswith("3 x experts") and "3 of 6 in slots" in line for line in model.moegraft.placement())
+    model.moegraft.close()
+
+
 def test_the_measured_schedule_leaves_the_text_as_it_is(checkpoints: Folders) -> None:
     folder, stock = checkpoints("glm4_moe")
     model = load(folder, schedule="marginal", max_draft=4)
