@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from moegraft.operators.decode.mtp import MTP, mtp_key, mtp_layers
 
 
 @dataclass(slots=True)
@@ -82,6 +84,16 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
                 targets.setdefault(name, Target(name, target.keys, target.converter))
     unexpected = [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
     return KeyMap(targets, tuple(unexpected), tuple(missing_names(skeleton, targets)))
+
+
+def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Return the names under which the tensors of MTP layers are mapped to a model that has these: transformers renames them first."""
+    if mtp_layers(skeleton) is None:
+        return {}
+    body_layers = skeleton.config.get_text_config(decoder=True).num_hidden_layers
+    renamings: list[WeightRenaming] = get_checkpoint_conversion_mapping("MtpModel") or []
+    found = {key: name for key in keys if (name := mtp_key(key, body_layers)) is not None}
+    return {key: f"{MTP}.{rename_source_key(name.removeprefix(f'{MTP}.'), renamings, [])[0]}" for key, name in found.items()}
 
 
 def _ignored(patterns: Iterable[str] | None, name: str) -> bool:

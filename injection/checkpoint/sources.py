@@ -18,9 +18,8 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, stored_identity
-from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys
+from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys, mtp_names
 from moegraft.injection.checkpoint.quantised import Quantised
-from moegraft.operators.decode.mtp import mtp_key, mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
 from moegraft.operators.weight_formats import STORED_FORMATS
@@ -450,10 +449,8 @@ class CheckpointWeights:
     """The weights of a safetensors checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, skeleton: PreTrainedModel) -> None:
-        self.tensors: Mapping[str, LazyTensor] = checkpoint.tensors
-        if mtp_layers(skeleton) is not None:
-            body_layers = skeleton.config.get_text_config(decoder=True).num_hidden_layers
-            self.tensors = {mtp_key(key, body_layers) or key: tensor for key, tensor in self.tensors.items()}
+        renamed = mtp_names(skeleton, checkpoint.tensors)
+        self.tensors: Mapping[str, LazyTensor] = {renamed.get(key, key): tensor for key, tensor in checkpoint.tensors.items()}
         self.keymap = map_keys(skeleton, self.tensors)
         self._skeleton = skeleton
         self._quantised = {key: found for key, tensor in self.tensors.items() if (found := _quantised(tensor)) is not None}

@@ -58,8 +58,9 @@ class Drafting:
     def begin(self, sequence: DecodedSequence, lossless: AcceptanceRule, processors: LogitsProcessorList) -> AcceptanceRule:
         """Begin to extend a sequence whose prompt is computed; return the rule of its rounds."""
         self.schedule.begin()
-        self.drafter.begin(sequence)
         self._longest = self._longest_draft(sequence.cache, processors)
+        if self._longest:
+            self.drafter.begin(sequence)
         return Adaptive(lossless, self.confidence, self.tolerance, self.statistics.add_lossy) if self.tolerance else lossless
 
     def _longest_draft(self, cache: Cache | None, processors: LogitsProcessorList) -> int:
@@ -74,7 +75,8 @@ class Drafting:
 
     def end(self, sequence: DecodedSequence) -> None:
         """Free what the rounds of a sequence kept in its cache."""
-        self.drafter.end(sequence)
+        if self._longest:
+            self.drafter.end(sequence)
         if (cache := sequence.cache) is not None:
             drop_past(cache)
 
@@ -110,7 +112,8 @@ class Drafting:
                 else:
                     choose(sequence, rule, sequence.step())
             generated = sequence.length - before
-            self.drafter.keep(sequence, generated)
+            if self._longest:
+                self.drafter.keep(sequence, generated)
             if mark is not None:
                 with self.trace("rollback") as details:
                     details["kept"] = generated

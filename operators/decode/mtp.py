@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, modeling_layers
 
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.drafts import Drafter, draw
@@ -37,7 +37,7 @@ def mtp_layers(model: nn.Module) -> Any:
 
 def why_no_mtp(model: PreTrainedModel) -> str | None:
     """Return why MTP layers cannot be added to a stock model; None where they can, if the checkpoint has them."""
-    library = getattr(transformers.modeling_layers, "MtpModel", None)
+    library = getattr(modeling_layers, "MtpModel", None)
     if not hasattr(library, "forward_layer"):
         return f"transformers {transformers.__version__} cannot compute MTP layers one by one; install 5.23 or newer"
     if not _layer_count(model):
@@ -108,7 +108,7 @@ class _Streams:
     """
 
     cache: Any
-    waiting: list[torch.Tensor | None]
+    waiting: list[list[torch.Tensor]]
     position: int
     latest: torch.Tensor | None = None
 
@@ -131,7 +131,7 @@ class MtpDrafter(Drafter):
         self._confidence = confidence
         self._switch = switch
         self._kept = kept
-        self._streams = _Streams(_new_cache(model), [None] * len(self._layers.layers), 0)
+        self._streams = _Streams(_new_cache(model), [[] for _ in self._layers.layers], 0)
         self._last = len(self._layers.layers) - 1
 
     def begin(self, sequence: DecodedSequence) -> None:
@@ -146,7 +146,7 @@ class MtpDrafter(Drafter):
 
     def keep(self, sequence: DecodedSequence, tokens: int) -> None:
         assert sequence.hidden_states is not None, "the sequence was asked for them"
-        self._add(0, sequence.hidden_states[:, :tokens])
+        self._streams.waiting[0].append(sequence.hidden_states[:, :tokens])
         self._streams.position = sequence.length - 1
 
     def end(self, sequence: DecodedSequence) -> None:
@@ -162,8 +162,7 @@ class MtpDrafter(Drafter):
             length = min(length, longest - self._last)
         if length < 1:
             return []
-        new = streams.waiting[0]
-        if new is not None and new.shape[1] > MANY:  # plain steps came before: the next draft will take less time
+        if sum(each.shape[1] for each in streams.waiting[0]) > MANY:  # plain steps came before: the next draft will take less time
             self._switch.preparations += 1
         self._settle_all(sequence)
         marks: list[CacheMark] = []
@@ -175,8 +174,8 @@ class MtpDrafter(Drafter):
             number = min(len(tokens), self._last)
             if len(tokens) == len(marks) <= self._last:
                 marks.append(CacheMark(Cache(layers=[streams.cache.layers[number]]), 2))
-                before = [streams.waiting[number] if number else None, states if number != 1 else None]
-                states = torch.cat([each for each in before if each is not None], dim=1)
+                if number:
+                    states = torch.cat([*streams.waiting[number], *([states] if number > 1 else [])], dim=1)
             if tokens:
                 fed = states if len(tokens) <= self._last else states[:, -1:]
                 states = self._feed(number, fed, sequence.followed_by(tokens))
@@ -195,20 +194,17 @@ class MtpDrafter(Drafter):
 
     def _settle(self, number: int, ids: torch.Tensor) -> None:
         """Feed a layer all states whose tokens are in the sequence `ids`: of the layers after the first, the latest one's is not."""
-        waiting = self._streams.waiting[number]
-        size = 0 if waiting is None else waiting.shape[1] - (number > 0)
-        if waiting is None or size < 1:
+        waiting = self._streams.waiting
+        size = sum(each.shape[1] for each in waiting[number]) - (number > 0)
+        if size < 1:
             return
-        states = self._feed(number, waiting[:, :size], ids)
-        self._streams.waiting[number] = waiting[:, size:]
+        before = torch.cat(waiting[number], dim=1)
+        states = self._feed(number, before[:, :size], ids)
+        waiting[number] = [before[:, size:]]
         if number == 0:
             self._streams.latest = states[:, -1:]
         if number < self._last:
-            self._add(number + 1, states)
-
-    def _add(self, number: int, states: torch.Tensor) -> None:
-        waiting = self._streams.waiting[number]
-        self._streams.waiting[number] = states if waiting is None else torch.cat([waiting, states], dim=1)
+            waiting[number + 1].append(states)
 
     def _feed(self, number: int, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Feed a layer states (1, T, H), each with one of the last T tokens of `ids`; return its own states."""

@@ -16,6 +16,13 @@ from support.families import build_model, served_cases
 EXTRAS = ("enorm", "hnorm", "eh_proj")  # beside the modules of a decoder layer
 NUMBERED = {"deepseek_v3": "shared_head.norm", "glm4_moe": "shared_head.norm"}  # after the body's layers, with this last norm
 MELLUM = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+INKLING = {
+    "enorm": "embed_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "input_proj",
+    "post_norm": "post_norm",
+    "mtp_block": "transformer_block",
+}
 SHARE_OF_LAYERS = 0.15  # of hidden states: text that depends mostly on its last token, which MTP layers predict well
 
 
@@ -40,7 +47,8 @@ def write_checkpoint(folder: Path, model_type: str, *, layers: int = 1, share: f
                 parameter.fill_(1.0)
         for layer in mtp.layers:
             hidden = layer.eh_proj.weight.shape[0]
-            layer.eh_proj.weight.mul_(0.1)[:, :hidden] += torch.eye(hidden)
+            embedded = slice(hidden, None) if getattr(mtp.config, "mtp_hidden_states_first", False) else slice(hidden)
+            layer.eh_proj.weight.mul_(0.04)[:, embedded] += torch.eye(hidden)
         for name, parameter in [*model.named_parameters(), *mtp.layers.named_parameters()]:
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 parameter.mul_(share)
@@ -60,6 +68,8 @@ def stored_names(mtp: Any, model_type: str, body_layers: int) -> Mapping[str, to
             part, _, rest = name.partition(".")
             if model_type == "mellum":
                 found[f"mtp.{MELLUM[part]}.{rest}" if part in MELLUM else f"mtp.layers.{number}.{rest}"] = value
+            elif model_type == "inkling_text":
+                found[f"model.mtp.layers.{number}.{INKLING[part]}.{rest}"] = value
             elif part == "post_norm":
                 found[f"{prefix}{NUMBERED[model_type]}.{rest}"] = value
             else:

@@ -14,7 +14,7 @@ import transformers.modeling_layers
 from safetensors.torch import load_file, save_file
 from support.families import build_model, prompt, served_cases
 from support.mtp import write_checkpoint
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from moegraft.injection import build_meta_model, new_cache, optimize_and_load, plan
@@ -30,7 +30,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_atten
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},  # latent attention
     "three layers": {"layers": 3},
-    "glm4_moe": {"share": 0.05},
+    "glm4_moe": {"share": 0.02},
+    "inkling_text": {"share": 0.02},  # short convolutions, whose states are rolled back
     "mellum": WINDOWS,  # a window in the MTP layer, whose tensors have names of their own
 }
 Folders = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -83,6 +84,7 @@ def statistics(model: PreTrainedModel) -> Any:
         ("three layers", 4),
         ("glm4_moe", 3),
         ("mellum", 2),
+        ("inkling_text", 3),
     ],
 )
 def test_greedy_text_is_that_of_plain_decoding(name: str, depth: int, checkpoints: Folders) -> None:
@@ -111,7 +113,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "three layers", "glm4_moe", "mellum"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "three layers", "glm4_moe", "mellum", "inkling_text"])
 def test_drafts_are_those_of_transformers(name: str, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, stock = checkpoints(name)
     depth: int = CASES[name].get("layers", 1)
@@ -126,7 +128,7 @@ def test_drafts_are_those_of_transformers(name: str, checkpoints: Folders, monke
         return ids, logits
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
-    if name != "mellum":  # the classes name the layers of the released models
+    if name not in ("mellum", "inkling_text"):  # the classes name the layers of the released models
         after = [rf"model\.layers\.{number}\." for number in range(3, 3 + depth)]
         monkeypatch.setattr(type(stock), "_keys_to_ignore_on_load_unexpected", after)
     model, stock = load(folder, max_draft=depth), type(stock).from_pretrained(folder)
@@ -183,6 +185,30 @@ def test_a_later_call_goes_on_with_the_same_cache(checkpoints: Folders, monkeypa
     assert {length: found[length] for length in both} == {length: expected[length] for length in both}
 
 
+def test_a_cache_that_holds_a_part_of_the_prompt_is_gone_on_with(checkpoints: Folders) -> None:
+    folder, stock = checkpoints("three layers")
+    model = load(folder)
+    cache = new_cache(model)
+    model(prompt(20)[:, :12], past_key_values=cache, use_cache=True)  # tokens whose states the layers have not seen
+    assert torch.equal(greedy(model, prompt(20), past_key_values=cache), greedy(stock, prompt(20)))
+    assert statistics(model)["accepted_tokens"] > 0
+
+
+def test_experts_of_mtp_layers_have_slots_too(checkpoints: Folders, tmp_path: Path) -> None:
+    folder, stock = checkpoints("deepseek_v3")
+    file = tmp_path / "rules.yaml"
+    file.write_text(
+        "version: 1\nrules:\n"
+        "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {ratio: 0.5}}}\n"
+        "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: mtp, schedule: fixed}}\n"
+    )
+    model = optimize_and_load(folder, file, progress=False, threads=1)
+    assert torch.equal(greedy(model, prompt(20)), greedy(stock, prompt(20)))
+    assert 0.4 < statistics(model)["acceptance_by_position"][0] < 1
+    assert any(line.startswith("3 x experts") and "3 of 6 in slots" in line for line in model.moegraft.placement())
+    model.moegraft.close()
+
+
 def test_the_measured_schedule_leaves_the_text_as_it_is(checkpoints: Folders) -> None:
     folder, stock = checkpoints("glm4_moe")
     model = load(folder, schedule="marginal", max_draft=4)
@@ -190,7 +216,7 @@ def test_the_measured_schedule_leaves_the_text_as_it_is(checkpoints: Folders) ->
         assert torch.equal(greedy(model, prompt(length), max_new_tokens=80), greedy(stock, prompt(length), max_new_tokens=80))
 
 
-WORDS, DRAWS = 3, 900
+WORDS, DRAWS = 2, 400
 
 
 def test_sampled_text_has_the_distribution_of_the_full_model(checkpoints: Folders) -> None:
@@ -213,11 +239,12 @@ def test_sampled_text_has_the_distribution_of_the_full_model(checkpoints: Folder
     torch.manual_seed(0)
     drawn: Counter[tuple[int, ...]] = Counter()
     for _ in range(DRAWS):
-        drawn[tuple(model.generate(ids, max_new_tokens=3, **chosen)[0, ids.shape[1] :].tolist())] += 1
+        cache = DynamicCache(config=model.config)  # steps of the same place in each text are recorded in vain
+        drawn[tuple(model.generate(ids, max_new_tokens=3, past_key_values=cache, **chosen)[0, ids.shape[1] :].tolist())] += 1
     assert drawn.keys() <= expected.keys()
     assert 0.05 < statistics(model)["acceptance_by_position"][0] < 0.95
     chi_square = sum((drawn[text] - DRAWS * share) ** 2 / (DRAWS * share) for text, share in expected.items())
-    assert chi_square < 26 + 3.1 * (2 * 26) ** 0.5, "27 texts: beyond the 99.9th percentile"
+    assert chi_square < 24.3, "8 texts: beyond the 99.9th percentile"
 
 
 def test_mtp_layers_are_planned_like_the_bodys(checkpoints: Folders) -> None:
