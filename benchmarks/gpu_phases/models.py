@@ -1,4 +1,8 @@
-"""Whole models on a device: that each way to run them answers as stock transformers does, and what the hybrid engine's systems take."""
+"""Whole models on a device: that each way to run them answers as stock transformers does, and what the hybrid engine's systems take.
+
+Each system is a rule file over the same weights. Experts of models with random weights are made in the packed form, so that a model of 30
+billion parameters is ready in seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,208 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import product
+from functools import cache, lru_cache, partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_day import MOST_BYTES, TRACE, Case, Row, Session, SkippedError
-from harness.models import VOCABULARY, injected, move_all_but_experts, random_model
-from harness.rounds import alternate
+from harness.models import VOCABULARY, RandomExperts, injected, move_all_but_experts, random_model, rule_file
+from harness.rounds import alternate, percentiles
 from harness.texts import held_out, pieces
-from harness.work_floor import SHAPES
+from harness.work_floor import SHAPES as WORK_SHAPES
 from torch.profiler import ProfilerActivity, schedule
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, StoppingCriteria
 
-from gpu_phases.systems import RULES, Model, Stamps, compared_logits, engines_of, measure, system, token_ms
+from moegraft.cpu_backend import ExpertsShape, GateSpec
+from moegraft.injection import graft, load, plan
 from moegraft.injection.calibration import collect, sparse_layers
 from moegraft.injection.demo import demo_path
 from moegraft.operators.activations import quantiles
+from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
+from moegraft.operators.offload.engine import Engine
 from moegraft.operators.sparsity import achieved, total_counts
 from moegraft.operators.thresholds import SparsityOptions, experts_layer
+from moegraft.operators.timeline import Timeline
+from moegraft.operators.weights import WeightSource
+
+# Of the models' own configs, every layer with experts.
+SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek-v2-lite": {
+        **{"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408},
+        **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 0},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    },
+    "mixtral-8x7b": {
+        **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8},
+        **{"num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+    "qwen3-30b-a3b": {
+        **{"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128},
+        **{"num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    },
+}
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+NO_PREFETCH = "prefetch: {{policy: none, promote: false}}"
+LRU, MRS = "cache: {{policy: lru, ratio: {ratio}}}", "cache: {{policy: mrs, ratio: {ratio}}}"
+PLAIN = "cache: {{ratio: {ratio}}}"
+# From `fixed`, KTransformers' map, to `greedy`, all of HybriMoE: the ablation of its Table III. A fixed map brings no experts, so that
+# prefetching and the cache are tried on top of scheduling, not without it.
+SYSTEMS = {
+    "all_cpu": f"schedule: all_cpu, decode: eager, {PLAIN}",
+    "fixed": f"schedule: fixed, decode: eager, {PLAIN}",
+    "layer_map": f"schedule: layer_map, decode: eager, {PLAIN}",
+    "on_demand": f"schedule: on_demand, decode: eager, {LRU}, prefetch: {{{{policy: next_layer}}}}",
+    "scheduling": f"schedule: greedy, decode: eager, {LRU}, {NO_PREFETCH}",
+    "scheduling+prefetch": f"schedule: greedy, decode: eager, {LRU}",
+    "scheduling+cache": f"schedule: greedy, decode: eager, {MRS}, {NO_PREFETCH}",
+    "greedy": f"schedule: greedy, decode: eager, {MRS}",
+    "all": f"schedule: two_threshold, decode: eager, {PLAIN}",
+    "fixed, captured": f"schedule: fixed, decode: graph, {PLAIN}",
+    "all, captured": f"schedule: two_threshold, decode: graph, {PLAIN}",
+}
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, gpu: "{gpu}", {options}}}}}
+{more}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of random weights; `scale` divides its widths. `gpu` is the device as rule files name it."""
+
+    shape: str
+    layers: int
+    gpu: str
+    weights: str = "int4"
+    scale: int = 1
+
+    @property
+    def device(self) -> str:
+        return self.gpu if self.gpu.startswith("cuda") else "cpu"
+
+    @property
+    def about(self) -> str:
+        return f"{self.shape}, {self.layers} layers, 1/{self.scale} of the widths"
+
+    def make(self, *, experts: bool = False) -> PreTrainedModel:
+        """Return the bfloat16 model; `experts` gives it experts of its own."""
+        sizes = dict(SHAPES[self.shape])
+        sizes |= {name: sizes[name] // self.scale for name in WIDTHS if name in sizes}
+        kind, common = sizes.pop("model_type"), {"num_hidden_layers": self.layers, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
+        return random_model(AutoConfig.for_model(kind, **sizes, **common), self.device, experts=experts)
+
+
+@lru_cache(maxsize=48)  # layers of the deepest model
+def _layer(number: int, shape: ExpertsShape, gate: GateSpec, weights: str) -> RandomExperts:
+    """The experts of a layer, which models that are measured one after another share."""
+    return RandomExperts(shape, gate, weights)
+
+
+def _take_random(operator: HybridExperts, layer: int, source: WeightSource, advance: Callable[[int], None]) -> None:
+    operator.on_cpu.packed = _layer(layer, operator.layout.shape, operator.layout.gate, str(operator.options.weights))
+
+
+@contextmanager
+def system(name: str, model: Model, ratio: float, more: str = "") -> Iterator[PreTrainedModel]:
+    """Return a model under one system; `stock` as it is, with bfloat16 experts on the device.
+
+    Args:
+        ratio: share of the experts that have a slot on the GPU.
+        more: further rules.
+    """
+    if name == "stock":
+        yield model.make(experts=True)
+        return
+    with rule_file(RULES.format(weights=model.weights, gpu=model.gpu, options=SYSTEMS[name].format(ratio=ratio), more=more)) as rules:
+        empty, threads = model.make(), 0 if model.gpu.startswith("cuda") else 1  # 0: one for each core
+        grafted = graft(empty, plan(empty, rules), threads=threads)
+        experts = [operator for operator in grafted.injection.operators.values() if isinstance(operator, HybridExperts)]
+        for layer, operator in enumerate(experts):
+            operator.load = partial(_take_random, operator, layer)  # type: ignore[method-assign]
+        loaded = load(grafted, progress=False)
+    try:
+        yield loaded
+    finally:
+        loaded.moegraft.close()
+        del loaded
+        gc.collect()
+
+
+def engines_of(model: PreTrainedModel) -> list[Engine]:
+    """None in a stock model."""
+    return list(model.moegraft.context.gpu_engines) if hasattr(model, "moegraft") else []
+
+
+class Stamps(StoppingCriteria):
+    """A streamer that records the time of each token."""
+
+    def __init__(self) -> None:
+        self.at_s = [time.perf_counter()]
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+        self.at_s.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def token_ms(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, stamps: Stamps | None = None) -> list[float]:
+    """Return the ms of each token; the first includes the prompt."""
+    stamps = stamps or Stamps()
+    settings = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stamps], **settings)
+    return [1e3 * (after - before) for before, after in pairwise(stamps.at_s)]
+
+
+def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
+    """Return the share of the time that each device was busy, measured in a run of its own; captured steps report only the link."""
+    engine = next(iter(engines_of(model)), None)
+    if engine is None:
+        return {}
+    engine.timings.timeline = timeline = Timeline(engine.device.name)
+    start_ms = engine.device.now_ms()
+    run()
+    engine.device.synchronize()
+    engine.timings.collect()
+    took_ms = engine.device.now_ms() - start_ms
+    engine.timings.timeline = None
+    return {f"{lane.lower()}_busy": round(timeline.busy_ms(lane) / took_ms, 3) if took_ms else 0.0 for lane in ("CPU", "GPU", "link")}
+
+
+def measure(model: PreTrainedModel, tokens: int, new_tokens: int, rounds: int) -> list[dict[str, object]]:
+    """Return the times to the first token of a prompt of random tokens and, of more than one new token, between tokens."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(tokens)).to(model.device)
+    token_ms(model, ids, new_tokens)  # warms up
+    replayed = sum(engine.statistics.replayed for engine in engines_of(model))
+    runs = [token_ms(model, ids, new_tokens) for _ in range(rounds)]
+    replayed = sum(engine.statistics.replayed for engine in engines_of(model)) - replayed
+    shares = {"prompt_tokens": tokens, **busy(model, partial(token_ms, model, ids, new_tokens))}
+    rows: list[dict[str, object]] = [
+        {"phase": "first token", **shares, **percentiles([run[0] for run in runs], "ms", 3), "steps_replayed": 0}
+    ]
+    if new_tokens > 1:
+        each = percentiles([ms for run in runs for ms in run[1:]], "ms", 3)
+        rows.append({"phase": "next token", **shares, **each, "steps_replayed": replayed})
+    return rows
+
+
+def compared_logits(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Return the relative error of logits, the share of tokens with the same best one, and the mean KL divergence in nats."""
+    right, given = expected.log_softmax(-1), found.log_softmax(-1)
+    return {
+        "logits_error": round(float((found - expected).norm() / expected.norm()), 5),
+        "same_top_1": round(float((found.argmax(-1) == expected.argmax(-1)).float().mean()), 4),
+        "kl": round(float((right.exp() * (right - given)).sum(-1).mean()), 6),
+    }
+
 
 DEMO = "demo"  # the bundled model
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")  # a router, or a form of attention, of its own each
@@ -81,7 +266,7 @@ class Comparison:
         return Model(self.shape, self.layers, gpu, self.weights, self.scale)
 
 
-SYSTEMS = ("all, captured", "fixed, captured", "all", "fixed")
+FIRST = ("all, captured", "fixed, captured", "all", "fixed")
 LENGTHS = (32, 128, 512, 1024, 2048)
 # HybriMoE's systems; its Table III, between `fixed` and `all`.
 PAPER = tuple(product(("all, captured", "all", "fixed", "all_cpu", "on_demand", "layer_map"), (0.25,)))
@@ -91,9 +276,9 @@ DEEPSEEK, MIXTRAL = partial(Comparison, "deepseek-v2-lite", 16), partial(Compari
 COMPARISONS: Mapping[str, tuple[Comparison, ...]] = {
     "models": (QWEN3((32,), (("all, captured", 0.25),)),),
     "qwen3": (
-        QWEN3((32, 512), tuple((name, 0.25) for name in SYSTEMS), profiled=(("all", 0.25), ("all, captured", 0.25))),
+        QWEN3((32, 512), tuple((name, 0.25) for name in FIRST), profiled=(("all", 0.25), ("all, captured", 0.25))),
         QWEN3((32, 512), (("stock", 1.0),)),
-        QWEN3((32, 512), tuple((name, ratio) for ratio, name in product((0.5, 1.0), SYSTEMS))),
+        QWEN3((32, 512), tuple((name, ratio) for ratio, name in product((0.5, 1.0), FIRST))),
         QWEN3((32, 512), (("all, captured", 1.0),), weights="bfloat16", least_s=90.0),  # the weights that stock has
     ),
     "shapes": (
@@ -345,7 +530,7 @@ def sparse(session: Session) -> Iterator[Row]:
     if reason is not None:
         raise SkippedError(reason)
     few = session.emulated
-    shape, layers, rounds = SHAPES["tiny" if few else "qwen3.5-35b-a3b"], 1 if few else 16, 1 if few else 2
+    shape, layers, rounds = WORK_SHAPES["tiny" if few else "qwen3.5-35b-a3b"], 1 if few else 16, 1 if few else 2
     sizes: dict[str, Any] = {"hidden_size": shape.hidden, "num_attention_heads": max(1, shape.hidden // 128), "num_key_value_heads": 1}
     sizes |= {"moe_intermediate_size": shape.intermediate, "shared_expert_intermediate_size": shape.shared_intermediate}
     sizes |= {"num_experts": shape.num_experts, "num_experts_per_tok": shape.top_k, "num_hidden_layers": layers}

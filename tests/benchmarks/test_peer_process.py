@@ -90,12 +90,12 @@ def test_pairs_name_the_crashed_provider(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cpu_layer_pairs
+    import cpu_experts
 
-    monkeypatch.setattr(cpu_layer_pairs, "open_provider", fake_peers.layer_provider)
-    monkeypatch.setattr(cpu_layer_pairs, "measured", fake_peers.measured_layer)
+    monkeypatch.setattr(cpu_experts, "open_provider", fake_peers.layer_provider)
+    monkeypatch.setattr(cpu_experts, "measured", fake_peers.measured_layer)
     runs = {("moegraft", 2): None, ("kt-kernel", 2): None, ("kt-kernel", 1): None}
-    rows = list(cpu_layer_pairs.rows_of("int4", runs, rounds=3))
+    rows = list(cpu_experts.rows_of("int4", runs, rounds=3))
     failed = [row for row in rows if row.get("failure")]
     assert [(row["provider"], row["threads"], row["failure"]) for row in failed] == [("kt-kernel", 2, "SIGILL")]
     found = {(row["provider"], row["threads"]): row["p50_ms"] for row in rows if row.get("tokens") == 512}

@@ -69,7 +69,7 @@ def refuse(peer: Phases, text: str) -> None:
 
 @contextmanager
 def layer_provider(name: str, weight_type: str, threads: int) -> Iterator[str]:
-    """A layer for `cpu_layer_pairs`; the peer with two threads ends its process."""
+    """A layer for `cpu_experts`; the peer with two threads ends its process."""
     yield "dies" if (name, threads) == ("kt-kernel", 2) else "works"
 
 
