@@ -93,6 +93,7 @@ class CpuForwardOperator(CpuOperator):
     """Base of the operators that answer the calls of a module with one weight, as long as the module is as it was when it was loaded."""
 
     attribute_names: ClassVar[tuple[str, ...]]  # the names, by family, of the one number of the module that the kernel has a copy of
+    more_arguments = 0  # of the module's forward pass, behind the first
 
     @abstractmethod
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
@@ -103,8 +104,12 @@ class CpuForwardOperator(CpuOperator):
         """
 
     @abstractmethod
-    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> Any:
-        """Return what the module returns for `x`, of the weight's dtype and last size, or None where the kernel cannot."""
+    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *more: Any) -> Any:
+        """Return what the module returns for `x`, of the weight's dtype and last size, or None where the kernel cannot.
+
+        Args:
+            more: arguments behind `x`, `more_arguments` of them.
+        """
 
     def install(self, module: nn.Module) -> dict[str, object]:
         weight = module._parameters.get("weight")
@@ -125,7 +130,7 @@ class CpuForwardOperator(CpuOperator):
 
     def answer(self, module: nn.Module, *args: Any) -> Any:
         """Return what the module returns for `args`, or None for a call that is left to the module."""
-        x = args[0] if len(args) == 1 else None
+        x = args[0] if len(args) == 1 + self.more_arguments else None
         weight = module._parameters["weight"]
         if (
             type(x) is not torch.Tensor
@@ -138,7 +143,7 @@ class CpuForwardOperator(CpuOperator):
             or module.__dict__.get(self._attribute) != self._value
         ):
             return None
-        return self.compute(module, x, weight)
+        return self.compute(module, x, weight, *args[1:])
 
 
 @lru_cache(maxsize=512)
@@ -172,10 +177,14 @@ def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise NotRecognisedError(f"it cannot be run on random tensors ({type(error).__name__}: {error})") from error
 
 
-def probe_forward(module: nn.Module, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what the class of `module` computes for `x`, without hooks, as if the module held `tensors` under the names of its own."""
+def probe_forward(module: nn.Module, x: torch.Tensor, tensors: Mapping[str, torch.Tensor], *more: torch.Tensor) -> Any:
+    """Return what the class of `module` computes for `x`, without hooks, as if the module held `tensors` under the names of its own.
+
+    Args:
+        more: arguments behind `x`.
+    """
     stand_in: Any = copy.copy(module)
     parameters = {name: nn.Parameter(tensors[name], False) if name in tensors else own for name, own in module._parameters.items()}
     buffers = {name: tensors.get(name, own) for name, own in module._buffers.items()}
     stand_in.__dict__ = {**module.__dict__, "_parameters": parameters, "_buffers": buffers}
-    return probe(type(stand_in).forward, stand_in, x)
+    return probe(type(stand_in).forward, stand_in, x, *more)

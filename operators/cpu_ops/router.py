@@ -48,7 +48,7 @@ class CpuRouter(CpuForwardOperator):
         self._spec = self._form.spec(weight)
         self._copied = {name: _version(tensor) for name, tensor in _vectors(module).items()}
 
-    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *more: Any) -> tuple[torch.Tensor, ...] | None:
         form, parameters, buffers = self._form, module._parameters, module._buffers
         if (
             not x.is_cpu
