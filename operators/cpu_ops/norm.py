@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -58,8 +58,8 @@ class CpuNorm(CpuForwardOperator):
         gate = torch.randn(samples[0][0].shape, generator=torch.Generator().manual_seed(1))
         expected = [probe_forward(module, rows, {"weight": weights}, gate.to(rows.dtype)) for rows, weights in samples]
         stored = samples[-1][1].dtype
-        for act, inner, rounds_first in itertools.product((nn.functional.silu, torch.sigmoid), (stored, torch.float32), (True, False)):
-            self._act = act
+        acts: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (nn.functional.silu, torch.sigmoid)
+        for self._act, inner, rounds_first in itertools.product(acts, (stored, torch.float32), (True, False)):
             agree = []
             for (rows, weights), wanted in zip(samples, expected, strict=True):
                 dtype = inner if rows.dtype == stored else rows.dtype
