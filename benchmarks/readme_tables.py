@@ -338,6 +338,11 @@ def serve() -> str:
             f"With `--batch-invariant`, prompts of {row['prompt']} tokens, clients: {row['clients']}: {row['tokens_s']} tokens/s instead "
             f"of {own['tokens_s']} ({row['rounds']} round of {float(row['round_s']):.0f} s each)."
         )
+    for row in (row for row in rows if row["case"] == "recurrent" and row["clients"] != "1"):
+        parts.append(
+            f"A Qwen3-Next-shaped model (four layers, three of them recurrent, 64 experts) in 8 bits: {row['clients']} clients make "
+            f"{row['tokens_s']} tokens/s, {row['ratio']} times those of one. The bytes of a step allow {row['limit']} times."
+        )
     for row in (row for row in rows if row["case"] == "memory"):
         parts.append(
             f"{row['clients']} contexts of {row['prompt']} tokens: {row['needed_mib']} MiB of keys and values; the process grows by "

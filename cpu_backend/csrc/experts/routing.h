@@ -92,8 +92,8 @@ inline const std::uint32_t* tile_records(const Records& records, const Pair* pai
 // Transposes a token's record to lanes of 16 groups of columns, the order of rows in the sparse layout; missing groups are zero.
 void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target);
 
-// How far in front of its reads a single tile prefetches, in bytes.
-int bytes_ahead(WeightType type);
+// How far in front of its reads a single tile of some tokens prefetches, in bytes.
+int bytes_ahead(WeightType type, int tokens);
 
 // The arguments of a tile, with the lines that it prefetches. A single tile reads its block once and prefetches further along the same
 // stream, which continues in the next block. Where several tiles share a block, the later ones find it in cache, and each prefetches a part
@@ -108,7 +108,7 @@ inline TileArgs tile_args(const std::byte* block, WeightType type, int groups, T
   args.ahead = block;
   if (next == block) return args;
   if (tiles == 1) {
-    args.ahead = block + bytes_ahead(type);
+    args.ahead = block + bytes_ahead(type, tile.tokens);
     args.ahead_stride = bytes / static_cast<std::size_t>(groups);  // with Q6_K not a whole number of lines: 105 for 8 groups
     args.ahead_lines = static_cast<int>((args.ahead_stride + 63) / 64);
   } else {
