@@ -171,7 +171,7 @@ def test_the_calls_on_the_emulated_device(tmp_path: Path) -> None:
     for call in gpu_day.CALLS:
         out = tmp_path / call
         command = [sys.executable, str(SCRIPT), call, "--out", str(out), "--device", "emulated", "--minutes", "8"]
-        command += [*(["--resume", str(before)] if before else [])]
+        command += ["--resume", str(before)] if before else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         files, before = list(out.iterdir()), out
