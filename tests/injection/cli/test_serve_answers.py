@@ -520,14 +520,14 @@ def test_white_space_behind_reasoning_is_no_content(loaded: LoadedModel, thought
 )
 @pytest.mark.parametrize("cut", ["length", "stop"])
 def test_a_call_that_is_cut_off_is_left_out(
-    loaded: LoadedModel, template: dict[str, Any] | None, call: str, cut: str, stream: bool
+    loaded: LoadedModel, template: dict[str, Any] | None, call: str, cut: str, stream: bool, long: bool
 ) -> None:
     """Wherever it is cut; what came before it, complete calls included, is reported."""
     text = f"I look.{call}\n{call}"
     whole = {"city": "Rome", "days": "3"} if template is INLINE else {"city": "Rome"}
     with scripted(loaded, text) as server:
         server.service._response_template = template or server.service._response_template
-        for size in range(len("I look.") - 1, len(text), 8):
+        for size in range(len("I look.") - 1, len(text), 8 if long else 20):
             # a stop string that ends the answer at the same place
             options = {"max_tokens": size} if cut == "length" else {"max_tokens": 300, "stop": text[size : size + 40]}
             reply = ask(server, "weather?", tools=[WEATHER], stream=stream, **options)

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.families import build_model, prompt, served_cases
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, QuantizedCache, StaticCache
@@ -189,9 +190,8 @@ def qwen(models: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     return models("qwen3_moe")
 
 
-@pytest.mark.parametrize("rules", ["cpu-exact", "cpu"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text(models: Callable[[str, str], PreTrainedModel], family: str, rules: str) -> None:
+@pytest.mark.parametrize(("rules", "family"), combinations(["cpu-exact", "cpu"], FAMILIES))
+def test_greedy_text(models: Callable[[str, str], PreTrainedModel], rules: str, family: str) -> None:
     """Windows of 16 tokens fill on the way."""
     model = models(family, rules)
     before = replayed(model)
@@ -221,8 +221,7 @@ def test_calls_of_pytorch_over_the_cache(tmp_path: Path, family: str) -> None:
     assert_equal_steps(new_model(family, str(rules)), prompt(60), [7, *[1] * 50], least=35)
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 5, 8])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(("family", "tokens"), combinations(["mixtral", "gpt_oss", "qwen3_next"], [2, 3, 5, 8]))
 def test_steps_of_several_tokens(models: Callable[[str], PreTrainedModel], family: str, tokens: int) -> None:
     """From starts that reach the window of 16 in every phase."""
     model = models(family)
@@ -329,8 +328,7 @@ CHANGES: dict[str, Between] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(("family", "change"), combinations(["mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next"], list(CHANGES)))
 def test_a_cache_that_is_changed_between_steps(models: Callable[[str], PreTrainedModel], family: str, change: str) -> None:
     if (family, change) == ("qwen3_next", "select"):
         pytest.skip("a recurrent cache of transformers selects no rows")

@@ -11,6 +11,7 @@ import pytest
 from support.documents import PAGES, ROOT, blocks, the_block
 from typer.testing import CliRunner, Result
 
+from moegraft.injection import doctor
 from moegraft.injection.cli.local_chat import app as chat_app
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.demo import demo_path
@@ -65,6 +66,7 @@ def test_every_command_of_the_pages_works(page: Path, run: Run, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     rates = Measurements(10.0, dict.fromkeys(BY_WEIGHTS, ANY), dict.fromkeys(BY_WEIGHTS, ANY), 0.1, 0.0)
     monkeypatch.setattr(measure, "measure", lambda progress: rates)  # takes a minute
+    monkeypatch.setattr(doctor, "instruction_sets", list)  # tested, in seconds, where the doctor is
     store.save(rates)
     for name, text in GIVEN.get(page.name, {}).items():
         Path(name).write_text(text, encoding="utf-8")

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 from types import ModuleType
 
 import pytest
-from support import import_benchmark
+from support import combinations, import_benchmark
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
@@ -90,8 +90,7 @@ def test_a_sample_compiles_to_what_was_recorded(tool: ModuleType, rows: list[dic
             assert found == same_version.get(found.key, found), f"{name}: not what was recorded; if it is no worse, {AGAIN} --all"
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kind", ["slots", "arriving"])
+@pytest.mark.parametrize(("kind", "capability"), combinations(["slots", "arriving"], [80, 90]))
 def test_kernels_do_not_depend_on_the_number_of_slots(tool: ModuleType, kind: str, capability: int) -> None:
     """It follows free memory: a kernel that has it as a constant is compiled again at each start, and one that counts by it spills."""
     launched: list[set[str]] = []
