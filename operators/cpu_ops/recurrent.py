@@ -184,7 +184,7 @@ class CpuRecurrent(CpuOperator):
     def _convolves(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
         return activation in (None, "silu", "swish") and weight.shape[1] <= _MOST_TAPS and x.dim() == 3 and self._knows(x, weight, bias)
 
-    def _convolved(self, x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def _convolved(self, x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None) -> Any:
         past: Sequence[Tensor] = ()
         if (kept := self._pass.kept) is not None:
             past = kept.after[CONVOLUTIONS][:-1]
