@@ -1,12 +1,17 @@
-"""Do models with recurrent layers run faster than with transformers and llama.cpp, and does a second turn begin sooner than a first?
+"""Do models with recurrent layers run faster than with transformers and llama.cpp, and do a second turn and drafts pay?
 
-    python benchmarks/recurrent_models.py    # a Qwen3-Next- and a Granite-4-H-shaped model; about eight minutes on two cores
+    python benchmarks/recurrent_models.py    # a Qwen3-Next- and a Granite-4-H-shaped model; about ten minutes on two cores
+    python benchmarks/recurrent_models.py --parts drafts --shapes qwen3-next
 
 Each model has four layers, three of them recurrent, and 64 experts. A checkpoint with random weights is written, and from it a GGUF file in
 8 bits; moegraft computes the file as it is stored, and llama.cpp the same file, each in a process of its own. transformers computes the
 checkpoint in bfloat16. Providers alternate in each round, and logits are compared first. `ratio` is the median over rounds of moegraft's
 rate over the provider's. `second turn` is the time to the first token of a prompt that goes on after one of 4,000 tokens and its answer,
 whose last tokens it changes, beside that of computing it again.
+
+`drafts` (`results/recurrent_drafts.csv`) has tokens/s of greedy and of sampled texts with drafts by fewer experts and by n-grams, and their
+ratio to decoding without. The greedy texts of random weights repeat themselves, which n-grams predict; of sampled ones hardly a draft is
+accepted, and the schedule has to switch drafts off. Greedy texts are equal to plain ones in float32.
 """
 
 from __future__ import annotations
@@ -50,6 +55,10 @@ CONTEXT, NEW = 8, 32  # tokens before and of a decode phase
 PROMPTS = (512, 4096)
 LIMIT = 0.3  # relative difference of logits: rounding to 8 bits and bfloat16 sends some tokens to other experts
 TURN, QUESTION, ANSWER = 4000, 40, 8  # tokens
+DRAFT_PROMPT, DRAFT_NEW = 48, 256  # tokens
+PLAIN = "plain"
+DRAFTS: Mapping[str, str] = {PLAIN: "", "half of the experts": "{draft_top_k: 5}", "n-grams": "{draft: ngram}"}
+DRAFT_RULE = "- {{match: {{kind: model}}, replace: {{class: speculative_draft, kwargs: {}}}}}\n"
 
 
 COMMON: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
@@ -121,11 +130,52 @@ def second_turn(folder: Path, rounds: int) -> Iterator[dict[str, object]]:
         yield {"phase": "second turn", "provider": name, **percentiles([each * 1e3 for each in measured], "ms", 1), "ratio": ratio}
 
 
+def with_drafts(rules: str, name: str) -> str:
+    """Return rules with a way to draft added."""
+    added = DRAFT_RULE.format(DRAFTS[name]) if DRAFTS[name] else ""
+    return f"extends: {rules}\nrules:{' []' if not added else ''}\n{added}"
+
+
+def text(model: Any, seed: int | None, tokens: int) -> torch.Tensor:
+    """Return a text, greedy or sampled with a seed."""
+    ids = random_tokens(model.config.vocab_size)[None, :DRAFT_PROMPT]
+    torch.manual_seed(seed or 0)
+    arguments = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": seed is not None}
+    made: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    return made
+
+
+def drafts(folder: Path, rounds: int) -> Iterator[dict[str, object]]:
+    """Yield a row of each way to draft and kind of text."""
+    exact = {name: text(injected(folder, with_drafts("cpu-exact", name), dtype=torch.float32), None, NEW) for name in DRAFTS}
+    for name, made in exact.items():
+        if not torch.equal(made, exact[PLAIN]):
+            raise SystemExit(f"{name}: the greedy text in float32 is another; not measured")
+    models: dict[str, Any] = {name: injected(folder, with_drafts("cpu", name), gguf=folder / "model.gguf") for name in DRAFTS}
+
+    def rate(name: str, seed: int | None) -> float:
+        start = time.perf_counter()
+        text(models[name], seed, DRAFT_NEW)
+        return DRAFT_NEW / (time.perf_counter() - start)
+
+    for kind, seed in (("greedy", None), ("sampled", 1)):
+        taken = alternate({name: lambda name=name: rate(name, seed) for name in models}, rounds)  # type: ignore[misc]  # noqa: B023
+        for name, measured in taken.items():
+            ratio = round(median_ratio(measured, taken[PLAIN]), 3)
+            yield {"text": kind, "drafts": name, **percentiles(measured, "tokens_s", 1), "ratio": ratio}
+
+
+PARTS = ("rates", "turns", "drafts")
+
+
 def main() -> None:
     options = parser(__doc__, rounds=3)
+    options.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     options.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     given = options.parse_args()
-    rows = Recorder("recurrent_models", ("torch", "transformers", "llama-cpp-python"), replaces=("shape", "hardware"), write=given.write)
+    packages = ("torch", "transformers", "llama-cpp-python")
+    measured = {name for name, of in (("recurrent_models", PARTS[:2]), ("recurrent_drafts", PARTS[2:])) if {*of} & {*given.parts}}
+    files = {name: Recorder(name, packages, replaces=("shape", "hardware"), write=given.write) for name in sorted(measured)}
     for shape in given.shapes:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -136,14 +186,16 @@ def main() -> None:
             app(command, standalone_mode=False)
             ours: Opener = (ours_from_file, folder, RULES)
             peers: dict[str, Opener] = {STOCK: (stock, folder)} | ({LLAMA: (llama_cpp, folder)} if is_installed() else {})
-            for name, peer in peers.items():
+            for name, peer in peers.items() if "rates" in given.parts else ():
                 try:
                     for row in rates({OURS: ours, name: peer}, given.rounds):
-                        rows.add({"shape": shape, "beside": name, **row})
+                        files["recurrent_models"].add({"shape": shape, "beside": name, **row})
                 except PeerFailed as failed:
-                    rows.add({"shape": shape, "beside": name, "failure": str(failed)})
-            for row in second_turn(folder, given.rounds):
-                rows.add({"shape": shape, **row})
+                    files["recurrent_models"].add({"shape": shape, "beside": name, "failure": str(failed)})
+            for row in second_turn(folder, given.rounds) if "turns" in given.parts else ():
+                files["recurrent_models"].add({"shape": shape, **row})
+            for row in drafts(folder, given.rounds) if "drafts" in given.parts else ():
+                files["recurrent_drafts"].add({"shape": shape, **row})
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ class CpuRecurrent(CpuOperator):
 
     def _last(self, state: Tensor) -> Tensor:
         """Return the state after a pass, which is already in its place where the layer keeps earlier ones."""
-        return state if self._pass.kept is None else self._pass.kept.after[RECURRENT][-1]
+        kept = self._pass.kept
+        return state if kept is None else kept.after[RECURRENT][-1]
 
     def delta_rule(self, own: Function) -> Function:
         return self._in_forms(own, self._delta, _delta_answers, (3, 4), "the gated delta rule")
@@ -183,7 +184,7 @@ class CpuRecurrent(CpuOperator):
     def _convolves(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
         return activation in (None, "silu", "swish") and weight.shape[1] <= _MOST_TAPS and x.dim() == 3 and self._knows(x, weight, bias)
 
-    def _convolved(self, x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def _convolved(self, x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None) -> Any:
         past: Sequence[Tensor] = ()
         if (kept := self._pass.kept) is not None:
             past = kept.after[CONVOLUTIONS][:-1]
