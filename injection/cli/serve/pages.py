@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT_SPACING = 1024  # tokens of a prompt, after which there is one at the end of a chunk
 LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its end, for which it is computed in one part more
 MOST_CHECKPOINTS = 8  # of a sequence
-# Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (injection/prefill.py).
+# Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
 IntArray = NDArray[np.int64]
 
