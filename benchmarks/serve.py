@@ -51,7 +51,7 @@ from harness.llama_cpp import cache_bytes, write_model
 from harness.models import VOCABULARY, cpu_rules, qwen3_config, random_model, rule_file
 from harness.record import Recorder, parser
 from harness.rounds import machine_s, median_ratio
-from recurrent_models import qwen3_next
+from recurrent_models import SHAPES
 from transformers import PreTrainedConfig
 
 PLACES = 32
@@ -489,7 +489,7 @@ def measure_recurrent(server: Served, clients: Sequence[int], tokens: int, secon
                 found.append(done)
     shared = {"prompt": "32", "new_tokens": tokens, "round_s": seconds, "others_share": cores.others_share()}
     rates = {count: [done.rates()[1] for done in found] for count, found in taken.items()}
-    config, least, rows = qwen3_next(), min(clients), []
+    config, least, rows = SHAPES["qwen3-next"], min(clients), []
     for count, found in taken.items():
         row: dict[str, object] = {"case": "recurrent", "server": server.name, "clients": count, **shared, **figures(found)}
         limit = count / least * step_bytes(config, least) / step_bytes(config, count)
@@ -521,7 +521,7 @@ def main() -> None:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if given.recurrent:
             if not (folder / "config.json").exists():
-                random_model(qwen3_next()).save_pretrained(folder)
+                random_model(SHAPES["qwen3-next"]).save_pretrained(folder)
                 write_tokenizer(folder)
             port = free_port()
             command = serve_command(folder, "cpu", port, given.threads, 8)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from moegraft.injection.calibration import SparsitySetup, prepare_sparsity
 from moegraft.injection.checkpoint.sources import live_source, refuse_meta
 from moegraft.injection.injected import Injection, injected_class
 from moegraft.injection.loading import CheckpointLoader
@@ -25,6 +24,7 @@ from moegraft.operators.machine import Machine, probe_machine, threads_beside_gp
 from moegraft.operators.weights import WeightTypes
 
 if TYPE_CHECKING:
+    from moegraft.injection.calibration import SparsitySetup
     from moegraft.operators.decode.replay import StepReplay
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class GraftedModel:
         model_class: the stock class with the operators in place.
         checkpoint: the weights' files; None for a model in memory.
         model: the model in memory, unchanged until `load`; None for a checkpoint.
-        sparsity: the thresholds of layers that leave neurons out.
+        sparsity: the thresholds of layers that leave neurons out; None where no layer does.
         options: keyword arguments of `from_pretrained`, for what is not replaced.
     """
 
@@ -47,7 +47,7 @@ class GraftedModel:
     model_class: type[PreTrainedModel]
     checkpoint: CheckpointLoader | None
     model: PreTrainedModel | None
-    sparsity: SparsitySetup
+    sparsity: SparsitySetup | None
     options: Mapping[str, Any] = field(default_factory=dict)
     loaded: bool = False
 
@@ -96,7 +96,11 @@ def graft(
             if not swap.in_place:
                 refuse_meta(swap.module, model.get_submodule(swap.module))
         on_cpu = all(parameter.device.type != "cuda" for parameter in skeleton.parameters())
-    sparsity = prepare_sparsity(plan, skeleton, folder if folder.is_dir() else None, trust_remote_code=trust_remote_code)
+    sparsity = None
+    if any(swap.traits.sparsity is not None for swap in plan.swaps):
+        from moegraft.injection.calibration import prepare_sparsity  # most chats start without it
+
+        sparsity = prepare_sparsity(plan, skeleton, folder if folder.is_dir() else None, trust_remote_code=trust_remote_code)
 
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
     if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
@@ -118,7 +122,10 @@ def graft(
     if isinstance(model, MetaModel):
         assert model.weights is not None, "checked above"
         checkpoint = CheckpointLoader(model.source, model.weights, skeleton, injection.replacing)
-    sparsity.check_weights(checkpoint.source if checkpoint is not None else lambda path: live_source(path, skeleton.get_submodule(path)))
+    if sparsity is not None:
+        sparsity.check_weights(
+            checkpoint.source if checkpoint is not None else lambda path: live_source(path, skeleton.get_submodule(path))
+        )
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(
         injection,

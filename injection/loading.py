@@ -61,7 +61,8 @@ def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True) -> PreT
             model = _in_memory(grafted, grafted.model, line)
     model.eval()
     with line.stage("preparing the operators"):
-        grafted.sparsity.apply(model)
+        if grafted.sparsity is not None:
+            grafted.sparsity.apply(model)
         for path, operator in grafted.injection.operators.items():
             operator.on_model_loaded(model, path)
         split_passes(model)  # last: operators may compute each token of a pass

@@ -54,6 +54,7 @@ SINCE = {
     "torch.fx.experimental._config": "2.4",
     "torch.library.custom_op": "2.4",
     "torch.nn.modules.module._has_any_global_hook": "2.8",
+    "torch.overrides.TorchFunctionMode": "2.4",
     "torch.utils._python_dispatch": "2.4",
     "torch.utils._python_dispatch.TorchDispatchMode": "2.4",
     "torch.utils._pytree.TreeSpec": "2.4",

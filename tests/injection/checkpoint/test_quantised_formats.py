@@ -339,8 +339,7 @@ def test_every_scale_of_nvfp4(divides: bool, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
     values = FP4[torch.stack([places & 15, places >> 4], dim=-1).flatten(1).int()]
     wide = (stored.float() / (1 / whole) if divides else stored.float() * whole).repeat_interleave(16, 1)
-    packed = load(tmp_path, LINEARS).get_submodule(query)._packed
-    assert packed is not None
+    (packed,) = load(tmp_path, LINEARS).get_submodule(query)._packed
     held = torch.from_numpy(packed.unpack())
     assert within_two_units(held, values * wide) if divides else torch.equal(held, values * wide)
     assert torch.equal(load(tmp_path, HEAD).get_parameter(f"{query}.weight"), values * wide)

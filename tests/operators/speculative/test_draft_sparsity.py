@@ -176,7 +176,7 @@ def test_wrong_options_are_refused_before_loading(tmp_path: Path) -> None:
         load(tmp_path, "sparsity: {target: 0.5, scope: routed}", "draft_sparsity: 0.5")
     with pytest.raises(RuleErrors, match=r"draft_sparsity is a share between 0 and 1, not 1\.2"):
         load(tmp_path, WHOLE, "draft_sparsity: 1.2")
-    with pytest.raises(ValueError, match="runs no experts"):
+    with pytest.raises(ValueError, match="runs none of the model's own experts"):
         SpeculativeOptions(draft="ngram", draft_sparsity=0.5)
 
 
