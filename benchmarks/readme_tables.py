@@ -134,8 +134,14 @@ def recurrent_models() -> str:
     return (
         "Four layers, three of them recurrent, with 64 experts; 8-bit weights, stock transformers in bfloat16; each pair alternates in "
         f"processes of its own.\n\n{table(head, body)}\n\nA second turn after 4,000 tokens, to its first token, going on from a checkpoint "
-        f"and computed again: {seconds}. {provenance(rows)}"
+        f"and computed again: {seconds}. {provenance(rows)}\n\n{_recurrent_drafts()}"
     )
+
+
+def _recurrent_drafts() -> str:
+    rows = read("recurrent_drafts")
+    shown = "; ".join(f"{row['text']}, {row['drafts']}: {row['ratio']}" for row in rows if row["drafts"] != "plain")
+    return f"Decoding with drafts, random weights of Qwen3-Next's shapes, in tokens/s over those without: {shown}. {provenance(rows)}"
 
 
 @section

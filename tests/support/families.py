@@ -167,3 +167,10 @@ def stock_model(case: FamilyCase, folder: Path, dtype: torch.dtype = torch.float
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     """Return token ids (batch, length) int64 without special tokens."""
     return torch.randint(3, VOCAB_SIZE, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model: PreTrainedModel, ids: torch.Tensor, *, max_new_tokens: int = 40, **arguments: Any) -> torch.Tensor:
+    """Return `ids` (B, T) and what `generate` appends: by default more tokens than the tiny models' window of 16 has."""
+    found = model.generate(ids, do_sample=False, max_new_tokens=max_new_tokens, **arguments)
+    assert isinstance(found, torch.Tensor)
+    return found

@@ -677,9 +677,8 @@ def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
 def _kernel_paged_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     query, key, value, out, pool, table, held = args
     sinks = kwargs["sinks"]
-    numbers = {**kwargs, "sinks": sinks is not None}
     reads = [query, key, value, pool, table, held, *([] if sinks is None else [sinks])]
-    to.nodes.append(Node("paged attention", [out], reads, payload=numbers))
+    to.nodes.append(Node("paged attention", [out], reads, payload={**kwargs, "sinks": sinks is not None}))
 
 
 def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import prompt, served_cases
+from support.families import greedy, prompt, served_cases
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -42,12 +42,6 @@ RECURRENT = [
     "inkling_text",  # four short convolutions in each layer of attention, some with windows
 ]
 STEPS = 40  # more than the tiny models' window of 16
-
-
-def greedy(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    found = model.generate(ids, do_sample=False, **{"max_new_tokens": STEPS} | arguments)
-    assert isinstance(found, torch.Tensor)
-    return found
 
 
 def statistics(model: PreTrainedModel) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers.modeling_layers
 from safetensors.torch import load_file, save_file
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, greedy, prompt, served_cases
 from support.mtp import write_checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -63,12 +63,6 @@ def rules(folder: Path, **options: Any) -> Path:
 
 def load(folder: Path, **options: Any) -> PreTrainedModel:
     return optimize_and_load(folder, rules(folder, **options), progress=False)
-
-
-def greedy(model: PreTrainedModel, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    found = model.generate(ids, do_sample=False, **{"max_new_tokens": STEPS} | arguments)
-    assert isinstance(found, torch.Tensor)
-    return found
 
 
 def statistics(model: PreTrainedModel) -> Any:
