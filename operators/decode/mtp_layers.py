@@ -19,8 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
 
 from moegraft.operators.decode.rollback import unsupported_cache_reason
 from moegraft.operators.errors import error_sentence
+from moegraft.operators.structure import MTP
 
-MTP = "mtp"  # the submodule of an injected model
+REPEATED = (".embed_tokens.weight", ".shared_head.head.weight")  # of layers in some checkpoints, the same as the model's
 _SHARED = ("embed_tokens", "shared_head", "rotary_emb")
 _NUMBERED = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 _UNDER_MTP = re.compile(rf"^(?:model\.)?{MTP}\.layers\.(\d+)\.")
@@ -30,6 +31,17 @@ _QWEN_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # Qwen3.5'
 def mtp_layers(model: nn.Module) -> Any:
     """Return the MTP layers of a model, an `MtpModel`; None where none were added."""
     return model._modules.get(MTP)
+
+
+def count_mtp_layers(model: nn.Module) -> int:
+    """Return how many MTP layers were added to a model."""
+    layers = mtp_layers(model)
+    return 0 if layers is None else len(layers.layers)
+
+
+def body_layers(config: PretrainedConfig) -> int:
+    """Return how many layers a model has without its MTP layers, whose numbers follow."""
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def why_no_mtp(model_class: str, config: PretrainedConfig) -> str | None:
@@ -67,7 +79,7 @@ def with_declared_mtp(config: PretrainedConfig, keys: Collection[str] | None) ->
     if _declared_by_transformers(config):
         return config
     text = config.get_text_config(decoder=True)
-    found = {key.removeprefix("model.") for key in keys or () if mtp_key(key, text.num_hidden_layers) is not None}
+    found = {key.removeprefix("model.") for key in keys or () if mtp_key(key, body_layers(config)) is not None}
     stated: int | None = next((count for name in _QWEN_COUNTS if (count := getattr(text, name, None)) is not None), None)
     if keys is None:
         count = getattr(text, _QWEN_COUNTS[0], None) or 0  # others use the second name for layers of other forms
@@ -157,13 +169,26 @@ def share_with_mtp(model: PreTrainedModel) -> None:
     vars(mtp_layers(model)).update(zip(_SHARED, shared, strict=True))
 
 
-def mtp_key(key: str, body_layers: int) -> str | None:
+def mtp_key(key: str, first: int) -> str | None:
     """Return the name by which transformers' conversions know a stored tensor of MTP layers; None for another tensor.
 
     Checkpoints number these layers after those of the body (DeepSeek, GLM), or have them under `mtp.` (Qwen3-Next, Inkling, Mellum).
+
+    Args:
+        first: the number of the first layer after the body.
     """
     numbered = _NUMBERED.match(key)
-    if numbered is not None and int(numbered[1]) >= body_layers:
-        return f"{MTP}.layers.{int(numbered[1]) - body_layers}.mtp_block.{key[numbered.end() :]}"
+    if numbered is not None and int(numbered[1]) >= first:
+        return f"{MTP}.layers.{int(numbered[1]) - first}.mtp_block.{key[numbered.end() :]}"
     bare = key.removeprefix("model.")
     return bare if bare.startswith(f"{MTP}.") else None
+
+
+def is_declared_mtp_key(key: str, config: PretrainedConfig) -> bool:
+    """Whether a stored tensor is under `mtp.`, or of one of as many layers after the body as the config declares."""
+    numbered = _NUMBERED.match(key)
+    first, text = body_layers(config), config.get_text_config(decoder=True)
+    if numbered is None or key.removeprefix("model.").startswith(f"{MTP}."):
+        return mtp_key(key, first) is not None
+    stated = max(getattr(text, name, None) or 0 for name in ("num_mtp_layers", *_QWEN_COUNTS))
+    return first <= int(numbered[1]) < first + stated

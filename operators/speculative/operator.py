@@ -144,8 +144,8 @@ class SpeculativeDraft(ModelOperator):
         if options.draft == "mtp" and mtp_layers(module) is None:
             return why_no_mtp(type(module).__name__, module.config) or (
                 "draft mtp computes the checkpoint's own MTP layers, and there are none: a safetensors checkpoint has them in the layers "
-                "after the last or under 'mtp.', a GGUF file's are not read, and a model in memory has lost them; load the folder of a "
-                "checkpoint that has them, or draft with 'experts' or 'ngram'"
+                "after the last or under 'mtp.', a GGUF file in blocks after the last with 'nextn' tensors, and a model in memory has lost "
+                "them; load a checkpoint that has them, or draft with 'experts' or 'ngram'"
             )
         return unsupported_model_reason(module)
 

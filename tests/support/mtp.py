@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from moegraft.operators.decode.mtp_layers import add_mtp_layers, with_declared_mtp
 from support.families import build_model, served_cases
+from support.gguf_files import ARCHITECTURES, write_gguf
 
 EXTRAS = ("enorm", "hnorm", "eh_proj")  # beside the modules of a decoder layer
 NUMBERED = {"deepseek_v3": "shared_head.norm", "glm4_moe": "shared_head.norm"}  # after the body's layers, with this last norm
@@ -29,7 +30,7 @@ SHARE_OF_LAYERS = 0.15  # of hidden states: text that depends mostly on its last
 
 
 def write_checkpoint(folder: Path, model_type: str, *, layers: int = 1, share: float = SHARE_OF_LAYERS, **config: Any) -> PreTrainedModel:
-    """Write a model with MTP layers to `folder`; return the stock model without them.
+    """Write a model with MTP layers to `folder`, also as `model.gguf` where its family has such files; return the stock model without them.
 
     Args:
         share: of each block's output that counts; MTP layers pass the latest token on, and predict what the body does after it.
@@ -58,6 +59,10 @@ def write_checkpoint(folder: Path, model_type: str, *, layers: int = 1, share: f
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     stored |= stored_names(mtp, model_type, model.config.get_text_config().num_hidden_layers)
+    if model_type in ARCHITECTURES:
+        model.add_module("mtp", mtp)
+        write_gguf(folder / "model.gguf", model)
+        del model._modules["mtp"]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 

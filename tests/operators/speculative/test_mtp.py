@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from moegraft.injection import build_meta_model, new_cache, optimize_and_load, plan
+from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, with_written_mtp, write_export
 from moegraft.operators.decode import mtp
 from moegraft.operators.decode.schedule import DraftSchedule
 from moegraft.operators.errors import MoegraftError
@@ -34,9 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"share": 0.02},
     "inkling_text": {"share": 0.02},  # short convolutions, whose states are rolled back
     "mellum": WINDOWS,  # a window in the MTP layer, whose tensors have names of their own
-    "qwen3_moe": {},  # a layer that neither the config nor transformers declares
+    "qwen3_moe": {"mlp_only_layers": []},  # a layer that neither the config nor transformers declares
     "dense": {"mlp_only_layers": [3]},  # beside experts in the body
-    "qwen3_next": {"share": 0.02},  # full attention after a body that ends with linear attention
+    "qwen3_next": {"share": 0.02, "mlp_only_layers": []},  # full attention after a body that ends with linear attention
+    "qwen3_5_moe_text": {"share": 0.02, "mtp_num_hidden_layers": 1},
     "qwen3_5_moe": {"share": 0.02, "mtp_num_hidden_layers": 1},  # a language model within a larger one
 }
 Folders = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -67,8 +69,8 @@ def rules(folder: Path, **options: Any) -> Path:
     return path
 
 
-def load(folder: Path, **options: Any) -> PreTrainedModel:
-    return optimize_and_load(folder, rules(folder, **options), progress=False)
+def load(folder: Path, gguf: Path | None = None, **options: Any) -> PreTrainedModel:
+    return optimize_and_load(folder, rules(folder, **options), gguf=gguf, progress=False)
 
 
 def statistics(model: PreTrainedModel) -> Any:
@@ -188,6 +190,25 @@ def test_drafts_are_those_of_the_stored_layer(name: str, checkpoints: Folders, m
     drafted = {length: tokens for length, tokens in found.items() if len(tokens) == 2}
     assert len(drafted) > 5
     assert drafted == {length: eager_drafts(folder, stock, ids[:, :length], 2) for length in drafted}
+
+
+@pytest.mark.parametrize("name", ["three layers", "glm4_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"])
+def test_layers_of_gguf_files_draft_the_same(name: str, checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = checkpoints(name)
+    files: list[Path | None] = [None, folder / "model.gguf"]
+    if name in ("glm4_moe", "qwen3_5_moe_text"):  # those whose MTP layers llama.cpp's converter writes
+        meta = with_written_mtp(build_meta_model(folder, weights=True))
+        assert meta.weights is not None
+        export = plan_export(meta.weights, meta.skeleton, read_types("F32"))
+        write_export(export, tmp_path / "exported.gguf", folder, "tiny", {}, lambda nbytes: None)
+        files.append(tmp_path / "exported.gguf")
+    found, texts, drafted = proposals(monkeypatch), [], []
+    for gguf in files:
+        texts.append(greedy(load(folder, gguf), prompt(20)))
+        drafted.append(dict(found))
+        found.clear()
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    assert len(drafted[0]) > 5 and all(each == drafted[0] for each in drafted)
 
 
 class Alternating(DraftSchedule):
@@ -314,6 +335,32 @@ def test_mtp_layers_are_planned_like_the_bodys(checkpoints: Folders) -> None:
     )
     assert 0.9 * stored < more < 2.1 * stored  # packed experts are padded
     assert plan(meta, "cpu-exact").bytes_by_device == without.bytes_by_device  # the same meta model, with other rules
+
+
+def test_rules_number_mtp_layers_after_the_body(checkpoints: Folders, tmp_path: Path) -> None:
+    folder, _ = checkpoints("three layers")
+    file = tmp_path / "rules.yaml"
+    for layers, modules in (("2-3", ["model.layers.2.mlp", "mtp.layers.0.mtp_block.mlp"]), ("1", ["model.layers.1.mlp"])):
+        file.write_text(
+            f"version: 1\nrules:\n- match: {{kind: experts, layers: '{layers}'}}\n  replace: {{class: hybrid_experts}}\n"
+            "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: mtp}}\n"
+        )
+        planned = plan(build_meta_model(folder), file)
+        assert [swap.module for swap in planned.swaps if swap.module] == [f"{module}.experts" for module in modules]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("rule", ["cpu-exact", "draft"])
+def test_layers_and_what_they_repeat_are_left_out_without_warnings(
+    name: str, rule: str, checkpoints: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repeated = {f"model.layers.3.{tensor}.weight": torch.ones(3, 4) for tensor in ("embed_tokens", "shared_head.head")}
+    folder = changed(checkpoints(name)[0], tmp_path / "model", lambda tensors: tensors.update(repeated if name == "deepseek_v3" else {}))
+    of_mtp = re.compile(r"mtp\.|model\.layers\.3\.(?!embed|shared_head\.head)")
+    nbytes = sum(tensor.nbytes for key, tensor in load_file(folder / "model.safetensors").items() if of_mtp.match(key))
+    assert build_meta_model(folder).mtp_bytes == nbytes > 0
+    optimize_and_load(folder, rule if rule == "cpu-exact" else rules(tmp_path), progress=False)
+    assert not [record for record in caplog.records if "nothing in the model reads" in record.message]
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
