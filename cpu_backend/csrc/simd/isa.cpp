@@ -21,7 +21,7 @@ namespace {
 
 struct InstructionSet {
   const char* name;
-  const Kernels& (*kernels)();  // to be called on a CPU that has the features alone: its own code is compiled for them
+  const Kernels& (*kernels)();  // compiled with the instruction set itself: not to be called where it is not available
   bool available;
 };
 
