@@ -141,6 +141,11 @@ def test_the_least_tokens_of_the_matrix_kernel_can_be_chosen() -> None:
         Runtime(1, matrix_tokens=-1)
 
 
+def test_the_matrix_kernels_pass_their_self_test() -> None:
+    chosen = Runtime(1)  # without those that fail; an instruction set by name has all
+    assert chosen.matrix_tokens == Runtime(1, isa=chosen.isa).matrix_tokens
+
+
 def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGRAFT_ISA", "scalar")
     assert Runtime(1).isa == "scalar"
