@@ -52,7 +52,7 @@ _SETTINGS = (
     *("output_attentions", "_output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
     *("_attn_implementation", "_attn_implementation_internal"),
 )
-_MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
+_MOST_INPUT_NUMBERS = 1 << 16  # of a tensor that is copied for each step, as the states that an MTP layer reads
 
 
 class NativePrograms(StepReplay):
