@@ -46,7 +46,7 @@ def why_no_mtp(model: PreTrainedModel) -> str | None:
             "num_nextn_predict_layers); draft with 'experts' or 'ngram'"
         )
     try:
-        cache = _new_cache(model)
+        cache = new_mtp_cache(model)
     except ValueError as error:
         return f"transformers cannot build the MTP layers of {type(model).__name__} from this config ({error_sentence(error)})"
     return unsupported_cache_reason(cache)
@@ -56,7 +56,8 @@ def _layer_count(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
 
 
-def _new_cache(model: PreTrainedModel) -> Any:
+def new_mtp_cache(model: PreTrainedModel) -> Any:
+    """Return an empty cache of the MTP layers of a model."""
     from transformers.cache_utils import MtpCache
 
     return MtpCache(config=model.config.get_mtp_config())
@@ -131,7 +132,7 @@ class MtpDrafter(Drafter):
         self._confidence = confidence
         self._switch = switch
         self._kept = kept
-        self._streams = _Streams(_new_cache(model), [[] for _ in self._layers.layers], 0)
+        self._streams = _Streams(new_mtp_cache(model), [[] for _ in self._layers.layers], 0)
         self._last = len(self._layers.layers) - 1
 
     def begin(self, sequence: DecodedSequence) -> None:
