@@ -62,6 +62,7 @@ INTERFACE = {
     "decode.cuda_graph",
     "decode.loop",
     "decode.mtp_layers",
+    "decode.mtp_pages",
     "decode.native.record",
     "decode.native.steps",
     "decode.pages",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -70,8 +69,12 @@ class ScheduledBatchDrafts(BatchDrafts):
             return None
         return continuation(torch.tensor(token_ids), length)
 
+    @property
+    def by_mtp_layers(self) -> bool:
+        return self._options.draft == "mtp"
+
     def drafting(self) -> AbstractContextManager[None]:
-        return self._switch.drafting(self._options.settings)
+        return nullcontext() if self.by_mtp_layers else self._switch.drafting(self._options.settings)
 
     def continues(self, confidences: Sequence[float]) -> bool:
         return confidences[-1] >= self._options.confidence and self._current.continues(confidences)
@@ -118,7 +121,6 @@ class SpeculativeDraft(ModelOperator):
         self._context = context
         self._switch = switch = context.draft_switch
         self._statistics = Statistics()
-        self._texts: MutableMapping[Any, Any] = WeakKeyDictionary()  # what MTP layers have computed of each cache
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
         self._schedule = self._new_schedule()
@@ -129,7 +131,7 @@ class SpeculativeDraft(ModelOperator):
         return MarginalSchedule(length) if self.options.schedule == "marginal" else FixedSchedule(length)
 
     def batch_drafts(self) -> BatchDrafts | None:
-        return self._batches if self.options.mode == "lossless" and self.options.draft != "mtp" else None
+        return self._batches if self.options.mode == "lossless" else None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
         self.trace = partial(round_spans, timelines) if timelines else no_trace
@@ -182,7 +184,7 @@ class SpeculativeDraft(ModelOperator):
         if options.draft == "ngram":
             return NgramDrafter()
         if options.draft == "mtp":
-            return MtpDrafter(model, options.confidence, self._switch, self._texts)
+            return MtpDrafter(model, options.confidence, self._switch, self._context.replay)
         return ExpertsDrafter(self._switch, options.settings, options.confidence)
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
