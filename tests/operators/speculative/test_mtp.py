@@ -465,6 +465,7 @@ def tiny(model_type: str) -> PreTrainedModel:
 def test_families_and_versions_without_mtp_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "neither transformers nor the config of Qwen3MoeForCausalLM declares MTP layers" in refusal(tiny("qwen3_moe"), tmp_path)
     assert "without `mtp_layer_types` is ambiguous" in refusal(tiny("bailing_hybrid"), tmp_path)
+    assert "neither transformers nor the config of MiMoV2FlashForCausalLM" in refusal(tiny("mimo_v2_flash"), tmp_path)
     with pytest.raises(MoegraftError, match="a model in memory has lost them"):
         plan(tiny("deepseek_v3"), rules(tmp_path))
     monkeypatch.delattr(transformers.modeling_layers.MtpModel, "forward_layer")
