@@ -22,7 +22,7 @@ from moegraft.injection.model_source import (
     resolve_folder,
     with_gguf,
 )
-from moegraft.operators.decode.mtp import mtp_key, why_no_mtp
+from moegraft.operators.decode.mtp_layers import mtp_key, why_no_mtp, with_declared_mtp
 from moegraft.operators.errors import UnsupportedModelError
 
 
@@ -65,16 +65,20 @@ class MetaModel:
     @cached_property
     def with_mtp(self) -> MetaModel:
         """The same model with its layers for multi-token prediction; itself where it has none, or they cannot be computed."""
-        if self.source.gguf is not None or why_no_mtp(self.skeleton) is not None:
+        if self.source.gguf is not None:
             return self
-        skeleton = meta_skeleton(self.source, self.dtype, mtp=True)
+        keys = None
         if self.has_weights:
-            body_layers = self.source.config.get_text_config(decoder=True).num_hidden_layers
-            weights = self.weights
-            assert weights is not None, "it has weights"
-            if not any(mtp_key(key, body_layers) for key in weights.tensors):
-                return self
-        return replace(self, skeleton=skeleton)
+            assert self.weights is not None, "it has weights"
+            keys = self.weights.tensors
+        config = with_declared_mtp(self.source.config, keys)
+        if why_no_mtp(self.model_class, config) is not None:
+            return self
+        body_layers = config.get_text_config(decoder=True).num_hidden_layers
+        if keys is not None and not any(mtp_key(key, body_layers) for key in keys):
+            return self
+        source = replace(self.source, config=config)
+        return replace(self, source=source, skeleton=meta_skeleton(source, self.dtype, mtp=True))
 
     @cached_property
     def weights(self) -> StoredWeights | None:

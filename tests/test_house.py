@@ -62,6 +62,7 @@ INTERFACE = {
     "decode.cuda_graph",
     "decode.loop",
     "decode.mtp",
+    "decode.mtp_layers",
     "decode.native.record",
     "decode.native.steps",
     "decode.pages",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.injection import optimize_and_load
-from moegraft.operators.decode.mtp import add_mtp_layers, mtp_layers
+from moegraft.operators.decode.mtp_layers import add_mtp_layers, mtp_layers
 from moegraft.operators.weight_formats import FORMATS
 
 DISTINCT_EXPERTS = 4  # the other experts are copies at other addresses

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, dot_natural_key, rename_source_key
 
-from moegraft.operators.decode.mtp import MTP, mtp_key, mtp_layers
+from moegraft.operators.decode.mtp_layers import MTP, mtp_key, mtp_layers
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class KeyMap:
 
 def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
     """Map stored keys to the parameters and buffers of `skeleton`, the stock model on meta."""
-    transforms = get_model_conversion_mapping(skeleton)
+    transforms = [*get_model_conversion_mapping(skeleton), *_conversions_of_mtp_layers(skeleton)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -84,6 +84,17 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
                 targets.setdefault(name, Target(name, target.keys, target.converter))
     unexpected = [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
     return KeyMap(targets, tuple(unexpected), tuple(missing_names(skeleton, targets)))
+
+
+def _conversions_of_mtp_layers(skeleton: PreTrainedModel) -> list[WeightTransform]:
+    """Return the conversions of a language model in a larger one for its MTP layers: transformers applies them to that model alone."""
+    layers = mtp_layers(skeleton)
+    if layers is None or layers.config.model_type == skeleton.config.model_type:
+        return []
+    found: list[WeightTransform] = get_checkpoint_conversion_mapping(layers.config.model_type) or []
+    for transform in found:
+        transform.scope_prefix, transform.base_model_prefix = MTP, skeleton.base_model_prefix
+    return found
 
 
 def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:

@@ -1,22 +1,16 @@
 """Multi-token prediction: layers of a checkpoint that predict the tokens after the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-The layers are transformers' `MtpModel`, as the submodule `mtp` of an injected model: rules match their modules and operators replace them
-like those of the body. The embedding, head and rotary embedding are the model's own.
+`mtp_layers` builds the layers.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-import transformers
-from torch import nn
-from transformers import PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -24,85 +18,16 @@ from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
-from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason
+from moegraft.operators.decode.mtp_layers import mtp_layers, new_mtp_cache
+from moegraft.operators.decode.rollback import CacheMark, longest_rewind
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import error_sentence
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
 
-MTP = "mtp"  # the submodule of an injected model
 MANY = 8  # waiting states that a draft feeds in one step; more are a prompt
 MOST_WAITING = 512  # states, which take memory
-_SHARED = ("embed_tokens", "shared_head", "rotary_emb")
-_NUMBERED = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
-
-
-def mtp_layers(model: nn.Module) -> Any:
-    """Return the MTP layers of a model, an `MtpModel`; None where none were added."""
-    return model._modules.get(MTP)
-
-
-def why_no_mtp(model: PreTrainedModel) -> str | None:
-    """Return why MTP layers cannot be added to a stock model; None where they can, if the checkpoint has them."""
-    library = getattr(modeling_layers, "MtpModel", None)
-    if not hasattr(library, "forward_layer"):
-        return f"transformers {transformers.__version__} cannot compute MTP layers one by one; install 5.23 or newer"
-    if not _layer_count(model):
-        return (
-            f"transformers computes no MTP layers of {type(model).__name__}, or its config states none (num_mtp_layers or "
-            "num_nextn_predict_layers); draft with 'experts' or 'ngram'"
-        )
-    try:
-        cache = _new_cache(model)
-    except ValueError as error:
-        return f"transformers cannot build the MTP layers of {type(model).__name__} from this config ({error_sentence(error)})"
-    return unsupported_cache_reason(cache)
-
-
-def _layer_count(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
-
-
-def _new_cache(model: PreTrainedModel) -> Any:
-    from transformers.cache_utils import MtpCache
-
-    return MtpCache(config=model.config.get_mtp_config())
-
-
-def add_mtp_layers(model: PreTrainedModel) -> None:
-    """Add empty MTP layers to a stock model, on the device and in the dtype that are PyTorch's defaults at the moment."""
-    from transformers.modeling_layers import MtpModel
-
-    layers = MtpModel(model, _layer_count(model))
-    for name in _SHARED:
-        layers._modules.pop(name, None)
-        vars(layers)[name] = None
-    model.add_module(MTP, layers)
-
-
-def share_with_mtp(model: PreTrainedModel) -> None:
-    """Let the MTP layers of a loaded model compute with its embedding, head and rotary embedding, which stay its own submodules."""
-    decoder: Any = model.get_decoder()
-    embedding: Any = model.get_input_embeddings()
-    if hasattr(embedding, "embed_norm"):  # a part of the model's layer alone
-        embedding = copy.copy(embedding)
-        embedding._modules = {**embedding._modules, "embed_norm": nn.Identity()}
-    shared = embedding, model.lm_head, getattr(decoder, "rotary_emb", None)
-    vars(mtp_layers(model)).update(zip(_SHARED, shared, strict=True), streams=WeakKeyDictionary())  # by the model's cache
-
-
-def mtp_key(key: str, body_layers: int) -> str | None:
-    """Return the name by which transformers' conversions know a stored tensor of MTP layers; None for another tensor.
-
-    Checkpoints number these layers after those of the body (DeepSeek, GLM), or have them under `mtp.` (Inkling, Mellum).
-    """
-    numbered = _NUMBERED.match(key)
-    if numbered is not None and int(numbered[1]) >= body_layers:
-        return f"{MTP}.layers.{int(numbered[1]) - body_layers}.mtp_block.{key[numbered.end() :]}"
-    bare = key.removeprefix("model.")
-    return bare if bare.startswith(f"{MTP}.") else None
 
 
 @functools.cache
@@ -120,7 +45,7 @@ def _layer_cache_class() -> Any:
 
 def _layer_cache(model: PreTrainedModel, number: int) -> Any:
     """Return an empty cache of moegraft's own for one MTP layer, as a program appends to a cache whose length is its position."""
-    cache = _new_cache(model)
+    cache = new_mtp_cache(model.config)
     cache.__class__ = _layer_cache_class()
     cache.layers = [DynamicLayer() for _ in range(number)] + [cache.layers[number]]
     return adopt(cache)

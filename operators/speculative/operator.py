@@ -27,7 +27,8 @@ from moegraft.operators.decode.drafts import (
     no_trace,
 )
 from moegraft.operators.decode.loop import generate
-from moegraft.operators.decode.mtp import MtpDrafter, mtp_layers, share_with_mtp, why_no_mtp
+from moegraft.operators.decode.mtp import MtpDrafter
+from moegraft.operators.decode.mtp_layers import mtp_layers, share_with_mtp, why_no_mtp
 from moegraft.operators.decode.rollback import unsupported_model_reason
 from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
 from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
@@ -139,7 +140,7 @@ class SpeculativeDraft(ModelOperator):
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
         if options.draft == "mtp" and mtp_layers(module) is None:
-            return why_no_mtp(module) or (
+            return why_no_mtp(type(module).__name__, module.config) or (
                 "draft mtp computes the checkpoint's own MTP layers, and there are none: a safetensors checkpoint has them in the layers "
                 "after the last or under 'mtp.', a GGUF file's are not read, and a model in memory has lost them; load the folder of a "
                 "checkpoint that has them, or draft with 'experts' or 'ngram'"

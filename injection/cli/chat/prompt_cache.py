@@ -21,7 +21,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from moegraft.injection.injected import new_cache
 from moegraft.operators.cache_form import layer_types, name_layers
-from moegraft.operators.decode.mtp import mtp_layers, read_chunk
+from moegraft.operators.decode.mtp import read_chunk
+from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.decode.states import (
     TENSORS,
     SavedStates,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from moegraft.injection import build_meta_model, new_cache, optimize_and_load, plan
 from moegraft.injection.cli.chat.prompt_cache import read_ahead
 from moegraft.operators.decode import mtp
+from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.decode.schedule import DraftSchedule
 from moegraft.operators.errors import MoegraftError
 
@@ -34,6 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"share": 0.02},
     "inkling_text": {"share": 0.02},  # short convolutions, whose states are rolled back
     "mellum": WINDOWS,  # a window in the MTP layer, whose tensors have names of their own
+    "qwen3_moe": {},  # a layer that neither the config nor transformers declares
+    "dense": {"mlp_only_layers": [3]},  # beside experts in the body
+    "qwen3_next": {"share": 0.02},  # full attention after a body that ends with linear attention
+    "qwen3_5_moe": {"share": 0.02, "mtp_num_hidden_layers": 1},  # a language model within a larger one
 }
 Folders = Callable[[str], tuple[Path, PreTrainedModel]]
 
@@ -46,7 +52,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     def make(name: str) -> tuple[Path, PreTrainedModel]:
         if name not in made:
             folder = tmp_path_factory.mktemp("mtp")
-            made[name] = folder, write_checkpoint(folder, name if name != "three layers" else "deepseek_v3", **CASES[name])
+            model_type = {"three layers": "deepseek_v3", "dense": "qwen3_moe"}.get(name, name)
+            made[name] = folder, write_checkpoint(folder, model_type, **CASES[name])
         return made[name]
 
     return make
@@ -80,6 +87,9 @@ def statistics(model: PreTrainedModel) -> Any:
         ("glm4_moe", 3),
         ("mellum", 2),
         ("inkling_text", 3),
+        ("qwen3_moe", 3),
+        ("qwen3_next", 2),
+        ("qwen3_5_moe", 2),
     ],
 )
 def test_greedy_text_is_that_of_plain_decoding(name: str, depth: int, checkpoints: Folders) -> None:
@@ -138,6 +148,54 @@ def test_drafts_are_those_of_transformers(name: str, checkpoints: Folders, monke
     lengths = [length for length in found if length + depth < ids.shape[1] + STEPS]
     assert len(lengths) > 5
     assert {length: found[length] for length in lengths} == {length: expected.get(length) for length in lengths}
+
+
+def eager_drafts(folder: Path, stock: PreTrainedModel, text: torch.Tensor, depth: int) -> list[int]:
+    """Return the tokens that a layer in the form of Qwen3-Next predicts after `text` (1, T), computed from the stored tensors.
+
+    Each token takes a pass over the whole text.
+    """
+    stored = {name[4:]: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
+    config = copy.deepcopy(stock.config.get_text_config())
+    config.layer_types, config.mlp_only_layers = ["full_attention"], [] if "layers.0.mlp.gate.weight" in stored else [0]
+    decoder: Any = stock.get_decoder()
+    layer = type(decoder.layers[0])(config, 0).train(False)
+    own = {name[len("layers.0.") :]: tensor for name, tensor in stored.items() if name.startswith("layers.0.")}
+    if "mlp.experts.0.up_proj.weight" in own:
+        by_expert = [
+            [own.pop(f"mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")] for expert in range(config.num_experts)
+        ]
+        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in by_expert])
+        own["mlp.experts.down_proj"] = torch.stack([down for _, _, down in by_expert])
+    layer.load_state_dict(own)
+
+    def norm(states: torch.Tensor, name: str) -> torch.Tensor:
+        weight = stored[f"{name}.weight"] + (config.model_type != "qwen3_moe")  # in the others the norm's weight is what is added to 1
+        return torch.nn.functional.rms_norm(states, states.shape[-1:], weight, config.rms_norm_eps)
+
+    states, drafted = decoder(input_ids=text[:, :-1]).last_hidden_state, []
+    for _ in range(depth):
+        tokens = torch.cat([text[:, 1:], torch.tensor([drafted], dtype=torch.int64)], dim=-1)
+        embedded = stock.get_input_embeddings()(tokens)
+        inputs = torch.cat([norm(embedded, "pre_fc_norm_embedding"), norm(states, "pre_fc_norm_hidden")], dim=-1) @ stored["fc.weight"].T
+        size = inputs.shape[1]
+        positions = decoder.rotary_emb(inputs, torch.arange(size)[None])
+        mask = torch.full((size, size), float("-inf")).triu(1)[None, None]
+        latest = norm(layer(inputs, position_embeddings=positions, attention_mask=mask), "norm")[:, -1:]
+        drafted.append(int(stock.lm_head(latest)[0, -1].argmax()))
+        states = torch.cat([states, latest], dim=1)
+    return drafted
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "dense", "qwen3_next", "qwen3_5_moe"])
+@torch.no_grad()
+def test_drafts_are_those_of_the_stored_layer(name: str, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stock = checkpoints(name)
+    found = proposals(monkeypatch)
+    ids = greedy(load(folder, max_draft=2), prompt(20))
+    drafted = {length: tokens for length, tokens in found.items() if len(tokens) == 2}
+    assert len(drafted) > 5
+    assert drafted == {length: eager_drafts(folder, stock, ids[:, :length], 2) for length in drafted}
 
 
 class Alternating(DraftSchedule):
@@ -208,7 +266,7 @@ def test_drafts_go_on_where_a_text_was_cut(checkpoints: Folders, monkeypatch: py
     expected = dict(found)
     found.clear()
     assert torch.equal(greedy(model, other, past_key_values=cache), plain)
-    streams = mtp.mtp_layers(model).streams[cache]
+    streams = mtp_layers(model).streams[cache]
     assert all(each.get_seq_length() > 70 for each in streams.caches), "most of the text before the cut is still there"
     same = [found[length] == expected[length] for length in found if length in expected]
     assert sum(same) > 0.7 * len(same)
@@ -231,7 +289,7 @@ def test_an_interrupted_draft_leaves_nothing_to_go_on_with(checkpoints: Folders,
         greedy(model, prompt(20), past_key_values=cache)
     ids = greedy(stock, prompt(20))[:, : cache.get_seq_length() + 1]
     assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(stock, ids))
-    assert mtp.mtp_layers(model).streams[cache].position == cache.get_seq_length()
+    assert mtp_layers(model).streams[cache].position == cache.get_seq_length()
 
 
 def test_a_cache_that_holds_a_part_of_the_prompt_is_gone_on_with(checkpoints: Folders) -> None:
@@ -359,7 +417,7 @@ def tiny(model_type: str) -> PreTrainedModel:
 
 
 def test_families_and_versions_without_mtp_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "transformers computes no MTP layers of Qwen3MoeForCausalLM" in refusal(tiny("qwen3_moe"), tmp_path)
+    assert "neither transformers nor the config of Qwen3MoeForCausalLM declares MTP layers" in refusal(tiny("qwen3_moe"), tmp_path)
     assert "without `mtp_layer_types` is ambiguous" in refusal(tiny("bailing_hybrid"), tmp_path)
     with pytest.raises(MoegraftError, match="a model in memory has lost them"):
         plan(tiny("deepseek_v3"), rules(tmp_path))
