@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -69,8 +69,12 @@ class ScheduledBatchDrafts(BatchDrafts):
             return None
         return continuation(torch.tensor(token_ids), length)
 
+    @property
+    def by_mtp_layers(self) -> bool:
+        return self._options.draft == "mtp"
+
     def drafting(self) -> AbstractContextManager[None]:
-        return self._switch.drafting(self._options.settings)
+        return nullcontext() if self.by_mtp_layers else self._switch.drafting(self._options.settings)
 
     def continues(self, confidences: Sequence[float]) -> bool:
         return confidences[-1] >= self._options.confidence and self._current.continues(confidences)
@@ -127,7 +131,7 @@ class SpeculativeDraft(ModelOperator):
         return MarginalSchedule(length) if self.options.schedule == "marginal" else FixedSchedule(length)
 
     def batch_drafts(self) -> BatchDrafts | None:
-        return self._batches if self.options.mode == "lossless" and self.options.draft != "mtp" else None
+        return self._batches if self.options.mode == "lossless" else None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
         self.trace = partial(round_spans, timelines) if timelines else no_trace

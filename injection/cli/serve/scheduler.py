@@ -273,7 +273,7 @@ class Scheduler:
         lengths = [sequence.tokens for sequence in sequences]
         with self._drafts.drafting():
             for _ in range(length if going else 0):
-                logits = self._pool.step([sequence for _, sequence in going], [draft.token_ids[-1] for draft, _ in going])
+                logits = self._pool.draft([sequence for _, sequence in going], [draft.token_ids for draft, _ in going])
                 tokens = choose(logits.where(usable(logits)[:, None], 0.0), [draft for draft, _ in going])
                 shares = logits.softmax(-1).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
                 for (draft, _), token, share in zip(going, tokens, shares, strict=True):

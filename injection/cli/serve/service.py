@@ -116,6 +116,7 @@ class Service:
                     prefix_bytes=limits.prefix_cache,
                     most=limits.max_batch,
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
+                    mtp_draft=padding if drafts is not None and drafts.by_mtp_layers else 0,
                 )
                 if drafts is not None and pool.recurrent:
                     logger.info("serve: nothing is drafted, as rejected tokens cannot be removed from the recurrent states of a batch")
