@@ -16,9 +16,10 @@
 - speed (`speculative_speed.csv`): decoded tokens/s of the bundled model with draft configurations and without, interleaved. A draft of n
   tokens pays if the tokens per round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures.
 - mtp (`speculative_mtp.csv`): tokens/s of `draft: mtp` with its measured schedule against plain decoding, alternating, on a model of
-  Mellum's shapes with few layers and one MTP layer. Weights are random and the acceptance of each token is forced, so the text is not
-  plain's. `predicted` is the best of `plain_ms * (1 + a + ... + a^n) / (n * draft_ms + verify_ms(n))` over n, 0 included; its costs are
-  measured before, by fixed drafts of n tokens. The same models' text without forced acceptance is compared with plain decoding's first.
+  Mellum's shapes with few layers and one MTP layer, without the time of a text of one token, which is the prompt's. Weights are random and
+  the acceptance of each token is forced, so the text is not plain's. `predicted` is the best of
+  `plain_ms * (1 + a + ... + a^n) / (n * draft_ms + verify_ms(n))` over n, 0 included; its costs are measured before, by fixed drafts of n
+  tokens. The text without forced acceptance is compared with plain decoding's first.
 - plot: `speculative_drafts.png` from these files.
 """
 
@@ -370,8 +371,8 @@ class RoundCosts:
         return max((1.0, 0), *((ratio, tokens) for tokens, ratio in rounds.items()))
 
 
-def round_costs(model: PreTrainedModel, plain: Callable[[], object], ids: torch.Tensor, acceptance: float, new_tokens: int) -> RoundCosts:
-    """Measure plain steps, and rounds of each number of drafted tokens, after a text of each that prepares programs."""
+def round_costs(model: PreTrainedModel, plain_ms: float, ids: torch.Tensor, acceptance: float, new_tokens: int) -> RoundCosts:
+    """Measure rounds of each number of drafted tokens, after a text of each that prepares programs."""
     operator: Any = model.moegraft.model_operator
     kept, draft_ms, verify_ms = operator._schedule, {}, {}
     for tokens in range(1, MTP_DRAFT + 1):
@@ -384,7 +385,7 @@ def round_costs(model: PreTrainedModel, plain: Callable[[], object], ids: torch.
         draft_ms[tokens] = statistics.median(done.draft_ms for done in timed)
         verify_ms[tokens] = statistics.median(done.verify_ms for done in timed)
     operator._schedule = kept
-    return RoundCosts(1e3 * min(seconds(plain, clock) for _ in range(3)) / new_tokens, draft_ms, verify_ms)
+    return RoundCosts(plain_ms, draft_ms, verify_ms)
 
 
 class Recorded(FixedSchedule):
@@ -408,15 +409,19 @@ def mtp(layers: int, new_tokens: int, rounds: int, rows: Recorder) -> None:
     operator, stock, replay = model.moegraft.model_operator, type(model).__mro__[2], model.moegraft.context.replay
     operator.clock = clock
     ids = torch.randint(20, config.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
-    wanted = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    wanted = {"attention_mask": torch.ones_like(ids), "do_sample": False}
 
-    def plain() -> torch.Tensor:
-        found: torch.Tensor = replay.generate(model, partial(stock.generate, model), (ids,), wanted)  # type: ignore[attr-defined]
+    def plain(count: int = new_tokens) -> torch.Tensor:
+        stock_generate = partial(stock.generate, model)  # type: ignore[attr-defined] # only generating classes have it
+        found: torch.Tensor = replay.generate(model, stock_generate, (ids,), wanted | {"min_new_tokens": count, "max_new_tokens": count})
         return found
+
+    def rate(decode: Callable[[int], object]) -> float:
+        return (new_tokens - 1) / (seconds(lambda: decode(new_tokens), clock) - seconds(lambda: decode(1), clock))
 
     assert torch.equal(generate(model, ids, new_tokens=new_tokens), plain()), "drafts change the text"
     for acceptance in MTP_ACCEPTANCES:
-        costs = round_costs(model, plain, ids, acceptance, new_tokens)
+        costs = round_costs(model, 1e3 / max(rate(plain) for _ in range(3)), ids, acceptance, new_tokens)
         predicted, best = costs.best(acceptance)
         operator._schedule = operator._new_schedule()
         before = operator.statistics()
@@ -424,17 +429,17 @@ def mtp(layers: int, new_tokens: int, rounds: int, rows: Recorder) -> None:
 
         def drafted() -> float:
             with forced_acceptance(acceptance, next(seed)):  # noqa: B023
-                return new_tokens / seconds(lambda: generate(model, ids, new_tokens=new_tokens), clock)
+                return rate(lambda count: generate(model, ids, new_tokens=count))
 
-        taken = alternate({"plain": lambda: new_tokens / seconds(plain, clock), "mtp": drafted}, rounds)
+        taken = alternate({"plain": lambda: rate(plain), "mtp": drafted}, rounds)
         found = operator.statistics()
-        lost = {name: found[name] - before[name] for name in ("rounds", "round_tokens", "plain_tokens", "drafted_tokens")}
+        with_drafts, without = (found[name] - before[name] for name in ("round_tokens", "plain_tokens"))
         row: Row = {"layers": layers, "acceptance": acceptance, "new_tokens": new_tokens, "predicted": round(predicted, 3), "best": best}
         row |= {"against_plain": round(median_ratio(taken["mtp"], taken["plain"]), 3), "plain_ms": round(costs.plain_ms, 3)}
         row |= {f"draft_{tokens}_ms": round(each, 3) for tokens, each in costs.draft_ms.items()}
         row |= {f"verify_{tokens}_ms": round(each, 3) for tokens, each in costs.verify_ms.items()}
         row |= {f"{name}_{key}": each for name, rates in taken.items() for key, each in percentiles(rates, "tokens_s", 2).items()}
-        row |= {"drafted_share": round(lost["round_tokens"] / (lost["round_tokens"] + lost["plain_tokens"]), 3)}
+        row |= {"drafted_share": round(with_drafts / (with_drafts + without), 3)}
         rows.add({**row, "rounds": rounds, "threads": torch.get_num_threads()})
 
 

@@ -61,6 +61,7 @@ INTERFACE = {
     "decode.cache",
     "decode.cuda_graph",
     "decode.loop",
+    "decode.mtp",
     "decode.mtp_layers",
     "decode.mtp_pages",
     "decode.native.record",
