@@ -149,6 +149,11 @@ def past_tokens(layer: object) -> int:
     return next(reversed(past))[2] + 1 if past else 0
 
 
+def is_past(name: Sequence[Any]) -> bool:
+    """Return whether a tensor of this name in a cache is a past state, which passes over one token neither read nor write."""
+    return name[1] == _PAST
+
+
 class StateMark:
     """The states of a layer at one moment. A later mark of the same layer ends it.
 
