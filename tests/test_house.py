@@ -60,6 +60,7 @@ INTERFACE = {
     "context",
     "decode.cache",
     "decode.cuda_graph",
+    "decode.draft_costs",
     "decode.loop",
     "decode.mtp",
     "decode.mtp_layers",

@@ -153,7 +153,8 @@ class SpeculativeDraft(ModelOperator):
 
     @classmethod
     def traits(cls, options: SpeculativeOptions) -> Traits:
-        return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp")
+        drafting = options.settings if options.draft == "experts" else None
+        return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp", drafting=drafting)
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
