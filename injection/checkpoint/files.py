@@ -22,7 +22,9 @@ from moegraft.operators.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MTP_FILE = "mtp.safetensors"  # optional, beside the others: stock transformers would warn of these tensors in a class that has no use for them
+MTP_FILE = (
+    "mtp.safetensors"  # optional, beside the others: stock transformers would warn of these tensors in a class that has no use for them
+)
 STRIPES, STRIPE_BYTES = 16, 1 << 16  # read of each file
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ITEM_BYTES = {
