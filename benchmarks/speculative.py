@@ -2,6 +2,7 @@
 
     python benchmarks/speculative.py rounds quality tasks sparsity plot --text talk=questions.txt --text prose=essay.txt
     python benchmarks/speculative.py speed
+    python benchmarks/speculative.py mtp --rounds 10
 
 - rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text with many draft configurations.
   Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight that the drafting experts have,
@@ -14,30 +15,39 @@
   `bytes_share` is the share of the routed experts' bytes that a draft reads: whole gates, and the remaining rows of up and down.
 - speed (`speculative_speed.csv`): decoded tokens/s of the bundled model with draft configurations and without, interleaved. A draft of n
   tokens pays if the tokens per round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures.
+- mtp (`speculative_mtp.csv`): tokens/s of `draft: mtp` with its measured schedule against plain decoding, alternating, on a model of
+  Mellum's shapes with few layers and one MTP layer. Weights are random and the acceptance of each token is forced, so the text is not
+  plain's. `predicted` is the best of `plain_ms * (1 + a + ... + a^n) / (n * draft_ms + verify_ms(n))` over n, 0 included; its costs are
+  measured before, by fixed drafts of n tokens. The same models' text without forced acceptance is compared with plain decoding's first.
 - plot: `speculative_drafts.png` from these files.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness.models import injected
+from harness.models import injected, random_model
 from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.rounds import alternate, clock, median_ratio, percentiles, seconds
 from harness.texts import held_out, pieces
 from support import emulated  # noqa: F401  the device that rules name
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, MellumConfig, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.decode.schedule import Round
+from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy
+from moegraft.operators.decode.drafts import Drafting
+from moegraft.operators.decode.schedule import FixedSchedule, Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.gpu_layer import GpuLayer
@@ -58,6 +68,7 @@ SPEED_PROVIDERS: Mapping[str, Mapping[str, object] | None] = {
     "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
     "ngram, marginal": {"draft": "ngram", "max_draft": 5, "schedule": "marginal"},
 }
+MTP_DRAFT, MTP_ACCEPTANCES = 3, (0.7, 0.0)
 MEASURED = ("tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
 Row = dict[str, object]
 
@@ -316,6 +327,117 @@ def speed(prompts: Sequence[torch.Tensor], rounds: int, rows: Recorder) -> None:
         rows.add({**row, "threads": torch.get_num_threads(), "clock": "CPU time" if torch.get_num_threads() == 1 else "wall"})
 
 
+class ForcedAcceptance(Greedy):
+    """Accept each draft token with the same probability, whatever it is."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share = share
+        self._random = random.Random(seed)
+
+    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
+        return self._random.random() < self._share
+
+
+@contextmanager
+def forced_acceptance(share: float, seed: int) -> Iterator[None]:
+    begin = Drafting.begin
+
+    def forced(self: Drafting, *args: Any) -> AcceptanceRule:
+        begin(self, *args)
+        return ForcedAcceptance(share, seed)
+
+    Drafting.begin = forced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Drafting.begin = begin  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """Measured ms of a plain step, of a draft by its tokens, and of their verification."""
+
+    plain_ms: float
+    draft_ms: Mapping[int, float]
+    verify_ms: Mapping[int, float]
+
+    def best(self, acceptance: float) -> tuple[float, int]:
+        """Return the best speed relative to plain decoding that any length gives, and that length."""
+        rounds = {
+            tokens: self.plain_ms * sum(acceptance**at for at in range(tokens + 1)) / (self.draft_ms[tokens] + self.verify_ms[tokens])
+            for tokens in self.draft_ms
+        }
+        return max((1.0, 0), *((ratio, tokens) for tokens, ratio in rounds.items()))
+
+
+def round_costs(model: PreTrainedModel, plain: Callable[[], object], ids: torch.Tensor, acceptance: float, new_tokens: int) -> RoundCosts:
+    """Measure plain steps, and rounds of each number of drafted tokens, after a text of each that prepares programs."""
+    operator: Any = model.moegraft.model_operator
+    kept, draft_ms, verify_ms = operator._schedule, {}, {}
+    for tokens in range(1, MTP_DRAFT + 1):
+        operator._schedule = Recorded(tokens)
+        for seed in range(2):
+            with forced_acceptance(acceptance, seed):
+                operator._schedule.rounds.clear()
+                generate(model, ids, new_tokens=new_tokens)
+        timed = [done for done in operator._schedule.rounds if len(done.confidences) == tokens and not done.prepared]
+        draft_ms[tokens] = statistics.median(done.draft_ms for done in timed)
+        verify_ms[tokens] = statistics.median(done.verify_ms for done in timed)
+    operator._schedule = kept
+    return RoundCosts(1e3 * min(seconds(plain, clock) for _ in range(3)) / new_tokens, draft_ms, verify_ms)
+
+
+class Recorded(FixedSchedule):
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.rounds: list[Round] = []
+
+    def record(self, done: Round) -> None:
+        self.rounds.append(done)
+
+
+def mtp(layers: int, new_tokens: int, rounds: int, rows: Recorder) -> None:
+    """Record the speed of MTP drafts for each forced acceptance.
+
+    Raises:
+        AssertionError: drafts change the text.
+    """
+    config = MellumConfig(num_hidden_layers=layers, num_mtp_layers=1, mtp_layer_types=["full_attention"], dtype=torch.bfloat16)
+    rules = f"extends: cpu\nvars: {{weights: int8}}\nrules:\n{draft_rule({'draft': 'mtp', 'max_draft': MTP_DRAFT, 'confidence': 0})}"
+    model = injected(random_model(config, mtp=True), rules, threads=torch.get_num_threads())
+    operator, stock, replay = model.moegraft.model_operator, type(model).__mro__[2], model.moegraft.context.replay
+    operator.clock = clock
+    ids = torch.randint(20, config.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    wanted = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids), "do_sample": False}
+
+    def plain() -> torch.Tensor:
+        found: torch.Tensor = replay.generate(model, partial(stock.generate, model), (ids,), wanted)  # type: ignore[attr-defined]
+        return found
+
+    assert torch.equal(generate(model, ids, new_tokens=new_tokens), plain()), "drafts change the text"
+    for acceptance in MTP_ACCEPTANCES:
+        costs = round_costs(model, plain, ids, acceptance, new_tokens)
+        predicted, best = costs.best(acceptance)
+        operator._schedule = operator._new_schedule()
+        before = operator.statistics()
+        seed = itertools.count()
+
+        def drafted() -> float:
+            with forced_acceptance(acceptance, next(seed)):  # noqa: B023
+                return new_tokens / seconds(lambda: generate(model, ids, new_tokens=new_tokens), clock)
+
+        taken = alternate({"plain": lambda: new_tokens / seconds(plain, clock), "mtp": drafted}, rounds)
+        found = operator.statistics()
+        lost = {name: found[name] - before[name] for name in ("rounds", "round_tokens", "plain_tokens", "drafted_tokens")}
+        row: Row = {"layers": layers, "acceptance": acceptance, "new_tokens": new_tokens, "predicted": round(predicted, 3), "best": best}
+        row |= {"against_plain": round(median_ratio(taken["mtp"], taken["plain"]), 3), "plain_ms": round(costs.plain_ms, 3)}
+        row |= {f"draft_{tokens}_ms": round(each, 3) for tokens, each in costs.draft_ms.items()}
+        row |= {f"verify_{tokens}_ms": round(each, 3) for tokens, each in costs.verify_ms.items()}
+        row |= {f"{name}_{key}": each for name, rates in taken.items() for key, each in percentiles(rates, "tokens_s", 2).items()}
+        row |= {"drafted_share": round(lost["round_tokens"] / (lost["round_tokens"] + lost["plain_tokens"]), 3)}
+        rows.add({**row, "rounds": rounds, "threads": torch.get_num_threads()})
+
+
 def label(row: Mapping[str, str]) -> str:
     who = f"{row['experts']}, {row['resident_ratio']}" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
     return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
@@ -366,12 +488,13 @@ def plot() -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "speed", "plot"))
+    options.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "speed", "mtp", "plot"))
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text for tasks; may be repeated")
     options.add_argument("--prompts", type=int, default=12)
     options.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    options.add_argument("--rounds", type=int, default=3, help="of speed")
+    options.add_argument("--rounds", type=int, default=3, help="of speed and mtp")
+    options.add_argument("--layers", type=int, default=6, help="of mtp, beside the MTP layer")
     options.add_argument("--threads", type=int, default=torch.get_num_threads(), help="use 1 on a shared machine, for CPU time")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
@@ -394,6 +517,8 @@ def main() -> None:
                 tasks(given.model, {"held out": held_out(), **texts}, given.prompts, given.new_tokens, rows)
             case "speed":
                 speed(prompts[: max(1, given.prompts // 3)], given.rounds, rows)
+            case "mtp":
+                mtp(given.layers, given.new_tokens, given.rounds, rows)
 
 
 if __name__ == "__main__":

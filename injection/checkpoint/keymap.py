@@ -41,7 +41,7 @@ class KeyMap:
 
     Attributes:
         targets: by the parameter's name.
-        unread: keys of no parameter, except those that the family declares.
+        unread: keys of no parameter, except those that the family declares and those of MTP layers that the rules do not ask for.
         missing: parameters without keys, except tied ones and those that the family may leave out.
     """
 
@@ -82,7 +82,10 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
             for other in others:
                 name = target.name.replace(first, other)
                 targets.setdefault(name, Target(name, target.keys, target.converter))
-    unexpected = [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
+    ignored = list(skeleton._keys_to_ignore_on_load_unexpected or ())
+    if mtp_layers(skeleton) is None:
+        ignored.append(rf"^(model\.)?{MTP}\.")
+    unexpected = [key for key in unread if not _ignored(ignored, key)]
     return KeyMap(targets, tuple(unexpected), tuple(missing_names(skeleton, targets)))
 
 

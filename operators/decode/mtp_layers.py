@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import transformers
 from torch import nn
@@ -154,7 +155,7 @@ def share_with_mtp(model: PreTrainedModel) -> None:
         embedding = copy.copy(embedding)
         embedding._modules = {**embedding._modules, "embed_norm": nn.Identity()}
     shared = embedding, model.lm_head, getattr(decoder, "rotary_emb", None)
-    vars(mtp_layers(model)).update(zip(_SHARED, shared, strict=True))
+    vars(mtp_layers(model)).update(zip(_SHARED, shared, strict=True), streams=WeakKeyDictionary())  # by the model's cache
 
 
 def mtp_key(key: str, body_layers: int) -> str | None:

@@ -131,6 +131,10 @@ class DraftSchedule(ABC):
     def plan(self, limit: int) -> int:
         """Return the largest number of tokens to draft now, up to `limit`; 0 for a plain step."""
 
+    def plain_steps(self) -> int:
+        """Return how many plain steps follow, at least, where the latest `plan` drafted nothing."""
+        return 1
+
     @abstractmethod
     def state(self) -> str:
         """Describe the schedule in a few words for users."""
@@ -163,7 +167,9 @@ PLAIN_FIRST = 3  # plain steps that are timed before anything is drafted
 PLAIN_ENOUGH = 12  # plain steps after which their time is known well enough to compare drafts with it
 PLAIN_SOON, PLAIN_EVERY = 2, 24  # rounds between plain steps, before PLAIN_ENOUGH and after: their time changes as the text grows
 MAX_LOST_STEPS = 2.5  # plain steps' worth of time that measuring drafts may lose
-MAX_SAVED_STEPS = 3.0  # plain steps' worth of saved time that may be lost again in the same text
+# Plain steps' worth of saved time that may be lost again, in the same text and in the next one. With fewer, the drafts that gain most, long
+# ones, are soon off, as each is a gain or a loss of several steps; with more, those of passages that do not pay go on for too long.
+MAX_SAVED_STEPS, MAX_KEPT_STEPS = 6.0, 3.0
 MAX_TIMES_EXPECTED = 2.5  # a longer round counts as this many times the expected time: another process disturbed it
 LOSS_ALLOWANCE = 0.01  # share of all steps that may be lost in the long run: with MAX_LOST_STEPS, under 3% of a text of 300 tokens
 LONGER_EVERY = 24  # rounds between drafts one token longer than the best length, so that early rejections do not fix the length
@@ -175,11 +181,12 @@ QUIET_TOKENS = 256  # tokens between two log messages on whether drafting pays: 
 
 
 class MarginalSchedule(DraftSchedule):
-    """A schedule that drafts one more token only while its expected gain exceeds its measured cost.
+    """A schedule that drafts more tokens only while their expected gain exceeds their measured cost.
 
     A draft of n tokens yields `1 + a_1 + a_1 a_2 + ...` tokens (a: acceptance rates) for `n * draft + verify(n)` ms; the length with the
-    fewest ms per token is planned. Within a draft, one more token must gain more than it costs: `P(all accepted) * ms per token` against
-    `draft + verify(n + 1) - verify(n)`.
+    fewest ms per token is planned. A draft of n tokens goes on while one more, or several up to the planned length, gain more than they
+    cost: `P(accepted) * ms per token`, summed over m tokens, against `m * draft + verify(n + m) - verify(n)`. Several may gain where one
+    does not, as the later tokens of a verification need few experts that the earlier ones have not read.
 
     The schedule counts the time that rounds lose against plain steps at their least likely mean. Rounds that save time, and an allowance
     of a hundredth of each step, reduce the count. At its maximum nothing is drafted, which bounds the cost of wrong estimates: a draft
@@ -201,6 +208,7 @@ class MarginalSchedule(DraftSchedule):
         self._probes = 0
         self._probing = False
         self._planned = 0
+        self._plain_steps = 0  # before drafts are considered, after the latest plan
         self._pays: bool | None = None  # None while unknown
         self._logged_pays: bool | None = None
 
@@ -208,33 +216,46 @@ class MarginalSchedule(DraftSchedule):
         if self._tokens:
             self._costs.plain.expect_change(CHANGED_TEXT_SAMPLES)
             self._plain_due = max(self._plain_due, CHANGED_TEXT_SAMPLES)
-            self._lost_steps = max(0.0, self._lost_steps)
+            self._lost_steps = max(-MAX_KEPT_STEPS, self._lost_steps)
 
     def plan(self, limit: int) -> int:
         self._probing = False
         self._planned = 0
         limit = min(limit, self._max_draft)
         plain_every = PLAIN_EVERY if len(self._costs.plain) >= PLAIN_ENOUGH else PLAIN_SOON
-        if limit < 1 or self._plain_due > 0 or self._rounds_since_plain >= plain_every:
-            return 0
-        if self._lost_steps >= MAX_LOST_STEPS or (self._pays is False and self._steps_since_probe < self._probe_gap):
+        waits = [self._plain_due, int(self._rounds_since_plain >= plain_every), _steps_to_regain(self._lost_steps - MAX_LOST_STEPS)]
+        if self._pays is False:
+            waits.append(self._probe_gap - self._steps_since_probe)
+        self._plain_steps = max(waits)
+        if limit < 1 or self._plain_steps > 0:
             return 0
         best = self._best_length(limit)
         probe = min(limit, PROBE_LENGTH)
         if best > 0 and self._costs.measured:
             self._probing = best < limit and self._rounds % LONGER_EVERY == 0
             self._planned = best + self._probing
-        elif self._steps_since_probe >= self._probe_gap and self._lost_steps + self._expected_loss(probe) <= MAX_LOST_STEPS:
-            self._probing, self._planned = True, probe
+        elif self._steps_since_probe >= self._probe_gap:
+            wait = _steps_to_regain(self._lost_steps + self._expected_loss(probe) - MAX_LOST_STEPS)
+            self._plain_steps = min(wait, PROBE_GAP)  # after as many, plain steps may take another time
+            if not wait:
+                self._probing, self._planned = True, probe
         return self._planned
+
+    def plain_steps(self) -> int:
+        return max(self._plain_steps, 1)
 
     def continues(self, confidences: Sequence[float]) -> bool:
         length = len(confidences)
         if self._probing or length >= self._planned:
             return length < self._planned
-        chance = self._rates.all_accepted(confidences) * self._rates.at(length)
-        cost_ms = self._costs.draft_ms + self._costs.verify_ms(length + 1) - self._costs.verify_ms(length)
-        return chance * self._ms_per_token(self._planned) > cost_ms
+        ms_per_token, now_ms = self._ms_per_token(self._planned), self._round_ms(length)
+        chance, tokens = self._rates.all_accepted(confidences), 0.0
+        for longer in range(length + 1, self._planned + 1):
+            chance *= self._rates.at(longer - 1)
+            tokens += chance
+            if tokens * ms_per_token > self._round_ms(longer) - now_ms:
+                return True
+        return False
 
     def record(self, done: Round) -> None:
         length = len(done.confidences)
@@ -301,6 +322,11 @@ class MarginalSchedule(DraftSchedule):
     def _expected_loss(self, length: int) -> float:
         """Return the expected loss of a round, in plain steps."""
         return max(0.0, self._round_ms(length) / self._costs.verify_ms(0) - self._rates.expected_tokens(length))
+
+
+def _steps_to_regain(lost: float) -> int:
+    """Return the steps whose allowance makes up for lost steps."""
+    return math.ceil(lost / LOSS_ALLOWANCE) if lost > 0 else 0
 
 
 SAMPLES = 11  # latest times kept of a draft step and of each length of a verification

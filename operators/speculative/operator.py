@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -127,7 +126,6 @@ class SpeculativeDraft(ModelOperator):
         self._context = context
         self._switch = switch = context.draft_switch
         self._statistics = Statistics()
-        self._texts: MutableMapping[Any, Any] = WeakKeyDictionary()  # what MTP layers have computed of each cache
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
         self._schedule = self._new_schedule()
@@ -191,7 +189,7 @@ class SpeculativeDraft(ModelOperator):
         if options.draft == "ngram":
             return NgramDrafter()
         if options.draft == "mtp":
-            return MtpDrafter(model, options.confidence, self._switch, self._texts)
+            return MtpDrafter(model, options.confidence, self._switch, self._context.replay)
         return ExpertsDrafter(self._switch, options.settings, options.confidence)
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@
 // results are equal bit for bit.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
 #include "core/float_conversion.h"
@@ -174,7 +173,7 @@ void delta_rule(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t 
         MOEGRAFT_VECTOR(token.decay + i) = factor;
       }
     } else {
-      const float factor = ::expf(one(args.decay.type, args.decay.at(sequence, t, head)));
+      const float factor = __builtin_expf(one(args.decay.type, args.decay.at(sequence, t, head)));
       for (int i = 0; i < token.keys; i += kFloats) MOEGRAFT_VECTOR(token.decay + i) = Vector{} + factor;
     }
     for (int i = 0; i < token.keys; i += kFloats)
@@ -312,7 +311,7 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
       }
       float dt = one(args.dt.type, args.dt.at(sequence, t, head));
       if (args.dt_bias) dt += one(args.dt_bias.type, args.dt_bias.at(head));
-      if (args.softplus && dt <= 20.0f) dt = ::log1pf(::expf(dt));
+      if (args.softplus && dt <= 20.0f) dt = __builtin_log1pf(__builtin_expf(dt));
       dt = dt < args.least ? args.least : dt > args.most ? args.most : dt;
       if (by_column) {
         widened(kernels, args.a.type, args.a.at(head), a, token.columns);
@@ -322,7 +321,7 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
           MOEGRAFT_VECTOR(token.decay + n) = factor;
         }
       } else {
-        const float factor = ::expf(dt * one(args.a.type, args.a.at(head)));
+        const float factor = __builtin_expf(dt * one(args.a.type, args.a.at(head)));
         for (int n = 0; n < token.columns; n += kFloats) MOEGRAFT_VECTOR(token.decay + n) = Vector{} + factor;
       }
       const float skip = args.d ? one(args.d.type, args.d.at(head)) : 0.0f;
@@ -336,7 +335,7 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
         float out = scan_channel(token, dt * x, before, state) + skip * x;
         if (args.z) {
           const float z = one(args.z.type, args.z.at(sequence, t, head, p));
-          out *= z / (1.0f + ::expf(-z));
+          out *= z / (1.0f + __builtin_expf(-z));
         }
         put(args.out.type, out, args.out.at(sequence, t, head, p));
       }

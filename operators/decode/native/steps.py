@@ -52,7 +52,7 @@ _SETTINGS = (
     *("output_attentions", "_output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
     *("_attn_implementation", "_attn_implementation_internal"),
 )
-_MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
+_MOST_INPUT_NUMBERS = 1 << 16  # of a tensor that is copied for each step, as the states that an MTP layer reads
 
 
 class NativePrograms(StepReplay):
@@ -294,6 +294,7 @@ class Continuation:
 
     Attributes:
         hidden_states: the last ones of the latest `step`, (B, 1, H); None where the program was recorded without them.
+        step_ns: the time of each step of the latest `greedy`.
     """
 
     def __init__(self, replay: NativePrograms, program: StepProgram, cache: Cache, buffers: CacheBuffers, first: int, count: int) -> None:
@@ -304,6 +305,7 @@ class Continuation:
         self._first, self._count = first, count
         self.done = 0  # steps
         self.hidden_states: torch.Tensor | None = None
+        self.step_ns: Sequence[int] = ()
         self._draft_settings = replay.draft.settings
         self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
         self._logits_tensor = torch.from_numpy(self._logits)
@@ -347,6 +349,7 @@ class Continuation:
                 tokens: list[int] = self.program.native.greedy(self.position, token, most, ends, LONGEST_NS)
             finally:  # as above
                 replay.fed(self, before, started_ns)
+            self.step_ns = self.program.native.step_ns
         return tokens
 
     def _is_over(self) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.gpus import placed
+from support.programs import Program
 from support.serving import PATIENCE_S, ask, messages, openai, serving, until
 
 from moegraft.injection import optimize_and_load
@@ -258,13 +258,9 @@ def test_what_one_key_has_asked_is_not_kept_for_another(loaded: LoadedModel) -> 
         assert min(cached("one"), cached("two")) > 5
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+def start(*arguments: str) -> tuple[Program, str]:
     """A server process and its address."""
-    code = "from moegraft.injection.cli.moegraft import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
+    process = Program(["-m", "moegraft.injection.cli.moegraft", "serve", "--port", "0", *arguments], os.environ)
     return process, next(match.group(1) for said in process.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
 
 
@@ -303,7 +299,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         next(stream)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-        assert process.poll() is None
+        assert process.running()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE_S)
     finally:

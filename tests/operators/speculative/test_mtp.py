@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from moegraft.injection import build_meta_model, new_cache, optimize_and_load, plan
+from moegraft.injection.cli.chat.prompt_cache import read_ahead
 from moegraft.operators.decode import mtp
 from moegraft.operators.decode.schedule import DraftSchedule
 from moegraft.operators.errors import MoegraftError
@@ -100,6 +101,12 @@ def test_greedy_text_is_that_of_plain_decoding(name: str, depth: int, checkpoint
     assert 0.4 < found["acceptance_by_position"][0] < 1, "the layers are made to be right often"
     steps = model.moegraft.statistics()["decode_steps"]
     assert steps["replayed_steps"] > 0 and steps["reasons"] == []
+    layers = {
+        dict(settings)["layer"]
+        for (_, settings, *_), kind in model.moegraft.context.replay._kinds.items()
+        if kind.replay and "layer" in dict(settings)
+    }
+    assert layers == set(range(min(depth, CASES[name].get("layers", 1)))), "the steps of MTP layers are programs too"
 
 
 def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
@@ -234,6 +241,54 @@ def test_a_later_call_goes_on_with_the_same_cache(checkpoints: Folders, monkeypa
     both = [length for length in found if length in expected and len(found[length]) == len(expected[length])]
     assert any(length > 60 for length in both)
     assert {length: found[length] for length in both} == {length: expected[length] for length in both}
+
+
+@pytest.mark.parametrize("name", ["three layers", "mellum", "inkling_text"])
+def test_a_prompt_in_chunks_is_read_whole(name: str, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = load(checkpoints(name)[0]), proposals(monkeypatch)
+    whole, expected = greedy(model, prompt(60)), dict(found)
+    found.clear()
+    cache = read_ahead(model, prompt(60)[0].tolist(), None, 16)
+    assert torch.equal(greedy(model, prompt(60), past_key_values=cache), whole)
+    assert found == expected
+
+
+def test_drafts_go_on_where_a_text_was_cut(checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a chat does whose template changes the end of an answer. An entry or two at the cut are missing."""
+    model, found = load(checkpoints("three layers")[0]), proposals(monkeypatch)
+    ids, cache = prompt(40), new_cache(model)
+    greedy(model, ids, past_key_values=cache)
+    cache.crop(50 - cache.get_seq_length())
+    other = torch.cat([greedy(model, ids)[:, :50], prompt(8)], dim=-1)
+    found.clear()
+    plain = greedy(model, other, past_key_values=new_cache(model))
+    expected = dict(found)
+    found.clear()
+    assert torch.equal(greedy(model, other, past_key_values=cache), plain)
+    streams = mtp.mtp_layers(model).streams[cache]
+    assert all(each.get_seq_length() > 70 for each in streams.caches), "most of the text before the cut is still there"
+    same = [found[length] == expected[length] for length in found if length in expected]
+    assert sum(same) > 0.7 * len(same)
+
+
+def test_an_interrupted_draft_leaves_nothing_to_go_on_with(checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stock = checkpoints("deepseek_v3")
+    model = load(folder)
+    cache, feed, calls = new_cache(model), mtp.MtpStreams.feed, 0
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        return feed(self, *args)
+
+    monkeypatch.setattr(mtp.MtpStreams, "feed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, prompt(20), past_key_values=cache)
+    ids = greedy(stock, prompt(20))[:, : cache.get_seq_length() + 1]
+    assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(stock, ids))
+    assert mtp.mtp_layers(model).streams[cache].position == cache.get_seq_length()
 
 
 def test_a_cache_that_holds_a_part_of_the_prompt_is_gone_on_with(checkpoints: Folders) -> None:
