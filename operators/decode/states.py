@@ -137,6 +137,20 @@ def keep_past(cache: Cache, tokens: int) -> None:
                     past[name, index, token] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def show_past(layer: Any, past: Mapping[tuple[str, int, int], torch.Tensor]) -> None:
+    """Let a layer write the states after each token of the next short pass to tensors, by name and number of the state, and token.
+
+    Those of a token are before those of later ones.
+    """
+    vars(layer)[_PAST] = past
+
+
+def past_of(layer: Any) -> Mapping[tuple[str, int, int], torch.Tensor]:
+    """Return where the states of a layer are after each token of the latest short pass."""
+    found: Mapping[tuple[str, int, int], torch.Tensor] = vars(layer)[_PAST]
+    return found
+
+
 def drop_past(cache: Cache) -> None:
     """Free the memory of past states."""
     for layer in cache.layers:
