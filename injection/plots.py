@@ -1,7 +1,8 @@
-"""Plots of a verification and of a calibration, with matplotlib, which is optional."""
+"""Plots of a verification, of a calibration and of the costs of drafts, with matplotlib, which is optional."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from moegraft.operators.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from moegraft.operators.decode.draft_costs import DraftCosts
 
 PER_BAR = PER_OCTAVE // 8  # bins in one bar
 
@@ -93,6 +96,31 @@ def plot_activations(calibration: Calibration, path: Path) -> None:
     title = f"expert {expert}, {int(found.routed[expert]):,} tokens; {int((counts == 0).sum())} of {len(counts)} neurons never active"
     neurons.set_title(title, fontsize="medium")
     neurons.legend()
+    _save(figure, path)
+
+
+def plot_draft_costs(found: Sequence[DraftCosts], path: Path) -> None:
+    """Write a PNG: left, the acceptance at break-even by the length of the draft; right, the gain of the best length by acceptance.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    needed, gain = figure.subplots(1, 2)
+    shares = np.linspace(0, 1, 101)
+    for costs in found:
+        points = [(length, least) for length in range(1, len(costs.draft_ms) + 1) if (least := costs.needed(length)) is not None]
+        (line,) = gain.plot(shares, [costs.best(float(share))[1] for share in shares], linewidth=1, label=costs.drafter)
+        if points:
+            needed.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, color=line.get_color(), label=costs.drafter)
+    needed.set(xlabel="tokens drafted", ylabel="acceptance at break-even", ylim=(0, 1.02), title="above its line a draft pays")
+    gain.set(xlabel="acceptance of a token after accepted ones", ylabel="speed over plain decoding", title="drafts of the best length")
+    for axes in (needed, gain):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
     _save(figure, path)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.context import InjectionContext
-    from moegraft.operators.draft import BatchDrafts
+    from moegraft.operators.draft import BatchDrafts, DraftSettings
     from moegraft.operators.estimates import ExpertSlots
     from moegraft.operators.sparsity import LayerSparsity
     from moegraft.operators.thresholds import SparsityOptions
@@ -65,6 +65,7 @@ class Traits:
         undivided: why several processes cannot hold the experts together, of operators of the kind `experts`: a reason in the options,
             or an empty text where the operator does not join `InjectionContext.expert_group`; None where they can.
         mtp: whether the model gets the layers of its checkpoint for multi-token prediction.
+        drafting: how experts run while they draft; None where they do not draft.
     """
 
     identity: str
@@ -76,6 +77,7 @@ class Traits:
     replays_steps: bool = True
     undivided: str | None = ""
     mtp: bool = False
+    drafting: DraftSettings | None = None
 
 
 class Packing(ABC):

@@ -8,6 +8,7 @@ from moegraft.injection.cli.commands.calibrate import calibrate
 from moegraft.injection.cli.commands.check import check
 from moegraft.injection.cli.commands.diff import diff
 from moegraft.injection.cli.commands.doctor import doctor
+from moegraft.injection.cli.commands.drafts import drafts
 from moegraft.injection.cli.commands.explain import explain
 from moegraft.injection.cli.commands.init import init
 from moegraft.injection.cli.commands.plan import plan
@@ -33,7 +34,7 @@ app = typer.Typer(
 def moegraft(
     show_version: VersionOption = False,
 ) -> None:
-    """Write, check and explain rule files, and predict, verify, calibrate, quantise and serve models.
+    """Write, check and explain rule files, and predict, verify, measure, calibrate, quantise and serve models.
 
     To chat with a model, see local_chat.
     """
@@ -45,6 +46,7 @@ app.command(epilog="Example: moegraft diff rules.yaml cpu --model Qwen/Qwen3-30B
 app.command(epilog="Example: moegraft init --model Qwen/Qwen3-30B-A3B --goal quality --ram 64GiB")(init)
 app.command(epilog="Example: moegraft plan rules.yaml --model Qwen/Qwen3-30B-A3B --context 32768 --ram 64GiB")(plan)
 app.command(epilog="Example: moegraft verify --model Qwen/Qwen3-30B-A3B --rules rules.yaml --plot error.png")(verify)
+app.command(epilog="Example: moegraft drafts --model Qwen/Qwen3-30B-A3B --rules speculative --plot drafts.png")(drafts)
 app.command(epilog="Example: moegraft calibrate --model Qwen/Qwen3-30B-A3B --text mine.txt --out thresholds.json")(calibrate)
 app.command(epilog="Example: moegraft quantize --model Qwen/Qwen3-30B-A3B --weights Q4_K,down=Q6_K --out model.gguf")(quantize)
 app.command(epilog="Example: moegraft serve --model Qwen/Qwen3-30B-A3B --rules cpu --port 8000")(serve)

@@ -128,7 +128,9 @@ class MtpStreams:
             "layer": number,
             "past_key_values": self.caches[number],
         }
-        found: Any = self._step(**arguments) if replay is None else replay.forward(self._model, self._step, (), arguments)
+        found: Any = (
+            self._step(**arguments) if replay is None else replay.forward(self._model, self._step, (), arguments, between_steps=True)
+        )
         return found.hidden_states[-1], found.logits[0, -1].to(torch.float32)
 
     def _step(

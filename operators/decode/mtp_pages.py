@@ -107,8 +107,8 @@ class PagedStreams:
     def note(self, sequences: Sequence[PagedSequence], token_ids: Sequence[Sequence[int]], states: torch.Tensor) -> None:
         """Take the hidden states (B, T, H) of a pass over tokens (B, T) of some sequences."""
         streams = [self._streams[sequence] for sequence in sequences]
-        many = [(each, stream.ids) for each, stream in zip(sequences, streams, strict=True) if _size(stream.waiting[0]) >= MOST_WAITING]
-        self._settle(many)  # before the new ones, of which some may be removed
+        many = [each for each, stream in zip(sequences, streams, strict=True) if len(stream.ids) - stream.fed[0] >= MOST_WAITING]
+        self._settle([(each, self._streams[each].ids) for each in many])  # before the new ones, of which some may be removed
         for stream, ids, new in zip(streams, token_ids, states, strict=True):
             stream.ids += ids
             stream.waiting[0].append(new)
@@ -134,7 +134,7 @@ class PagedStreams:
             for stream, made in zip(streams, self._feed(number, feeds, padded=True), strict=True):
                 stream.made = made
         else:
-            if self._switch is not None and any(_size(stream.waiting[0]) > max(MANY, self.longest + 1) for stream in streams):
+            if self._switch is not None and any(len(stream.ids) - stream.fed[0] > max(MANY, self.longest + 1) for stream in streams):
                 self._switch.preparations += 1
             self._settle(list(zip(sequences, texts, strict=True)), padded=True)
         last = torch.stack([stream.made[-1:] for stream in streams if stream.made is not None])
@@ -143,12 +143,14 @@ class PagedStreams:
 
     def _settle(self, rows: Sequence[tuple[PagedSequence, Sequence[int]]], *, padded: bool = False) -> None:
         """Feed each layer all states of sequences whose tokens are in their texts."""
+        if not rows:
+            return
         for number in range(self._last + 1):
             feeds = []
             for sequence, text in rows:
                 stream = self._streams[sequence]
                 first, before = stream.fed[number], stream.waiting[number]
-                size = min(_size(before), len(text) - 1 - number - first)
+                size = min(sum(map(len, before)), len(text) - 1 - number - first)
                 if size > 0:
                     whole = torch.cat(before)
                     stream.waiting[number], stream.fed[number] = [whole[size:]], first + size
@@ -188,7 +190,3 @@ class PagedStreams:
             self.cache.require_read()
             made |= {index: found[row, : len(feeds[index].states)] for row, index in enumerate(group)}
         return [made[index] for index in range(len(feeds))]
-
-
-def _size(states: Sequence[torch.Tensor]) -> int:
-    return sum(each.shape[0] for each in states)

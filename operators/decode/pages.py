@@ -41,7 +41,7 @@ from transformers.cache_utils import (
 
 from moegraft.operators.decode.cache import StateName, adopt
 from moegraft.operators.decode.state_pool import StatePool
-from moegraft.operators.decode.states import FLAGS, has_states, keeps_nothing
+from moegraft.operators.decode.states import FLAGS, has_states, keeps_nothing, past_of, show_past
 
 # Half a page is empty in each sequence. With pages of 16, attention to 8 texts of 2048 tokens takes 5 % longer (EPYC Zen 4).
 PAGE_TOKENS = 32
@@ -71,6 +71,7 @@ class PagedSequence:
         place: of its states; None if it has none.
         states_at: the tokens after which these are; -1 while a forward pass changes them.
         checkpoints: the places of copies, by the tokens after which they are.
+        past: the tokens after which the first of the states that were kept last are, and the row of the sequence among them.
     """
 
     tokens: int = 0
@@ -79,6 +80,7 @@ class PagedSequence:
     place: int | None = None
     states_at: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)
+    past: tuple[int, int] | None = None
 
 
 class PagePool:
@@ -348,6 +350,7 @@ class PagedCache(Cache):
         self._state_pool = pool.states if any(map(has_states, self.layers)) else None
         self._states: Mapping[StateName, torch.Tensor] = {}  # recurrent ones, of the rows of this pass
         self._copied = False  # whether these are copies
+        self._past: Mapping[int, Mapping[tuple[str, int, int], torch.Tensor]] = {}  # where those after each token of this pass are kept
 
     def _layer(self, number: int, example: Any) -> Any:
         window = int(getattr(example, "sliding_window", None) or 0)
@@ -365,12 +368,21 @@ class PagedCache(Cache):
         """Of each layer, whether it has recurrent states alone; transformers knows its own classes only."""
         return [type(layer) is StateLayer for layer in self.layers]
 
-    def begin(self, sequences: Iterable[PagedSequence], tokens: int, *, held: Sequence[int] | None = None, copies: bool = False) -> None:
+    def begin(
+        self,
+        sequences: Iterable[PagedSequence],
+        tokens: int,
+        *,
+        held: Sequence[int] | None = None,
+        copies: bool = False,
+        keeps_past: bool = False,
+    ) -> None:
         """Prepare a forward pass over `tokens` new tokens of each sequence, which is a row of the pass.
 
         Args:
             held: tokens of each before these; by default all that it has.
             copies: whether the pass has copies of recurrent states, so that the sequences keep theirs if it fails.
+            keeps_past: whether the pass keeps the states after each token, for `StatePool.return_to`.
 
         Raises:
             NoPagesError: the pool is full.
@@ -392,6 +404,10 @@ class PagedCache(Cache):
         self._places.clear()
         if self._state_pool is not None:
             self._show_states(self._state_pool, copies)
+            self._past = self._state_pool.past(len(lengths)) if keeps_past else {}
+            for number, layer in enumerate(self.layers):
+                if has_states(layer):
+                    show_past(layer, dict(self._past.get(number, {})))  # a program may put its own tensors in place
 
     def _show_states(self, pool: StatePool, copies: bool) -> None:
         states = pool.copied(self._sequences) if copies else pool.rows(self._sequences)
@@ -464,8 +480,14 @@ class PagedCache(Cache):
                     self._states = {}
             if self._copied:
                 self._state_pool.write(self._sequences, states)
-            for sequence in self._sequences:
-                sequence.states_at = sequence.tokens
+            for number, past in self._past.items():
+                for name, place in past.items():
+                    if (kept := past_of(self.layers[number])[name]) is not place:
+                        place.copy_(kept)
+            for row, sequence in enumerate(self._sequences):
+                sequence.states_at = sequence.tokens - (self._tokens if self._past else 0)
+                if self._past:
+                    sequence.past = sequence.states_at + 1, row
 
     def require_read(self) -> None:
         """

@@ -81,15 +81,20 @@ class ScheduledBatchDrafts(BatchDrafts):
 
     def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
         prepared, self._preparations = self._preparations != self._switch.preparations, self._switch.preparations
-        rounds = [Round(row.confidences, row.compared, row.accepted, row.generated, draft_ms, verify_ms, prepared) for row in rows]
-        for each in rounds:
-            self._statistics.add(replace(each, draft_ms=draft_ms / len(rows), verify_ms=verify_ms / len(rows)))
+        generated = sum(row.generated for row in rows)
         # The pass was as long as the longest draft, of which the schedule learns one, alternately.
-        longest = max(len(each.confidences) for each in rounds)
-        examples = [each for each in rounds if len(each.confidences) == longest]
+        longest = max(len(row.confidences) for row in rows)
+        examples = [row for row in rows if len(row.confidences) == longest]
         self._rounds += 1
-        mean = sum(each.generated for each in rounds) / len(rounds)
-        self._schedule(len(rows)).record(replace(examples[self._rounds % len(examples)], generated=mean))
+        row = examples[self._rounds % len(examples)]
+        done = Round(row.confidences, row.compared, row.accepted, generated / len(rows), draft_ms, verify_ms, prepared)
+        self._schedule(len(rows)).record(done)
+        if not longest:
+            self._statistics.add(replace(done, generated=generated))
+            return
+        ms = draft_ms / len(rows), verify_ms / len(rows)
+        for row in rows:
+            self._statistics.add(Round(row.confidences, row.compared, row.accepted, row.generated, *ms, prepared))
 
     def state(self) -> str | None:
         """Describe the schedules in a few words for users; None before any was used."""
@@ -153,7 +158,8 @@ class SpeculativeDraft(ModelOperator):
 
     @classmethod
     def traits(cls, options: SpeculativeOptions) -> Traits:
-        return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp")
+        drafting = options.settings if options.draft == "experts" else None
+        return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp", drafting=drafting)
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:

@@ -20,6 +20,7 @@ from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
 from moegraft.operators.decode.states import has_states
+from moegraft.operators.draft import BatchDrafts
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its en
 MOST_CHECKPOINTS = 8  # of a sequence
 # Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
+PAST_SHARE = 8  # of the memory, for the states after each token of a draft, at most
 IntArray = NDArray[np.int64]
 
 
@@ -110,8 +112,13 @@ class SequencePool:
 
     @property
     def recurrent(self) -> bool:
-        """Whether sequences have recurrent states, from which no token can be removed."""
+        """Whether sequences have recurrent states, from which no token can be removed but those of a draft."""
         return self._states is not None
+
+    @property
+    def most_drafted(self) -> int | None:
+        """The most sequences of a pass over drafts; None: any number."""
+        return None if self._states is None else self._states.past_rows
 
     @property
     def least_part(self) -> int:
@@ -205,15 +212,20 @@ class SequencePool:
             else:
                 return
 
-    def forward(self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], *, keep: bool = True, **extra: Any) -> torch.Tensor:
+    def forward(
+        self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], *, keep: bool = True, drafted: bool = False, **extra: Any
+    ) -> torch.Tensor:
         """Compute the next tokens of some sequences, equally many of each; return the logits, (B, T, V).
 
         A sequence is unchanged if that fails. Recurrent states are lost: those of a single sequence, and those of all without `keep`.
+
+        Args:
+            drafted: whether `crop` follows for each sequence, which may drop all but the first of these tokens.
         """
         self._stepped, self._continuation = [], None  # another pass may come between two steps
         if self.streams is not None:
             extra["output_hidden_states"] = -1
-        self._begin(sequences, len(token_ids[0]), copies=keep and len(sequences) > 1)
+        self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
         device = self._model.device
         output = self._model(
             input_ids=torch.tensor(token_ids, device=device),
@@ -228,9 +240,9 @@ class SequencePool:
         logits: torch.Tensor = output.logits
         return logits
 
-    def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False) -> None:
+    def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False, keeps_past: bool = False) -> None:
         self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
-        self._cache.begin(sequences, tokens, copies=copies)
+        self._cache.begin(sequences, tokens, copies=copies, keeps_past=keeps_past)
 
     def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each sequence; return the logits of the next ones, (B, V) float32."""
@@ -252,6 +264,11 @@ class SequencePool:
             self._continuation = self._steps.continuation(self._cache)
         return logits
 
+    def mark(self, sequences: Sequence[PagedSequence]) -> None:
+        """Let `crop` return to the tokens that sequences have now, after `draft`."""
+        if self._states is not None and self.streams is None:
+            self._states.mark(sequences)
+
     def draft(self, sequences: Sequence[PagedSequence], texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return a drafter's logits after texts, (B, V) float32; of each text, the sequence has all tokens but the last and its draft.
 
@@ -266,9 +283,14 @@ class SequencePool:
         return self.streams.logits(sequences, texts)
 
     def crop(self, sequence: PagedSequence, tokens: int) -> None:
-        """Drop all but the first `tokens` tokens of a sequence, which then can go on unless it has recurrent states."""
+        """Drop all but the first `tokens` tokens of a sequence.
+
+        One with recurrent states can go on if it was in `mark` with these tokens, or its latest pass was over a draft that begins there.
+        """
         self._stepped, self._continuation = [], None
         self._pool.crop(sequence, tokens)
+        if self._states is not None:
+            self._states.return_to(sequence, tokens)
         if self.streams is not None:
             self.streams.crop(sequence, tokens)
 
@@ -353,7 +375,13 @@ def default_limit(model: PreTrainedModel) -> int:
 
 
 def open_pool(
-    model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | None, most: int, context: int | None, mtp_draft: int = 0
+    model: PreTrainedModel,
+    *,
+    limit: int | None,
+    prefix_bytes: int | None,
+    most: int,
+    context: int | None,
+    drafts: BatchDrafts | None = None,
 ) -> SequencePool:
     """Return a pool for the sequences of a model, which has computed a few tokens in it with the logits of its own cache.
 
@@ -363,7 +391,8 @@ def open_pool(
         prefix_bytes: of these, for prefixes; by default half. Checkpoints of states have at most half of that.
         most: sequences at once.
         context: tokens of one sequence.
-        mtp_draft: tokens of the longest draft of MTP layers, whose keys and values are in the pages as well; 0: they do not draft.
+        drafts: if the model drafts: keys and values of MTP layers are in the pages as well, and a part of the limit is for the states after
+            each token of a draft.
 
     Raises:
         UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
@@ -377,7 +406,8 @@ def open_pool(
         raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
     layers: list[Any] = list(example.layers)  # without a common type
     body = len(layers)
-    mtp = _mtp_example(model) if mtp_draft else None
+    mtp = _mtp_example(model) if drafts is not None and drafts.by_mtp_layers else None
+    verified = 0 if drafts is None else drafts.longest + 1  # tokens of the longest pass over a draft
     layers += [] if mtp is None else mtp.layers
     grown = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
     token_bytes = sum(each.nbytes // each.shape[2] for each in grown)
@@ -387,17 +417,21 @@ def open_pool(
     if limit is None:
         limit = default_limit(model)
         if context is not None:
-            limit = min(limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * token_bytes + (1 + MOST_CHECKPOINTS) * state_bytes))
+            limit = min(
+                limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * token_bytes + (1 + MOST_CHECKPOINTS + verified) * state_bytes)
+            )
     prefix_bytes = limit // 2 if prefix_bytes is None else min(prefix_bytes, limit)
-    running = checkpoints = 0
+    running = checkpoints = past_rows = 0
     if state_bytes:
         running = max(2, min(most, limit // 2 // state_bytes))
         checkpoints = min(prefix_bytes // 2 // state_bytes, (most + 4) * MOST_CHECKPOINTS)
-    pages = (limit - (running + checkpoints) * state_bytes) // (token_bytes * PAGE_TOKENS)
+        past_rows = min(running, limit // PAST_SHARE // (verified * state_bytes)) if verified else 0
+    pages = (limit - (running + checkpoints + past_rows * verified) * state_bytes) // (token_bytes * PAGE_TOKENS)
     try:
         if pages < 1:
             raise ValueError("the limit has no room for a page")
-        states = StatePool(example, running=running, checkpoints=checkpoints) if state_bytes else None
+        places = {"running": running, "checkpoints": checkpoints, "past_rows": past_rows, "past_tokens": verified}
+        states = StatePool(example, **places) if state_bytes else None
         most_tokens = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS)
         stored = Cache(layers=layers)
         own = range(body, len(layers))
@@ -411,10 +445,10 @@ def open_pool(
     for offers_pages in (True, False) if known else (False,):
         caches = [cache := PagedCache(memory, example, offers_pages=offers_pages)]
         streams = None
-        if mtp is not None:
+        if drafts is not None and mtp is not None:
             injection = injection_of(model)
             switch = None if injection is None else injection.context.draft_switch
-            streams = PagedStreams(model, memory, mtp, first=body, longest=mtp_draft, switch=switch, offers_pages=offers_pages)
+            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, switch=switch, offers_pages=offers_pages)
             caches.append(streams.cache)
         pool = SequencePool(model, cache, prefix_bytes, streams)
         try:

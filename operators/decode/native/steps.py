@@ -23,14 +23,22 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, buffers_of, cache_counts, cache_tensors, holder
+from moegraft.operators.decode.cache import (
+    CacheBuffers,
+    ForeignCacheError,
+    StateName,
+    buffers_of,
+    cache_counts,
+    cache_tensors,
+    holder,
+)
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import HIDDEN_STATES, OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
-from moegraft.operators.decode.states import past_tokens
+from moegraft.operators.decode.states import is_past, past_tokens
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 
@@ -145,7 +153,7 @@ class NativePrograms(StepReplay):
         if conditions is None or regime is None:
             return None
         pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
-        held = tuple((type(layer), past_tokens(layer)) for layer in layers)
+        held = tuple((type(layer), past_tokens(layer) if ids.shape[1] > 1 else 0) for layer in layers)
         kind = shapes, tuple(settings.items()), full, regime, held, conditions, pages
         return Step(kind, cache, inputs, settings, position, self._boundaries.period)
 
@@ -165,18 +173,23 @@ class NativePrograms(StepReplay):
         tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in step.inputs.items()}
         inputs = {name: recorder.memory(value) for name, value in tensors.items()}
         counts = cache_counts(cache)
+        with_past = step.inputs["input_ids"].shape[1] > 1
+
+        def held() -> list[tuple[StateName, torch.Tensor]]:
+            return [(name, value) for name, value in cache_tensors(cache) if with_past or not is_past(name)]
+
         copies: dict[int, torch.Tensor] = {}  # one for a tensor that the cache holds twice
-        for name, value in list(cache_tensors(cache)):
+        for name, value in held():
             # Tensors in the buffers of another kind's program have strides and sizes of memory that do not follow the position.
             moved = len(name) == 2 or name in buffers.tensors
             if moved and (not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes):
                 if id(value) not in copies:
                     copies[id(value)] = value.clone(memory_format=torch.contiguous_format)
                 holder(cache, name)[name[-1]] = copies[id(value)]
-        before = {name: recorder.memory(value) for name, value in cache_tensors(cache)}
+        before = {name: recorder.memory(value) for name, value in held()}
         with recorder.recorded() as recording:
             outputs = plain(**tensors, **step.settings, **{CACHE: cache})
-        after = {name: recorder.memory(value, produced=True) for name, value in cache_tensors(cache)}
+        after = {name: recorder.memory(value, produced=True) for name, value in held()}
         changed = {name: (counts[name], value) for name, value in cache_counts(cache).items() if name in counts}
         first, kind.recorded = kind.recorded, None
         kind.recordings += 1

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "three layers": {"layers": 3},
     "glm4_moe": {"share": 0.02},
     "mellum": WINDOWS,
+    "qwen3_next": {},  # recurrent states in the body
 }
 STOCK_ATTENTION = "- {id: attention, match: {kind: attention, name: nothing}, replace: {class: cpu_attention}, expect: any}\n"
 Folders = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -68,7 +69,7 @@ class Server:
         batches = self.operator.batch_drafts() if drafts else None
         longest = 0 if batches is None else batches.longest
         self.pool = open_pool(
-            model, **{"limit": 1 << 23, "prefix_bytes": None, "most": 8, "context": 2048 + longest, "mtp_draft": longest, **limits}
+            model, **{"limit": 1 << 23, "prefix_bytes": None, "most": 8, "context": 2048 + longest, "drafts": batches, **limits}
         )
         self.scheduler = Scheduler(model, self.pool, most=8, prefill_chunk=64, drafts=batches)
 
@@ -115,6 +116,7 @@ ASKED = [(ids_of(length, seed=length), tokens) for length, tokens in ((70, 40), 
         ("glm4_moe", 3, ""),
         ("mellum", 2, ""),
         ("mellum", 3, STOCK_ATTENTION),
+        ("qwen3_next", 3, ""),
     ],
 )
 def test_answers_beside_others_are_those_without_drafts(

@@ -332,6 +332,16 @@ def test_steps_that_stay_plain_follow_each_other_in_one_call(
     assert max(calls) == (1 if end in ("criterion", "streamer") else 7)  # after a draft, one step begins the calls
 
 
+def test_steps_of_one_token_have_one_program_with_past_states_and_without(drafting: Any) -> None:
+    """The first draft lets the cache keep past states, which no step of one token writes."""
+    model = drafting("qwen3_next", draft="ngram")
+    schedule = model.moegraft.model_operator._schedule = Sometimes()
+    model.generate(prompt(1).tile(1, 60), max_new_tokens=40, do_sample=False)
+    first = next(place for place, done in enumerate(schedule.rounds) if done.confidences)
+    assert [done.prepared for done in schedule.rounds[:first]] == [True] * 4 + [False] * (first - 4), "recorded and compared, twice each"
+    assert not any(done.prepared for done in schedule.rounds[first:] if not done.confidences)
+
+
 def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted under a processor with state; the steps follow each other as those of plain decoding do."""
     pair = drafting("mixtral"), stock("mixtral")

@@ -22,6 +22,7 @@ from moegraft.injection import build_meta_model, new_cache, optimize_and_load, p
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, with_written_mtp, write_export
 from moegraft.injection.cli.chat.prompt_cache import read_ahead
 from moegraft.operators.decode import mtp
+from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.decode.schedule import DraftSchedule
 from moegraft.operators.errors import MoegraftError
 
@@ -286,7 +287,7 @@ def test_drafts_go_on_where_a_text_was_cut(checkpoints: Folders, monkeypatch: py
     expected = dict(found)
     found.clear()
     assert torch.equal(greedy(model, other, past_key_values=cache), plain)
-    streams = mtp.mtp_layers(model).streams[cache]
+    streams = mtp_layers(model).streams[cache]
     assert all(each.get_seq_length() > 70 for each in streams.caches), "most of the text before the cut is still there"
     same = [found[length] == expected[length] for length in found if length in expected]
     assert sum(same) > 0.7 * len(same)
@@ -309,7 +310,7 @@ def test_an_interrupted_draft_leaves_nothing_to_go_on_with(checkpoints: Folders,
         greedy(model, prompt(20), past_key_values=cache)
     ids = greedy(stock, prompt(20))[:, : cache.get_seq_length() + 1]
     assert torch.equal(greedy(model, ids, past_key_values=cache), greedy(stock, ids))
-    assert mtp.mtp_layers(model).streams[cache].position == cache.get_seq_length()
+    assert mtp_layers(model).streams[cache].position == cache.get_seq_length()
 
 
 def test_a_cache_that_holds_a_part_of_the_prompt_is_gone_on_with(checkpoints: Folders) -> None:

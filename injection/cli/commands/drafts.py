@@ -1,0 +1,107 @@
+"""`moegraft drafts`: measure what drafts cost a model on this machine, and from which acceptance they pay."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    LoadedModelOption,
+    ModelOptions,
+    OptionsError,
+    RulesOption,
+    ThreadsOption,
+    TrustOption,
+    VarOption,
+)
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
+
+if TYPE_CHECKING:
+    from moegraft.operators.decode.draft_costs import DraftCosts
+
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@user_errors(PROGRAM, wrong_rules=FINDINGS)
+def drafts(
+    model: LoadedModelOption = None,
+    rules: RulesOption = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to verify; default: the Gettysburg address.")] = None,
+    longest: Annotated[int, typer.Option("--longest", metavar="N", min=1, max=15, help="Tokens of the longest draft.")] = 7,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the curves (needs matplotlib).")] = None,
+    threads: ThreadsOption = 0,
+    var: VarOption = None,
+    gguf: GgufOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Measure drafting and verifying 1 to N tokens, and show the acceptance at which each length of draft is as fast as plain decoding.
+
+    The drafters are n-grams, the MTP layers that the rules load, and fewer experts as the rules' speculative_draft has them, or one expert
+    for each token without one. The text is given, so that every draft is accepted: what a model's own drafts gain follows from the share of
+    accepted tokens, which /stats of local_chat shows. Measure while no other programs run.
+    """
+    options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
+    content = text.read_bytes() if text is not None else None
+    import torch
+
+    from moegraft.injection.cli.models import load_model, text_ids
+    from moegraft.injection.injected import Injection
+    from moegraft.injection.plots import plot_draft_costs, require_matplotlib
+    from moegraft.injection.texts import read_text
+    from moegraft.operators.decode.draft_costs import measure_draft_costs
+    from moegraft.operators.draft import DraftSettings
+
+    if plot is not None:
+        require_matplotlib("--plot")  # before minutes of loading
+    terminal = open_terminal()
+    loaded = load_model(options, terminal)
+    content = read_text("gettysburg").encode() if content is None else content
+    ids = text_ids(loaded, content, str(text), 4096)
+    if len(ids) < 2:
+        raise OptionsError(f"{text}: the text has {plural(len(ids), 'token')}; at least 2 are needed, and some hundred are better")
+    injection = loaded.model.moegraft
+    assert isinstance(injection, Injection), "load_model gives injected models"
+    operator = injection.model_operator
+    settings = DraftSettings(1) if operator is None else type(operator).traits(operator.options).drafting
+    with terminal.stage("measuring drafts"), torch.inference_mode():
+        found = measure_draft_costs(loaded.model, injection.context, ids, longest=longest, settings=settings)
+    if plot is not None:
+        plot_draft_costs(found, plot)
+    if json:
+        write_json(terminal, {"drafters": [_as_json(costs) for costs in found]})
+    else:
+        terminal.write("\n\n".join("\n".join(_lines(costs)) for costs in found) + "\n")
+
+
+def _lines(costs: DraftCosts) -> list[str]:
+    rows: list[tuple[str, ...]] = [("tokens", "draft ms", "verify ms", "needed", *(f"at {share:g}" for share in ACCEPTANCES))]
+    for length, (draft_ms, verify_ms) in enumerate(zip(costs.draft_ms, costs.verify_ms, strict=True), 1):
+        needed = costs.needed(length)
+        gains = [f"{costs.gain(length, share):.2f}" for share in ACCEPTANCES]
+        rows.append((str(length), f"{draft_ms:.2f}", f"{verify_ms:.2f}", "never" if needed is None else f"{needed:.2f}", *gains))
+    table = columns(rows, right=tuple(range(len(rows[0]))))
+    return [f"{costs.drafter}: a plain step takes {costs.plain_ms:.2f} ms", *table, _summary(costs)]
+
+
+def _summary(costs: DraftCosts) -> str:
+    """Return the least acceptance that pays, and the gain of the best length at 0.8, in one sentence."""
+    known = {length: needed for length in range(1, len(costs.draft_ms) + 1) if (needed := costs.needed(length)) is not None}
+    if not known:
+        return "no draft pays, even if every token is accepted"
+    length = min(known, key=known.__getitem__)
+    best, gain = costs.best(0.8)
+    at = f"the best draft has {plural(best, 'token')} and {gain:.2f} times the speed" if best else "plain decoding is faster"
+    return f"pays from an acceptance of {known[length]:.2f} ({plural(length, 'token')}); at 0.8 {at}"
+
+
+def _as_json(costs: DraftCosts) -> Json:
+    lengths = range(1, len(costs.draft_ms) + 1)
+    gains = {f"{share:g}": [costs.gain(length, share) for length in lengths] for share in ACCEPTANCES}
+    return {**asdict(costs), "needed": [costs.needed(length) for length in lengths], "gain": gains}
