@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/float_conversion.h"
+#include "core/names.h"
 #include "core/runtime.h"
 #include "scheduler/scheduler.h"
 #include "simd/isa.h"
@@ -28,6 +29,12 @@ double optimum(const LayerProblem& given);  // tests/support/optimum.cpp
 }
 
 namespace {
+
+std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, unsigned seed) {
+  std::vector<std::uint8_t> blocks(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
+  moegraft::random_blocks(type, blocks.data(), rows, cols, seed);
+  return blocks;
+}
 
 constexpr WeightType kPlainTypes[] = {WeightType::kFloat32, WeightType::kFloat16, WeightType::kBFloat16, WeightType::kInt8,
                                       WeightType::kInt4};
