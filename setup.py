@@ -41,15 +41,13 @@ DOTPROD = "-march=armv8.2-a+dotprod"
 # Units by machine: the longest come first, so that no core waits for one at the end.
 ISA_UNITS = {
     "x86_64": {
-        "avx512": (["simd/avx512.cpp"], AVX512),
-        "avx2": (["simd/avx2.cpp"], AVX2),
-        # No compiler makes instructions for tiles of code that has none, so that BF16's runs without AMX.
+        "avx512": (["simd/avx512.cpp", "recurrent/avx512.cpp"], AVX512),
+        "avx2": (["simd/avx2.cpp", "recurrent/avx2.cpp"], AVX2),
+        # No compiler makes instructions for tiles or for bfloat16 of code that has none, so that BF16's runs without AMX, and VBMI's
+        # without BF16.
         "avx512_bf16_amx": (["simd/avx512_bf16.cpp", "simd/amx.cpp"], [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"]),
         "avx512_vnni": (["simd/avx512_vnni.cpp"], VNNI),
-        "avx512_vbmi": (["simd/avx512_vbmi.cpp"], [*VNNI, "-mavx512vbmi"]),
-        "avx512_bf16_vbmi": (["simd/avx512_bf16_vbmi.cpp"], [*BF16, "-mavx512vbmi"]),
-        "recurrent_avx2": (["recurrent/avx2.cpp"], AVX2),
-        "recurrent_avx512": (["recurrent/avx512.cpp"], AVX512),
+        "avx512_vbmi": (["simd/avx512_vbmi.cpp", "simd/avx512_bf16_vbmi.cpp"], [*BF16, "-mavx512vbmi"]),
     },
     "aarch64": {
         "neon": (["simd/neon.cpp"], []),
@@ -159,22 +157,25 @@ def compile_together(target: Path, sources: list[str], command: list[str]) -> No
         target.with_suffix(".json").write_text(json.dumps(record, indent=1))
 
 
-packages = [f"moegraft.{folder}" for folder in FOLDERS]
-packages += [f"moegraft.{folder}.{name}" for folder in FOLDERS for name in find_packages(str(ROOT / folder))]
+if __name__ == "__main__":
+    packages = [f"moegraft.{folder}" for folder in FOLDERS]
+    packages += [f"moegraft.{folder}.{name}" for folder in FOLDERS for name in find_packages(str(ROOT / folder))]
 
-setup(
-    packages=packages,
-    package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
-    package_data={
-        "moegraft.injection": ["py.typed"],
-        "moegraft.injection.texts": ["*.txt"],
-        "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
-        "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
-        "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
-        "moegraft.cpu_backend": ["*.pyi", "py.typed"],
-        "moegraft.operators": ["py.typed"],
-        "moegraft.operators.kernels": ["*.json"],
-    },
-    ext_modules=[Extension("moegraft.cpu_backend._kernel", [path.as_posix() for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h")])],
-    cmdclass={"build_ext": BuildKernel},
-)
+    setup(
+        packages=packages,
+        package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
+        package_data={
+            "moegraft.injection": ["py.typed"],
+            "moegraft.injection.texts": ["*.txt"],
+            "moegraft.injection.demo": ["*.json", "*.safetensors", "*.jinja", "*.md", "*.txt"],
+            "moegraft.injection.cli.serve": ["*.html", "*.css", "*.js"],
+            "moegraft.rules": ["*.yaml", "*.md", "*.json", "guide/*.md"],
+            "moegraft.cpu_backend": ["*.pyi", "py.typed"],
+            "moegraft.operators": ["py.typed"],
+            "moegraft.operators.kernels": ["*.json"],
+        },
+        ext_modules=[
+            Extension("moegraft.cpu_backend._kernel", [path.as_posix() for path in CSRC.rglob("*") if path.suffix in (".cpp", ".h")])
+        ],
+        cmdclass={"build_ext": BuildKernel},
+    )

@@ -461,6 +461,21 @@ def format_encoding() -> str:
 
 
 @section
+def speculative_mtp() -> str:
+    """Return the acceptance of the bundled model's MTP layer by position."""
+    rows = read("speculative_mtp")
+    shares = [f"position_{at}" for at in range(1, int(rows[0]["max_draft"]) + 1)]
+    body = [[row["decoding"], *(f"{float(row[share]):.1%}" for share in shares), row["tokens_per_round"], row["rounds"]] for row in rows]
+    head = ["text", *(f"position {at}" for at in range(1, len(shares) + 1)), "tokens per round", "rounds"]
+    return (
+        f"Drafts of {rows[0]['max_draft']} tokens by the bundled model's MTP layer, and the share that is accepted by position, where all "
+        f"before were (`benchmarks/speculative.py mtp`; {rows[0]['prompts']} prompts of held-out text, {rows[0]['new_tokens']} new tokens "
+        f"each, with the rules `cpu`; in float32 with `cpu-exact`, {rows[0]['same_text']} of {rows[0]['prompts']} greedy texts are those "
+        f"of plain decoding):\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
+@section
 def build_time() -> str:
     """Return the CPU seconds of full builds beside an earlier commit's, and of each unit."""
     rows = read("build_time")

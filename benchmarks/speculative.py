@@ -1,7 +1,8 @@
 """What makes a draft token acceptable, and does drafting pay? The method's observations (SS-MoE, Figure 2) on a checkpoint, and speed.
 
-    python benchmarks/speculative.py rounds quality tasks sparsity plot --text talk=questions.txt --text prose=essay.txt
+    python benchmarks/speculative.py rounds quality tasks sparsity mtp plot --text talk=questions.txt --text prose=essay.txt
     python benchmarks/speculative.py speed
+    python benchmarks/speculative.py mtp-speed --rounds 10
 
 - rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text with many draft configurations.
   Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight that the drafting experts have,
@@ -12,32 +13,46 @@
   other texts say little about the tasks.
 - sparsity (`speculative_sparsity.csv`): rounds of drafts that leave neurons out, with all experts of a token and with half of them.
   `bytes_share` is the share of the routed experts' bytes that a draft reads: whole gates, and the remaining rows of up and down.
+- mtp (`speculative_mtp.csv`): rounds of the bundled model's MTP layer, with the rules `cpu`, in greedy text and with the model's own
+  sampling settings, which do not depend on the machine's load; and how many of the greedy texts are those of plain decoding, in
+  float32 with the rules `cpu-exact`.
 - speed (`speculative_speed.csv`): decoded tokens/s of the bundled model with draft configurations and without, interleaved. A draft of n
-  tokens pays if the tokens per round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures.
+  tokens pays if the tokens per round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures, and `schedule` is
+  what the schedule has settled on.
+- mtp-speed (`speculative_mtp_speed.csv`): tokens/s of `draft: mtp` with its measured schedule against plain decoding, alternating, on a
+  model of Mellum's shapes with few layers and one MTP layer, without the time of a text of one token, which is the prompt's. Weights are
+  random and the acceptance of each token is forced, so the text is not plain's. `predicted` is the best of
+  `plain_ms * (1 + a + ... + a^n) / (n * draft_ms + verify_ms(n))` over n, 0 included; its costs are measured before, by fixed drafts of n
+  tokens. The text without forced acceptance is compared with plain decoding's first.
 - plot: `speculative_drafts.png` from these files.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness.models import injected
+from harness.models import injected, random_model
 from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.rounds import alternate, clock, median_ratio, percentiles, seconds
 from harness.texts import held_out, pieces
 from support import emulated  # noqa: F401  the device that rules name
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, MellumConfig, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.decode.schedule import Round
+from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy
+from moegraft.operators.decode.drafts import Drafting
+from moegraft.operators.decode.schedule import FixedSchedule, Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.gpu_layer import GpuLayer
@@ -45,6 +60,7 @@ from moegraft.operators.offload.gpu_layer import GpuLayer
 MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
 RATIOS = (0.125, 0.25, 0.5, 0.75)
+MTP_DRAFT = 4
 TOLERANCE = 0.3
 BINS = 10
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -57,8 +73,12 @@ SPEED_PROVIDERS: Mapping[str, Mapping[str, object] | None] = {
     "2 experts, marginal": {"draft_top_k": 2, "max_draft": 5, "schedule": "marginal"},
     "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
     "ngram, marginal": {"draft": "ngram", "max_draft": 5, "schedule": "marginal"},
+    "mtp, 1 token": {"draft": "mtp", "max_draft": 1, "schedule": "fixed"},
+    "mtp, 2 tokens": {"draft": "mtp", "max_draft": 2, "schedule": "fixed"},
+    "mtp, marginal": {"draft": "mtp", "max_draft": 5, "schedule": "marginal"},
 }
-MEASURED = ("tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
+MTP_SPEED_DRAFT, MTP_ACCEPTANCES = 3, (0.7, 0.0)
+MEASURED = ("schedule", "tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
 Row = dict[str, object]
 
 
@@ -251,6 +271,22 @@ def tasks(model: str, texts: Mapping[str, str], count: int, new_tokens: int, row
             rows.add({"text": name, **way.named(), **found.row()})
 
 
+def mtp(prompts: Sequence[torch.Tensor], new_tokens: int, rows: Recorder) -> None:
+    options = {"draft": "mtp", "max_draft": MTP_DRAFT, "schedule": "fixed"}
+    # In int8, values of a pass over several tokens are rounded otherwise now and then: the logits of the rules `cpu` differ by 0.03 then.
+    plain, exact = (load(each, "extends: cpu-exact\n", dtype="float32") for each in (None, options))
+    same = sum(torch.equal(generate(plain, ids, None, new_tokens), generate(exact, ids, None, new_tokens)) for ids in prompts)
+    for sampled in (False, True):
+        model = load(options)
+        for seed, ids in enumerate(prompts):
+            generate(model, ids, seed if sampled else None, new_tokens)
+        found = model.moegraft.model_operator.statistics()
+        row: Row = {"decoding": "sampled" if sampled else "greedy", "max_draft": MTP_DRAFT, "prompts": len(prompts)}
+        row |= {"new_tokens": new_tokens, "same_text": "" if sampled else same}
+        row |= {f"position_{at}": round(share, 3) for at, share in enumerate(found["acceptance_by_position"], 1)}
+        rows.add({**row, "tokens_per_round": round(found["tokens_per_round"], 3), "rounds": found["rounds"]})
+
+
 @torch.inference_mode()
 def quality(model: str, texts: Sequence[torch.Tensor], rows: Recorder) -> None:
     """Record perplexity and kept weight by number of experts per token."""
@@ -273,9 +309,9 @@ def _cumulative(top_k_weights: torch.Tensor) -> torch.Tensor:
     return (ordered.cumsum(-1) / ordered.sum(-1, keepdim=True)).mean(0)
 
 
-def load(options: Mapping[str, object] | None, **more: Any) -> PreTrainedModel:
-    """Load the bundled model with the rules `cpu` and, with `options`, a draft."""
-    rules = "extends: cpu\nvars: {weights: stored}\n" + ("" if options is None else f"rules:\n{draft_rule(options)}")
+def load(options: Mapping[str, object] | None, base: str = "extends: cpu\nvars: {weights: stored}\n", **more: Any) -> PreTrainedModel:
+    """Load the bundled model with the rules `cpu`, or others, and, with `options`, a draft."""
+    rules = base + ("" if options is None else f"rules:\n{draft_rule(options)}")
     loaded = injected(demo_path(), rules, threads=torch.get_num_threads(), **more)
     if loaded.moegraft.model_operator is not None:
         loaded.moegraft.model_operator.clock = clock
@@ -307,6 +343,7 @@ def speed(prompts: Sequence[torch.Tensor], rounds: int, rows: Recorder) -> None:
         operator = model.moegraft.model_operator
         found = {"rounds": 0} if operator is None else operator.statistics()
         if found["rounds"]:
+            row |= {"schedule": found["schedule"]}
             row |= {"tokens_per_round": round(found["tokens_per_round"], 3)}
             row |= {"drafted_share": round(found["round_tokens"] / (found["round_tokens"] + found["plain_tokens"]), 3)}
         if found["rounds"] >= TIMED_ROUNDS:
@@ -314,6 +351,121 @@ def speed(prompts: Sequence[torch.Tensor], rounds: int, rows: Recorder) -> None:
             row |= {"draft_step_ms": round(found["draft_ms"] / found["drafted_tokens"], 3)}
             row |= {"verify_ms": round(found["verify_ms"] / found["rounds"], 3)}
         rows.add({**row, "threads": torch.get_num_threads(), "clock": "CPU time" if torch.get_num_threads() == 1 else "wall"})
+
+
+class ForcedAcceptance(Greedy):
+    """Accept each draft token with the same probability, whatever it is."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share = share
+        self._random = random.Random(seed)
+
+    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
+        return self._random.random() < self._share
+
+
+@contextmanager
+def forced_acceptance(share: float, seed: int) -> Iterator[None]:
+    begin = Drafting.begin
+
+    def forced(self: Drafting, *args: Any) -> AcceptanceRule:
+        begin(self, *args)
+        return ForcedAcceptance(share, seed)
+
+    Drafting.begin = forced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Drafting.begin = begin  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """Measured ms of a plain step, of a draft by its tokens, and of their verification."""
+
+    plain_ms: float
+    draft_ms: Mapping[int, float]
+    verify_ms: Mapping[int, float]
+
+    def best(self, acceptance: float) -> tuple[float, int]:
+        """Return the best speed relative to plain decoding that any length gives, and that length."""
+        rounds = {
+            tokens: self.plain_ms * sum(acceptance**at for at in range(tokens + 1)) / (self.draft_ms[tokens] + self.verify_ms[tokens])
+            for tokens in self.draft_ms
+        }
+        return max((1.0, 0), *((ratio, tokens) for tokens, ratio in rounds.items()))
+
+
+def round_costs(model: PreTrainedModel, plain_ms: float, ids: torch.Tensor, acceptance: float, new_tokens: int) -> RoundCosts:
+    """Measure rounds of each number of drafted tokens, after a text of each that prepares programs."""
+    operator: Any = model.moegraft.model_operator
+    kept, draft_ms, verify_ms = operator._schedule, {}, {}
+    for tokens in range(1, MTP_SPEED_DRAFT + 1):
+        operator._schedule = Recorded(tokens)
+        for seed in range(2):
+            with forced_acceptance(acceptance, seed):
+                operator._schedule.rounds.clear()
+                generate(model, ids, new_tokens=new_tokens)
+        timed = [done for done in operator._schedule.rounds if len(done.confidences) == tokens and not done.prepared]
+        draft_ms[tokens] = statistics.median(done.draft_ms for done in timed)
+        verify_ms[tokens] = statistics.median(done.verify_ms for done in timed)
+    operator._schedule = kept
+    return RoundCosts(plain_ms, draft_ms, verify_ms)
+
+
+class Recorded(FixedSchedule):
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.rounds: list[Round] = []
+
+    def record(self, done: Round) -> None:
+        self.rounds.append(done)
+
+
+def mtp_speed(layers: int, new_tokens: int, rounds: int, rows: Recorder) -> None:
+    """Record the speed of MTP drafts for each forced acceptance.
+
+    Raises:
+        AssertionError: drafts change the text.
+    """
+    config = MellumConfig(num_hidden_layers=layers, num_mtp_layers=1, mtp_layer_types=["full_attention"], dtype=torch.bfloat16)
+    rules = f"extends: cpu\nvars: {{weights: int8}}\nrules:\n{draft_rule({'draft': 'mtp', 'max_draft': MTP_SPEED_DRAFT, 'confidence': 0})}"
+    model = injected(random_model(config, mtp=True), rules, threads=torch.get_num_threads())
+    operator, stock, replay = model.moegraft.model_operator, type(model).__mro__[2], model.moegraft.context.replay
+    operator.clock = clock
+    ids = torch.randint(20, config.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    wanted = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+
+    def plain(count: int = new_tokens) -> torch.Tensor:
+        stock_generate = partial(stock.generate, model)  # type: ignore[attr-defined] # only generating classes have it
+        found: torch.Tensor = replay.generate(model, stock_generate, (ids,), wanted | {"min_new_tokens": count, "max_new_tokens": count})
+        return found
+
+    def rate(decode: Callable[[int], object]) -> float:
+        return (new_tokens - 1) / (seconds(lambda: decode(new_tokens), clock) - seconds(lambda: decode(1), clock))
+
+    assert torch.equal(generate(model, ids, new_tokens=new_tokens), plain()), "drafts change the text"
+    for acceptance in MTP_ACCEPTANCES:
+        costs = round_costs(model, 1e3 / max(rate(plain) for _ in range(3)), ids, acceptance, new_tokens)
+        predicted, best = costs.best(acceptance)
+        operator._schedule = operator._new_schedule()
+        before = operator.statistics()
+        seed = itertools.count()
+
+        def drafted() -> float:
+            with forced_acceptance(acceptance, next(seed)):  # noqa: B023
+                return rate(lambda count: generate(model, ids, new_tokens=count))
+
+        taken = alternate({"plain": lambda: rate(plain), "mtp": drafted}, rounds)
+        found = operator.statistics()
+        with_drafts, without = (found[name] - before[name] for name in ("round_tokens", "plain_tokens"))
+        row: Row = {"layers": layers, "acceptance": acceptance, "new_tokens": new_tokens, "predicted": round(predicted, 3), "best": best}
+        row |= {"against_plain": round(median_ratio(taken["mtp"], taken["plain"]), 3), "plain_ms": round(costs.plain_ms, 3)}
+        row |= {f"draft_{tokens}_ms": round(each, 3) for tokens, each in costs.draft_ms.items()}
+        row |= {f"verify_{tokens}_ms": round(each, 3) for tokens, each in costs.verify_ms.items()}
+        row |= {f"{name}_{key}": each for name, rates in taken.items() for key, each in percentiles(rates, "tokens_s", 2).items()}
+        row |= {"drafted_share": round(with_drafts / (with_drafts + without), 3)}
+        rows.add({**row, "rounds": rounds, "threads": torch.get_num_threads()})
 
 
 def label(row: Mapping[str, str]) -> str:
@@ -366,12 +518,13 @@ def plot() -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "speed", "plot"))
+    options.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "mtp", "speed", "mtp-speed", "plot"))
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text for tasks; may be repeated")
     options.add_argument("--prompts", type=int, default=12)
     options.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    options.add_argument("--rounds", type=int, default=3, help="of speed")
+    options.add_argument("--rounds", type=int, default=3, help="of speed and mtp")
+    options.add_argument("--layers", type=int, default=6, help="of mtp, beside the MTP layer")
     options.add_argument("--threads", type=int, default=torch.get_num_threads(), help="use 1 on a shared machine, for CPU time")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
@@ -383,7 +536,7 @@ def main() -> None:
             case "plot":
                 plot()
             case _:
-                rows = Recorder(f"speculative_{part}", write=given.write)
+                rows = Recorder(f"speculative_{part.replace('-', '_')}", write=given.write)
         match part:
             case "quality":
                 quality(given.model, pieces(held_out(), 2 * given.prompts, QUALITY_TOKENS, given.model), rows)
@@ -392,8 +545,12 @@ def main() -> None:
             case "tasks":
                 texts = {name: Path(path).read_text(encoding="utf-8") for name, _, path in (each.partition("=") for each in given.text)}
                 tasks(given.model, {"held out": held_out(), **texts}, given.prompts, given.new_tokens, rows)
+            case "mtp":
+                mtp(prompts, given.new_tokens, rows)
             case "speed":
                 speed(prompts[: max(1, given.prompts // 3)], given.rounds, rows)
+            case "mtp-speed":
+                mtp_speed(given.layers, given.new_tokens, given.rounds, rows)
 
 
 if __name__ == "__main__":

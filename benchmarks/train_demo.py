@@ -1,11 +1,15 @@
 """Train the bundled demo model: a Qwen3-MoE of 5 million parameters that writes blank verse, on 2 cores in about an hour.
 
     python benchmarks/train_demo.py --out injection/demo --work build/train_demo
+    python benchmarks/train_demo.py --out injection/demo --work build/train_demo --mtp --minutes 40
 
-Shapes: B windows, S tokens per window, T = B * S tokens, L layers, E experts, K experts per token, H hidden, V vocabulary.
+The second command trains a layer for multi-token prediction on the model that the first one wrote, which it leaves as it is.
+
+Shapes: B windows, S tokens per window, T = B * S tokens, L layers, E experts, K experts per token, H hidden, V vocabulary, D depths.
 """
 
 import argparse
+import json
 import math
 import random
 import time
@@ -17,13 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.mtp_training import MtpLayer, drafted_logits, sampled_acceptance
 from harness.record import write_rows
-from harness.texts import TEXT, split_text
+from harness.texts import TEXT, split_text, token_ids
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moegraft.injection.checkpoint.files import MTP_FILE
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 CONTEXT = 1024  # tokens of the longest training window
@@ -32,6 +40,13 @@ PEAK_RATE, WEIGHT_DECAY, DROPOUT = 1.5e-3, 0.1, 0.2
 WARMUP = 0.03  # share of the run
 BALANCE = 0.02  # weight of the load-balancing loss
 EVAL_EVERY = 100  # steps
+
+MTP_RATE, MTP_STEP_TOKENS = 2e-3, 512
+DEPTHS = ((0.45, 1), (0.8, 2), (1.0, 3))  # to which share of the run drafts of which length are trained
+DEPTH_WEIGHT = 0.6  # of each depth's loss relative to the one before: later drafts count only where the earlier ones were accepted
+TEMPERATURE, TOP_P = 0.8, 0.95  # of the model's own sampling settings
+OWN_TEXT = (0.8, 0.8, 1.0, 0.8, 0.5, 0.8, 0.0)  # temperatures at which the model writes text to train on; 0 is greedy
+OWN_WINDOWS, OWN_PROMPT = 256, 32  # windows for each of them, and tokens of their prompts
 
 # A user's line opens a scene, like every scene of the training stream; the answer is the speeches up to the next END. A message that starts
 # with a heading of its own ("JULIET:" on a line) keeps it.
@@ -175,8 +190,8 @@ def export(model: Any, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
         do_sample=True,
-        temperature=0.8,
-        top_p=0.95,
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
         max_new_tokens=200,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -249,11 +264,11 @@ def share_done(progress: Progress, options: argparse.Namespace) -> float:
     return max(progress.step / options.steps, progress.elapsed_s / 60 / options.minutes)
 
 
-def learning_rate(done: float) -> float:
+def learning_rate(done: float, peak: float = PEAK_RATE) -> float:
     """Return the learning rate at the share `done` of the run: linear warm-up, then a cosine to zero."""
     if done < WARMUP:
-        return PEAK_RATE * (done + 1e-3) / WARMUP
-    return PEAK_RATE * 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
+        return peak * (done + 1e-3) / WARMUP
+    return peak * 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -355,6 +370,161 @@ def record(model: Any, result: Evaluation, progress: Progress, train_loss: float
         progress.best_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
+def own_text(body: Any, stream: Tensor, path: Path, seed: int) -> Tensor:
+    """Let the body continue pieces of the training stream, and return the windows `(N, S + 1)`; `path` keeps what was written before."""
+    draw, size = random.Random(seed), CONTEXT // 4 + 1
+    written: Tensor = torch.load(path) if path.exists() else torch.empty(0, OWN_WINDOWS, size, dtype=torch.long)
+    for number, temperature in enumerate(OWN_TEXT):
+        starts = [draw.randrange(len(stream) - OWN_PROMPT) for _ in range(OWN_WINDOWS)]
+        if number < len(written):
+            continue
+        prompts = torch.stack([stream[start : start + OWN_PROMPT] for start in starts])
+        how: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            how = {"do_sample": True, "temperature": temperature, "top_p": TOP_P if temperature < 1 else 1.0, "top_k": 0}
+        length = size - OWN_PROMPT
+        # Without an end token, a new scene follows the end of one, as in the training stream.
+        written_now = body.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=length, eos_token_id=None, **how)
+        written = torch.cat([written, written_now[None]])
+        torch.save(written, path)
+        print(f"wrote {written_now.numel():,} tokens at temperature {temperature}", flush=True)
+    return written.flatten(0, 1)
+
+
+class Windows:
+    """Windows of tokens `(N, S + 1)` in random order, with the body's last states, computed on first use and kept in bfloat16."""
+
+    def __init__(self, body: Any, ids: Tensor, seed: int) -> None:
+        self._body, self._ids = body, ids
+        self._states: dict[int, Tensor] = {}
+        self._order = random.Random(seed)
+        self._left: list[int] = []
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` windows and their states `(B, S + 1, H)` float32; each window comes once before any comes again."""
+        if len(self._left) < count:
+            self._left += self._order.sample(range(len(self._ids)), len(self._ids))
+        drawn, self._left = self._left[:count], self._left[count:]
+        new = [number for number in drawn if number not in self._states]
+        if new:
+            self._states.update(zip(new, body_states(self._body, self._ids[new]).to(torch.bfloat16), strict=True))
+        return self._ids[drawn], torch.stack([self._states[number] for number in drawn]).float()
+
+
+@torch.no_grad()
+def body_states(body: Any, ids: Tensor) -> Tensor:
+    """Return the body's states after its last norm, `(B, S, H)`."""
+    states: Tensor = body.model(input_ids=ids, use_cache=False).last_hidden_state
+    return states
+
+
+def mtp_loss(layer: MtpLayer, body: Any, ids: Tensor, states: Tensor, depths: int, done: float) -> Tensor:
+    """Return the loss of drafts on windows `(B, S + 1)`.
+
+    It moves from the divergence of the layer's distribution from the body's, which learns fast, to the negative logarithm of the
+    probability that a sampled draft is accepted, which is what counts.
+    """
+    target = body.lm_head(states[:, 1:])  # (B, S, V)
+    total, weight = torch.zeros(()), 0.0
+    for depth, logits in enumerate(drafted_logits(layer, body, ids, states, depths)):
+        mine, real = logits[:, depth:], target[:, depth:]
+        divergence = functional.kl_div(mine.log_softmax(-1), real.log_softmax(-1), reduction="none", log_target=True).sum(-1).mean()
+        accepted = sampled_acceptance(mine, real, TEMPERATURE).clamp(min=1e-4).log().mean()
+        share = DEPTH_WEIGHT**depth
+        total, weight = total + share * ((1 - done) * divergence - done * accepted), weight + share
+    return total / weight
+
+
+@torch.no_grad()
+def evaluate_mtp(layer: MtpLayer, body: Any, ids: Tensor, states: Tensor) -> dict[str, float]:
+    """Return the share of drafts that would be accepted in held-out windows `(B, S + 1)` if all before them were, by position."""
+    target, found = body.lm_head(states[:, 1:]), {}
+    for depth, logits in enumerate(drafted_logits(layer, body, ids, states, DEPTHS[-1][1])):
+        mine, real = logits[:, depth:], target[:, depth:]
+        found[f"greedy_{depth + 1}"] = round((mine.argmax(-1) == real.argmax(-1)).float().mean().item(), 4)
+        found[f"sampled_{depth + 1}"] = round(sampled_acceptance(mine, real, TEMPERATURE).mean().item(), 4)
+    return found
+
+
+def train_mtp(body: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> tuple[MtpLayer, Progress]:
+    """Train an MTP layer on the frozen body until the schedule or the time ends."""
+    training, validation = split_text(TEXT.read_text())
+    speeches = [tokenizer.encode(speech + "\n\n", verbose=False) for speech in training.rstrip("\n").split("\n\n")]
+    stream = cut_scenes(speeches, tokenizer.eos_token_id, options.seed)
+    long = stream[: len(stream) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    size = CONTEXT // 4 + 1
+    short = torch.cat(
+        [stream[: len(stream) // size * size].view(-1, size), own_text(body, stream, options.work / "own_text.pt", options.seed)]
+    )
+    pools = [Windows(body, windows, options.seed) for windows in (short, long)]
+    held_out = token_ids(validation)[: 16 * size].view(16, size)
+    held_out_states = body_states(body, held_out)
+    layer = MtpLayer(body.config)
+    optimizer = make_optimizer(layer)
+    checkpoint = options.work / "mtp.pt"
+    progress = load_state(checkpoint, layer, optimizer) if options.resume else Progress()
+    since, losses = time.monotonic(), []
+    earlier_minutes = progress.curve[-1]["cpu_minutes"] if progress.curve else 0.0
+    done = share_done(progress, options)
+    while done < 1:
+        whole = progress.step % 16 == 15
+        ids, states = pools[whole].draw(1 if whole else MTP_STEP_TOKENS // (size - 1))
+        depths = next(depths for until, depths in DEPTHS if done < until)
+        loss = mtp_loss(layer, body, ids, states, depths, done)
+        loss.backward()
+        nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(done, MTP_RATE)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        progress.step += 1
+        now = time.monotonic()
+        progress.elapsed_s += now - since
+        since = now
+        done = share_done(progress, options)
+        if progress.step % EVAL_EVERY == 0 or done >= 1:
+            cpu_minutes = round(earlier_minutes + time.process_time() / 60, 2)
+            point = {"steps": progress.step, "minutes": round(progress.elapsed_s / 60, 2), "cpu_minutes": cpu_minutes}
+            point |= {"train_loss": round(torch.stack(losses).mean().item(), 4), **evaluate_mtp(layer, body, held_out, held_out_states)}
+            progress.curve.append(point)
+            print(*(f"{name} {value}" for name, value in point.items()), sep="  ", flush=True)
+            losses.clear()
+            save_state(checkpoint, layer, optimizer, progress)
+    return layer, progress
+
+
+def export_mtp(layer: MtpLayer, body: Any, out: Path) -> None:
+    """Write the layer in bfloat16, by the names of Qwen3-Next's checkpoints, and state in the config that it is there and dense.
+
+    The config names dense layers by their numbers, which go on after the body's.
+    """
+    tensors = {f"mtp.{name}": weight.detach().to(torch.bfloat16).contiguous() for name, weight in layer.state_dict().items()}
+    save_file(tensors, out / MTP_FILE, metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config |= {"mlp_only_layers": [body.config.num_hidden_layers], "mtp_num_hidden_layers": 1}
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def read_mtp(body: Any, folder: Path) -> MtpLayer:
+    """Return the MTP layer that `export_mtp` wrote to a folder, in float32."""
+    layer = MtpLayer(body.config)
+    stored = load_file(folder / MTP_FILE)
+    layer.load_state_dict({name.removeprefix("mtp."): weight.float() for name, weight in stored.items()})
+    return layer
+
+
+def mtp_stage(options: argparse.Namespace) -> None:
+    """Train the MTP layer of the model in `--out`, and write it beside."""
+    tokenizer = AutoTokenizer.from_pretrained(options.out)
+    body = AutoModelForCausalLM.from_pretrained(options.out, dtype=torch.float32, experts_implementation="eager").eval()
+    layer, progress = train_mtp(body.requires_grad_(False), tokenizer, options)
+    export_mtp(layer, body, options.out)
+    origin = {"seed": options.seed, "threads": torch.get_num_threads()}
+    curve = [{name: value for name, value in point.items() if name != "minutes"} for point in progress.curve]  # they depend on the load
+    write_rows("demo_mtp_training", [{**point, **origin} for point in curve], ("torch", "transformers", "tokenizers"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
@@ -363,9 +533,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1623)
     parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --work")
+    parser.add_argument("--mtp", action="store_true", help="train the layer for multi-token prediction of the model in --out")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
+    if options.mtp:
+        mtp_stage(options)
+        return
     training, validation = split_text(TEXT.read_text())
     tokenizer = train_tokenizer(training)
     model = build_model(tokenizer)

@@ -598,6 +598,9 @@ class Program:
         At most `count` steps are run, none after a token of `ends`, and none begins `longest_ns` after the first.
         """
     @property
+    def step_ns(self) -> list[int]:
+        """The ns that each step of the latest call of `greedy` took."""
+    @property
     def fed(self) -> int:
         """The tokens that `follow` and `greedy` have fed."""
     def spans(self) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, ca
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.cache import new_cache as empty_cache
-from moegraft.operators.decode.mtp import add_mtp_layers
+from moegraft.operators.decode.mtp_layers import add_mtp_layers
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline

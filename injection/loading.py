@@ -135,8 +135,9 @@ class CheckpointLoader:
         keymap = weights.keymap
         self._sources = {path: self.source(path) for path in operators}
         taken = _taken(keymap, operators)
-        self._rest = {key: tensor for key, tensor in weights.tensors.items() if key not in taken}
         read = {key for target in keymap.targets.values() for key in target.all_keys}
+        rest = read - taken
+        self._rest = {key: tensor for key, tensor in weights.tensors.items() if key in rest}
         self.total_bytes = sum(weights.tensors[key].nbytes for key in read)
         self._generation_config = _generation_config(source.folder)
         _refuse_missing(source, keymap, operators)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from moegraft.injection.model_source import (
     resolve_folder,
     with_gguf,
 )
-from moegraft.operators.decode.mtp import mtp_key, why_no_mtp
+from moegraft.operators.decode.mtp_layers import REPEATED, is_declared_mtp_key, why_no_mtp, with_declared_mtp
 from moegraft.operators.errors import UnsupportedModelError
 
 
@@ -65,16 +66,31 @@ class MetaModel:
     @cached_property
     def with_mtp(self) -> MetaModel:
         """The same model with its layers for multi-token prediction; itself where it has none, or they cannot be computed."""
-        if self.source.gguf is not None or why_no_mtp(self.skeleton) is not None:
+        config = with_declared_mtp(self.source.config, self._mtp_tensors)
+        if self.why_no_mtp is not None or (self._mtp_tensors is not None and not self._mtp_tensors):
             return self
-        skeleton = meta_skeleton(self.source, self.dtype, mtp=True)
-        if self.has_weights:
-            body_layers = self.source.config.get_text_config(decoder=True).num_hidden_layers
-            weights = self.weights
-            assert weights is not None, "it has weights"
-            if not any(mtp_key(key, body_layers) for key in weights.tensors):
-                return self
-        return replace(self, skeleton=skeleton)
+        source = replace(self.source, config=config)
+        return replace(self, source=source, skeleton=meta_skeleton(source, self.dtype, mtp=True))
+
+    @property
+    def why_no_mtp(self) -> str | None:
+        """The reason why MTP layers cannot be computed; None if they can, should the checkpoint have them."""
+        return why_no_mtp(self.model_class, with_declared_mtp(self.source.config, self._mtp_tensors))
+
+    @property
+    def mtp_bytes(self) -> int:
+        """The bytes of the checkpoint's MTP layers as stored; 0 where it has none, or is not on this machine."""
+        return sum((self._mtp_tensors or {}).values())
+
+    @cached_property
+    def _mtp_tensors(self) -> Mapping[str, int] | None:
+        """The keys and bytes of the stored tensors of MTP layers; None if the weights are not on this machine."""
+        if self.source.gguf is not None:
+            return self.source.gguf.mtp_bytes(self.source.config)
+        if not any(self.source.folder.glob("*.safetensors")):
+            return None
+        tensors, config = open_checkpoint(self.source.folder).tensors, self.source.config
+        return {key: tensor.nbytes for key, tensor in tensors.items() if is_declared_mtp_key(key, config) and not key.endswith(REPEATED)}
 
     @cached_property
     def weights(self) -> StoredWeights | None:

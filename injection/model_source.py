@@ -28,7 +28,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moegraft.injection.checkpoint.files import weight_files
 from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, quantisation_of, why_unreadable
-from moegraft.operators.decode.mtp import add_mtp_layers, mtp_layers
+from moegraft.operators.decode.mtp_layers import add_mtp_layers, mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 if TYPE_CHECKING:

@@ -118,6 +118,11 @@ class BatchDrafts(ABC):
     def longest(self) -> int:
         """The most tokens of a draft."""
 
+    @property
+    def by_mtp_layers(self) -> bool:
+        """Whether the model drafts by its MTP layers, else with its own."""
+        return False
+
     @abstractmethod
     def plan(self, texts: int, limit: int) -> int:
         """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""

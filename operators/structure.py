@@ -15,6 +15,7 @@ from torch import nn
 from moegraft.operators.base import Kind
 
 ROUTER_NAMES = ("gate", "router")
+MTP = "mtp"  # the submodule with a model's layers for multi-token prediction
 LIBRARIES = ("torch", "transformers", "moegraft", "builtins", "functools")
 SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # names of the experts that every token passes
 
@@ -33,6 +34,14 @@ def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
     experts = getattr(model.get_submodule(parent), "experts", None)
     num_experts = getattr(experts, "num_experts", None)
     return num_experts is not None and any(p.dim() == 2 and p.shape[0] == num_experts for p in module.parameters())
+
+
+def layers_before_mtp(model: nn.Module) -> int:
+    """Return the number of a model's first MTP layer: they follow the body's, as in checkpoints; 0 if it has none."""
+    config: Any = getattr(model, "config", None)
+    if MTP not in model._modules or not hasattr(config, "get_text_config"):
+        return 0
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def is_library(thing: Any) -> bool:

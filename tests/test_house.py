@@ -63,6 +63,8 @@ INTERFACE = {
     "decode.draft_costs",
     "decode.loop",
     "decode.mtp",
+    "decode.mtp_layers",
+    "decode.mtp_pages",
     "decode.native.record",
     "decode.native.steps",
     "decode.pages",

@@ -22,6 +22,7 @@ from moegraft.operators.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MTP_FILE = "mtp.safetensors"  # optional: stock transformers warns of such tensors beside those of a class without MTP layers
 STRIPES, STRIPE_BYTES = 16, 1 << 16  # read of each file
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ITEM_BYTES = {
@@ -261,26 +262,33 @@ def _open_shards(index: Path) -> dict[str, LazyTensor]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of a folder's weight files, downloaded or not, from its index.
+    """Return the names of a folder's weight files, downloaded or not, from its index; the last need not exist.
 
     Raises:
         CheckpointError: the index is damaged.
     """
     index = folder / INDEX
-    return [SINGLE, *sorted(set(_read_index(index).values()))] if index.is_file() else [SINGLE]
+    return [SINGLE, *(sorted(set(_read_index(index).values())) if index.is_file() else []), MTP_FILE]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open every weight file of a checkpoint folder.
+    """Open every weight file of a checkpoint folder, and `mtp.safetensors` where it lies beside them.
 
     Raises:
-        CheckpointError: there are no weights, the index is wrong, or a file is missing, truncated or damaged.
+        CheckpointError: there are no weights, the index is wrong, or a file is missing, truncated or damaged, or repeats another's tensors.
     """
+    more = _open_file(folder / MTP_FILE) if (folder / MTP_FILE).is_file() else {}
     # The single file first, as in transformers: its `save_pretrained` leaves the index of earlier shards in the folder.
     if (folder / SINGLE).is_file():
-        return Checkpoint(folder, _open_file(folder / SINGLE))
+        return Checkpoint(folder, _joined(_open_file(folder / SINGLE), more))
     if (folder / INDEX).is_file():
-        return Checkpoint(folder, _open_shards(folder / INDEX))
+        return Checkpoint(folder, _joined(_open_shards(folder / INDEX), more))
     others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.safetensors", "*.pt") for path in folder.glob(pattern))
     hint = f"found {', '.join(others[:3])}; " if others else ""
     raise CheckpointError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; {hint}{SUPPORTED}")
+
+
+def _joined(tensors: dict[str, LazyTensor], more: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    for key in more.keys() & tensors.keys():
+        raise CheckpointError(f"{more[key].file}: '{key}' is in {tensors[key].file.name} too; delete the file that is out of date")
+    return tensors | more

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, dot_natural_key, rename_source_key
 
-from moegraft.operators.decode.mtp import MTP, mtp_key, mtp_layers
+from moegraft.operators.decode.mtp_layers import REPEATED, body_layers, is_declared_mtp_key, mtp_key, mtp_layers
+from moegraft.operators.structure import MTP
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class KeyMap:
 
     Attributes:
         targets: by the parameter's name.
-        unread: keys of no parameter, except those that the family declares.
+        unread: keys of no parameter, except those that the family declares, and those of MTP layers that are not used.
         missing: parameters without keys, except tied ones and those that the family may leave out.
     """
 
@@ -57,7 +58,7 @@ class KeyMap:
 
 def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
     """Map stored keys to the parameters and buffers of `skeleton`, the stock model on meta."""
-    transforms = get_model_conversion_mapping(skeleton)
+    transforms = [*get_model_conversion_mapping(skeleton), *_conversions_of_mtp_layers(skeleton)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -82,22 +83,40 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
             for other in others:
                 name = target.name.replace(first, other)
                 targets.setdefault(name, Target(name, target.keys, target.converter))
-    unexpected = [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
+    unexpected = [key for key in unread if not (_ignored(skeleton._keys_to_ignore_on_load_unexpected, key) or _of_mtp(skeleton, key))]
     return KeyMap(targets, tuple(unexpected), tuple(missing_names(skeleton, targets)))
+
+
+def _conversions_of_mtp_layers(skeleton: PreTrainedModel) -> list[WeightTransform]:
+    """Return the conversions of a language model in a larger one for its MTP layers: transformers applies them to that model alone."""
+    layers = mtp_layers(skeleton)
+    if layers is None or layers.config.model_type == skeleton.config.model_type:
+        return []
+    found: list[WeightTransform] = get_checkpoint_conversion_mapping(layers.config.model_type) or []
+    for transform in found:
+        transform.scope_prefix, transform.base_model_prefix = MTP, skeleton.base_model_prefix
+    return found
 
 
 def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Return the names under which the tensors of MTP layers are mapped to a model that has these: transformers renames them first."""
     if mtp_layers(skeleton) is None:
         return {}
-    body_layers = skeleton.config.get_text_config(decoder=True).num_hidden_layers
+    first = body_layers(skeleton.config)
     renamings: list[WeightRenaming] = get_checkpoint_conversion_mapping("MtpModel") or []
-    found = {key: name for key in keys if (name := mtp_key(key, body_layers)) is not None}
+    found = {key: name for key in keys if (name := mtp_key(key, first)) is not None}
     return {key: f"{MTP}.{rename_source_key(name.removeprefix(f'{MTP}.'), renamings, [])[0]}" for key, name in found.items()}
 
 
 def _ignored(patterns: Iterable[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def _of_mtp(skeleton: PreTrainedModel, key: str) -> bool:
+    """Whether an unread key is of MTP layers that the model does not have, or repeats the embedding or head in those that it has."""
+    if mtp_layers(skeleton) is None:
+        return is_declared_mtp_key(key, skeleton.config)
+    return key.startswith(f"{MTP}.") and key.endswith(REPEATED)
 
 
 def missing_names(skeleton: PreTrainedModel, targets: Collection[str]) -> list[str]:

@@ -18,7 +18,7 @@ from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs
 from moegraft.operators.base import Kind, Operator
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.structure import kinds
+from moegraft.operators.structure import MTP, kinds, layers_before_mtp
 from moegraft.operators.thresholds import sparsity_errors
 
 
@@ -51,8 +51,12 @@ class ModelModules:
         return found
 
     def layer(self, path: str) -> int | None:
+        """Return the number of the layer that a module is in; those of MTP layers follow the body's, as in checkpoints."""
         if path not in self._layers:
-            self._layers[path] = layer_of(path)
+            number = layer_of(path)
+            if number is not None and path.startswith(f"{MTP}."):
+                number += layers_before_mtp(self.model)
+            self._layers[path] = number
         return self._layers[path]
 
     def matching(self, match: Match) -> list[str]:

@@ -97,7 +97,7 @@ class Match:
     Attributes:
         name: a regular expression, searched for in the module's path.
         class_name: the name of the module's class or of one of its bases, bare or dotted.
-        layers: the layer number in the module's path.
+        layers: the layer number in the module's path; layers for multi-token prediction are numbered after the others.
     """
 
     name: str | None = None

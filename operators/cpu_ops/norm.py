@@ -57,6 +57,8 @@ class CpuNorm(CpuForwardOperator):
         raise NotRecognisedError("it is no root-mean-square norm of a form that the kernel has")
 
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        if x.is_cpu:
+            x = x.contiguous()  # queries beside their gates are a part of another tensor
         plain = is_plain(x) and all(type(each) is torch.Tensor and each.shape == x.shape and not _learns(each) for each in others)
         return self._form(x, weight, *others) if plain else None
 

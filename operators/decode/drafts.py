@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, LogitsProcessorList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from moegraft.operators.decode.acceptance import AcceptanceRule, Adaptive, DraftToken
+from moegraft.operators.decode.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
 from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
@@ -54,10 +54,12 @@ class Drafting:
     clock: Callable[[], float] = time.perf_counter  # seconds
     trace: Trace = no_trace
     _longest: int = field(default=0, init=False)  # draft that can be removed from the cache
+    _greedy: bool = field(default=False, init=False)
 
     def begin(self, sequence: DecodedSequence, lossless: AcceptanceRule, processors: LogitsProcessorList) -> AcceptanceRule:
         """Begin to extend a sequence whose prompt is computed; return the rule of its rounds."""
         self.schedule.begin()
+        self._greedy = type(lossless) is Greedy
         self._longest = self._longest_draft(sequence.cache, processors)
         if self._longest:
             self.drafter.begin(sequence)
@@ -91,6 +93,7 @@ class Drafting:
         planned = self.schedule.plan(min(self._longest, sequence.remaining - 1))
         mark: CacheMark | None = None
         drafts: list[DraftToken] = []
+        step_ns: Sequence[int] = ()  # of plain steps that were computed without anything else in between
         try:
             if planned > 0:
                 mark = self._mark(sequence, singly=True) if self.drafter.feeds else None
@@ -110,7 +113,10 @@ class Drafting:
                     compared, accepted = accept(sequence, rule, drafts, logits)
                     details |= {"drafted": len(drafts), "accepted": accepted}
                 else:
-                    choose(sequence, rule, sequence.step())
+                    most = 1 if planned else self.schedule.plain_steps() if self._longest else sequence.remaining
+                    step_ns = sequence.extend(most) if self._greedy else ()
+                    if not step_ns:
+                        choose(sequence, rule, sequence.step())
             generated = sequence.length - before
             if self._longest:
                 self.drafter.keep(sequence, generated)
@@ -124,9 +130,14 @@ class Drafting:
             raise
         draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
         prepared = self.switch.preparations != preparations
-        done = Round([draft.confidence for draft in drafts], compared, accepted, generated, draft_ms, verify_ms, prepared)
-        self.schedule.record(done)
-        self.statistics.add(done)
+        if len(step_ns) > 1:
+            per_ns = (draft_ms + verify_ms) / sum(step_ns)
+            rounds = [Round((), 0, 0, 1, 0.0, per_ns * ns, prepared) for ns in step_ns]
+        else:
+            rounds = [Round([draft.confidence for draft in drafts], compared, accepted, generated, draft_ms, verify_ms, prepared)]
+        for done in rounds:
+            self.schedule.record(done)
+            self.statistics.add(done)
 
 
 class Drafter(ABC):
@@ -201,13 +212,47 @@ class NgramDrafter(Drafter):
     """The tokens that followed an earlier occurrence of the latest tokens (prompt lookup, Saxena 2023), without a forward pass."""
 
     feeds = False
+    _index: NgramIndex
+
+    def begin(self, sequence: DecodedSequence) -> None:
+        self._index = NgramIndex()
 
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
-        tokens = continuation(sequence.input_ids[0], length)
+        self._index.append(sequence.input_ids[0, len(self._index.tokens) :].tolist())
+        tokens = self._index.continuation(length)
         end = next((index + 1 for index, token in enumerate(tokens) if token in sequence.end_tokens), len(tokens))
         return [DraftToken(token) for token in tokens[:end]]
+
+
+class NgramIndex:
+    """The tokens of a text that grows, with the latest place of each n-gram of at most `NGRAM` tokens: a lookup takes as long in any text.
+
+    Attributes:
+        tokens: all so far.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._follows: dict[tuple[int, ...], int] = {}  # where the token after an n-gram is; the last ones of the text have none
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        for token in tokens:
+            end = len(self.tokens)
+            latest = tuple(self.tokens[-NGRAM:])
+            for start in range(len(latest)):
+                self._follows[latest[start:]] = end
+            self.tokens.append(token)
+
+    def continuation(self, length: int) -> list[int]:
+        """Return what `continuation` of the tokens returns."""
+        latest = tuple(self.tokens[-NGRAM:])
+        for start in range(len(latest)):
+            if (place := self._follows.get(latest[start:])) is not None:
+                return self.tokens[place : place + length]
+        return []
 
 
 def continuation(sequence: torch.Tensor, length: int) -> list[int]:

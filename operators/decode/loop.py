@@ -333,15 +333,20 @@ class DecodedSequence:
             self._continuation = self._replay.continuation(self._kwargs.get("past_key_values"))
         return logits
 
-    def extend(self) -> bool:
-        """Append tokens of greedy decoding that a continuation computes without anything else in between; return False where none can."""
-        if self._continuation is None or self._direct != () or self._with_scores or self._with_logits:
-            return False
+    def extend(self, most: int = sys.maxsize) -> Sequence[int]:
+        """Append tokens of greedy decoding that a continuation computes without anything else in between, at most `most`.
+
+        Returns:
+            The ns that each took; none where no token can be computed so.
+        """
+        continuation = self._continuation
+        if continuation is None or self._direct != () or self._with_scores or self._with_logits or self.keeps_hidden_states:
+            return ()
         single = self._always or self._streamer is not None or self.length >= self._open_length
-        tokens = self._continuation.greedy(self._last, 1 if single else self._open_length - self.length, self._ends)
+        tokens = continuation.greedy(self._last, 1 if single else min(most, self._open_length - self.length), self._ends)
         for token in tokens:
             self.append(token)
-        return bool(tokens)
+        return continuation.step_ns if tokens else ()
 
     def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
         """Feed the last `feed` tokens of the sequence followed by `tokens`; return their logits, (feed, V) float32."""

@@ -1,116 +1,165 @@
 """Multi-token prediction: layers of a checkpoint that predict the tokens after the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-The layers are transformers' `MtpModel`, as the submodule `mtp` of an injected model: rules match their modules and operators replace them
-like those of the body. The embedding, head and rotary embedding are the model's own.
+`mtp_layers` builds the layers.
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from torch import nn
-from transformers import Cache, PreTrainedModel, modeling_layers
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
+from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
-from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason
+from moegraft.operators.decode.mtp_layers import mtp_layers, new_mtp_cache
+from moegraft.operators.decode.rollback import CacheMark, longest_rewind
+from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import error_sentence
 
-MTP = "mtp"  # the submodule of an injected model
-MANY = 8  # tokens that a draft feeds before its own; more count as preparation
-_SHARED = ("embed_tokens", "shared_head", "rotary_emb")
-_NUMBERED = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
+if TYPE_CHECKING:
+    from moegraft.operators.decode.replay import StepReplay
 
-
-def mtp_layers(model: nn.Module) -> Any:
-    """Return the MTP layers of a model, an `MtpModel`; None where none were added."""
-    return model._modules.get(MTP)
+MANY = 8  # waiting states that a draft feeds in one step; more are a prompt
+MOST_WAITING = 512  # states, which take memory
 
 
-def why_no_mtp(model: PreTrainedModel) -> str | None:
-    """Return why MTP layers cannot be added to a stock model; None where they can, if the checkpoint has them."""
-    library = getattr(modeling_layers, "MtpModel", None)
-    if not hasattr(library, "forward_layer"):
-        return f"transformers {transformers.__version__} cannot compute MTP layers one by one; install 5.23 or newer"
-    if not _layer_count(model):
-        return (
-            f"transformers computes no MTP layers of {type(model).__name__}, or its config states none (num_mtp_layers or "
-            "num_nextn_predict_layers); draft with 'experts' or 'ngram'"
-        )
-    try:
-        cache = _new_cache(model)
-    except ValueError as error:
-        return f"transformers cannot build the MTP layers of {type(model).__name__} from this config ({error_sentence(error)})"
-    return unsupported_cache_reason(cache)
-
-
-def _layer_count(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
-
-
-def _new_cache(model: PreTrainedModel) -> Any:
+@functools.cache
+def _layer_cache_class() -> Any:
     from transformers.cache_utils import MtpCache
 
-    return MtpCache(config=model.config.get_mtp_config())
+    class LayerCache(MtpCache):
+        """The cache of one MTP layer, the last in it; those before it stay empty, as modules address layers by their number."""
+
+        def get_seq_length(self, layer_idx: int = -1) -> int:
+            return super().get_seq_length(len(self.layers) - 1)
+
+    return LayerCache
 
 
-def add_mtp_layers(model: PreTrainedModel) -> None:
-    """Add empty MTP layers to a stock model, on the device and in the dtype that are PyTorch's defaults at the moment."""
-    from transformers.modeling_layers import MtpModel
-
-    layers = MtpModel(model, _layer_count(model))
-    for name in _SHARED:
-        layers._modules.pop(name, None)
-        vars(layers)[name] = None
-    model.add_module(MTP, layers)
+def _layer_cache(model: PreTrainedModel, number: int) -> Any:
+    """Return an empty cache of moegraft's own for one MTP layer, as a program appends to a cache whose length is its position."""
+    cache = new_mtp_cache(model.config)
+    cache.__class__ = _layer_cache_class()
+    cache.layers = [DynamicLayer() for _ in range(number)] + [cache.layers[number]]
+    return adopt(cache)
 
 
-def share_with_mtp(model: PreTrainedModel) -> None:
-    """Let the MTP layers of a loaded model compute with its embedding, head and rotary embedding, which stay its own submodules."""
-    decoder: Any = model.get_decoder()
-    embedding: Any = model.get_input_embeddings()
-    if hasattr(embedding, "embed_norm"):  # a part of the model's layer alone
-        embedding = copy.copy(embedding)
-        embedding._modules = {**embedding._modules, "embed_norm": nn.Identity()}
-    shared = embedding, model.lm_head, getattr(decoder, "rotary_emb", None)
-    vars(mtp_layers(model)).update(zip(_SHARED, shared, strict=True))
+class MtpStreams:
+    """What the MTP layers of a model have computed of one sequence.
 
-
-def mtp_key(key: str, body_layers: int) -> str | None:
-    """Return the name by which transformers' conversions know a stored tensor of MTP layers; None for another tensor.
-
-    Checkpoints number these layers after those of the body (DeepSeek, GLM), or have them under `mtp.` (Inkling, Mellum).
-    """
-    numbered = _NUMBERED.match(key)
-    if numbered is not None and int(numbered[1]) >= body_layers:
-        return f"{MTP}.layers.{int(numbered[1]) - body_layers}.mtp_block.{key[numbered.end() :]}"
-    bare = key.removeprefix("model.")
-    return bare if bare.startswith(f"{MTP}.") else None
-
-
-@dataclass(slots=True)
-class _Streams:
-    """What MTP layers have computed of one sequence.
+    Layer k has an entry for each position whose token k + 1 positions on is in the sequence.
 
     Attributes:
-        cache: of each layer, those entries whose tokens are in the sequence.
-        waiting: of each layer, the states (1, T, H) before it, up to the latest, of positions without an entry.
-        latest: the first layer's last state (1, 1, H).
-        position: of the body's next state.
+        caches: of each layer, with these entries.
+        waiting: of each layer, the states (1, T, H) before it of positions without an entry.
+        position: of the body's next state; -1 while layers are fed, as after an interrupt nothing goes on from there.
     """
 
-    cache: Any
-    waiting: list[list[torch.Tensor]]
-    position: int
-    latest: torch.Tensor | None = None
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._layers = mtp_layers(model)
+        self.last = len(self._layers.layers) - 1
+        self.caches = [_layer_cache(model, number) for number in range(self.last + 1)]
+        self.waiting: list[list[torch.Tensor]] = [[] for _ in self.caches]
+        self.position = 0
+
+    def rows(self, number: int) -> int:
+        return sum(each.shape[1] for each in self.waiting[number])
+
+    def add(self, states: torch.Tensor, position: int) -> None:
+        """Add states (1, T, H) of the body, after which `position` is that of its next one."""
+        self.waiting[0].append(states)
+        self.position = position
+
+    def go_back_to(self, position: int) -> bool:
+        """Remove what was computed of tokens from `position` on; return False where windows or states do not allow it."""
+        layers: list[Any] = [cache.layers[-1] for cache in self.caches]
+        if position >= self.position or any(type(layer) is not DynamicLayer for layer in layers):
+            return position == self.position
+        end = self.position
+        for number, layer in enumerate(layers):
+            end -= self.rows(number)
+            if (extra := min(end - (position - 1 - number), layer.get_seq_length())) > 0:
+                layer.crop(-extra)
+        self.waiting, self.position = [[] for _ in self.caches], position
+        return True
+
+    def settle(self, ids: torch.Tensor) -> None:
+        """Feed the layers the states whose tokens are in a sequence `ids` (1, L) before its last token, but the latest one of each."""
+        position, self.position = self.position, -1
+        for number in range(self.last + 1):
+            size = self.rows(number) - 1
+            if size < 1:
+                continue
+            before = torch.cat(self.waiting[number], dim=1)
+            mark = CacheMark(self.caches[number], MANY + self.last) if size <= MANY else None
+            states, _ = self.feed(number, before[:, :size], ids[:, :-1])
+            if mark is not None:
+                mark.rewind(keep=size)
+            self.entered(number, before[:, size:], states)
+        self.position = position
+
+    def entered(self, number: int, left: torch.Tensor, states: torch.Tensor) -> None:
+        """Note that layer `number` has entries of all states before it but those `left`, and gives the next layer `states`."""
+        self.waiting[number] = [left] if left.shape[1] else []
+        if number < self.last and states.shape[1]:
+            self.waiting[number + 1].append(states)
+
+    def feed(
+        self, number: int, states: torch.Tensor, ids: torch.Tensor, replay: StepReplay | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feed a layer states (1, T, H), each with one of the last T tokens of `ids`.
+
+        Returns:
+            Its own states, and the logits after the last one, (V,) float32.
+        """
+        end, size = ids.shape[1], states.shape[1]
+        arguments = {
+            "input_ids": ids[:, -size:],
+            "states": states,
+            "position_ids": torch.arange(end - size, end, device=ids.device)[None],
+            "layer": number,
+            "past_key_values": self.caches[number],
+        }
+        found: Any = (
+            self._step(**arguments) if replay is None else replay.forward(self._model, self._step, (), arguments, between_steps=True)
+        )
+        return found.hidden_states[-1], found.logits[0, -1].to(torch.float32)
+
+    def _step(
+        self, input_ids: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, layer: int, past_key_values: Any
+    ) -> CausalLMOutputWithPast:
+        """The forward pass of a layer, with the outputs of a model of which it is the only layer."""
+        made = self._layers.forward_layer(layer, states, position_ids=position_ids, mtp_cache=past_key_values, input_ids=input_ids)
+        logits = self._layers._project_to_logits(made[:, -1:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values, hidden_states=(made,))
+
+
+def _streams_of(model: PreTrainedModel, cache: Any, position: int) -> MtpStreams:
+    """Return what was computed of the first `position` tokens of a cache, which the caller owns from then on; else empty streams."""
+    earlier: MtpStreams | None = mtp_layers(model).streams.pop(cache, None)
+    return earlier if earlier is not None and earlier.go_back_to(position) else MtpStreams(model)
+
+
+def read_chunk(model: PreTrainedModel, cache: Any, ids: torch.Tensor, states: torch.Tensor) -> None:
+    """Let the MTP layers of a model read a chunk of a prompt, which the model has computed into `cache`.
+
+    Args:
+        ids: (1, L), the prompt up to the token after the chunk.
+        states: (1, T, H), the last hidden states of the chunk.
+    """
+    position = ids.shape[1] - 1
+    streams = _streams_of(model, cache, position - states.shape[1])
+    streams.add(states, position)
+    streams.settle(ids)
+    mtp_layers(model).streams[cache] = streams
 
 
 class MtpDrafter(Drafter):
@@ -120,97 +169,83 @@ class MtpDrafter(Drafter):
 
     Args:
         confidence: a draft ends after a token of lower probability.
-        kept: what was computed of texts that a later call may go on with, by the model's cache.
+        replay: what replays the steps of a layer, as it does those of the body; None where nothing does.
     """
 
     feeds = False  # the model's cache
     reads_hidden_states = True
 
-    def __init__(self, model: PreTrainedModel, confidence: float, switch: DraftSwitch, kept: MutableMapping[Any, _Streams]) -> None:
-        self._layers = mtp_layers(model)
+    def __init__(self, model: PreTrainedModel, confidence: float, switch: DraftSwitch, replay: StepReplay | None) -> None:
+        self._model = model
         self._confidence = confidence
         self._switch = switch
-        self._kept = kept
-        self._streams = _Streams(_new_cache(model), [[] for _ in self._layers.layers], 0)
-        self._last = len(self._layers.layers) - 1
+        self._replay = replay
+        self._streams: MtpStreams | None = None
 
     def begin(self, sequence: DecodedSequence) -> None:
         states = sequence.hidden_states
         assert states is not None, "the sequence was asked for them"
-        first = sequence.length - 1 - states.shape[1]
-        earlier = self._kept.pop(sequence.cache, None)
-        if earlier is not None and earlier.position == first:
-            self._streams = earlier
+        self._streams = _streams_of(self._model, sequence.cache, sequence.length - 1 - states.shape[1])
         self.keep(sequence, states.shape[1])
-        self._settle_all(sequence)  # now: a round that measures drafts does not measure the prompt
+        if self._streams.rows(0) > MANY:  # now: a round that measures drafts does not measure the prompt
+            self._streams.settle(sequence.input_ids)
 
     def keep(self, sequence: DecodedSequence, tokens: int) -> None:
-        assert sequence.hidden_states is not None, "the sequence was asked for them"
-        self._streams.waiting[0].append(sequence.hidden_states[:, :tokens])
-        self._streams.position = sequence.length - 1
+        streams, states = self._streams, sequence.hidden_states
+        assert streams is not None and states is not None, "the sequence was asked for them"
+        streams.add(states[:, :tokens], sequence.length - 1)
+        if streams.rows(0) > MOST_WAITING:
+            streams.settle(sequence.input_ids)
 
     def end(self, sequence: DecodedSequence) -> None:
         if sequence.cache is not None:
-            self._kept[sequence.cache] = self._streams
+            mtp_layers(self._model).streams[sequence.cache] = self._streams
 
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
         streams = self._streams
-        longest = longest_rewind(streams.cache)
+        assert streams is not None, "the sequence has begun"
+        last, caches = streams.last, streams.caches
+        longest = longest_rewind(caches[last])
         if longest is not None:
-            length = min(length, longest - self._last)
+            length = min(length, longest - last)
+        if last and any(has_states(cache.layers[-1]) for cache in caches):
+            length = min(length, last + 1)  # states after a pass over several tokens are those before its first
         if length < 1:
             return []
-        if sum(each.shape[1] for each in streams.waiting[0]) > MANY:  # plain steps came before: the next draft will take less time
+        if any(streams.rows(number) > MANY for number in range(last + 1)):  # after plain steps: the next draft will take less time
             self._switch.preparations += 1
-        self._settle_all(sequence)
-        marks: list[CacheMark] = []
-        assert streams.latest is not None, "the prompt has a token"
-        states: torch.Tensor = streams.latest
+            streams.settle(sequence.input_ids)
+        marks: list[tuple[CacheMark, int]] = []
+        drafted: torch.Tensor | None = None  # (1, at most k, H), the states of a layer whose tokens are drafts
 
         def logits_after(tokens: Sequence[int]) -> torch.Tensor:
-            nonlocal states
-            number = min(len(tokens), self._last)
-            if len(tokens) == len(marks) <= self._last:
-                marks.append(CacheMark(Cache(layers=[streams.cache.layers[number]]), 2))
-                if number:
-                    states = torch.cat([*streams.waiting[number], *([states] if number > 1 else [])], dim=1)
-            if tokens:
-                fed = states if len(tokens) <= self._last else states[:, -1:]
-                states = self._feed(number, fed, sequence.followed_by(tokens))
-            logits: torch.Tensor = self._layers._project_to_logits(states[:, -1:])[0, -1]
-            return logits.to(torch.float32)
+            nonlocal drafted
+            depth, ids = len(tokens), sequence.followed_by(tokens)
+            if depth > last:
+                assert drafted is not None, "the last layer was fed"
+                if not last and depth == 1:
+                    marks.append((CacheMark(caches[last], 2), 0))
+                drafted, logits = streams.feed(last, drafted[:, -1:], ids, self._replay)
+                return logits
+            fed = torch.cat([*streams.waiting[depth], *([] if drafted is None else [drafted])], dim=1)
+            waiting, kept = streams.rows(depth), max(fed.shape[1] - depth, 0)
+            mark = CacheMark(caches[depth], MANY + last, singly=fed.shape[1] == 1)
+            if depth:
+                marks.append((mark, kept))
+            states, logits = streams.feed(depth, fed, ids, self._replay)
+            if not depth:
+                mark.rewind(keep=kept)
+            streams.entered(depth, fed[:, kept:waiting], states[:, :kept])
+            drafted = states[:, kept if last else -1 :]
+            return logits
 
+        position, streams.position = streams.position, -1
         try:
-            return draw(sequence, rule, length, continues, self._confidence, logits_after)
+            drafts = draw(sequence, rule, length, continues, self._confidence, logits_after)
+            streams.position = position
+            return drafts
         finally:
-            for mark in marks:
-                mark.rewind()
-
-    def _settle_all(self, sequence: DecodedSequence) -> None:
-        for number in range(self._last + 1):
-            self._settle(number, sequence.input_ids)
-
-    def _settle(self, number: int, ids: torch.Tensor) -> None:
-        """Feed a layer all states whose tokens are in the sequence `ids`: of the layers after the first, the latest one's is not."""
-        waiting = self._streams.waiting
-        size = sum(each.shape[1] for each in waiting[number]) - (number > 0)
-        if size < 1:
-            return
-        before = torch.cat(waiting[number], dim=1)
-        states = self._feed(number, before[:, :size], ids)
-        waiting[number] = [before[:, size:]]
-        if number == 0:
-            self._streams.latest = states[:, -1:]
-        if number < self._last:
-            waiting[number + 1].append(states)
-
-    def _feed(self, number: int, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Feed a layer states (1, T, H), each with one of the last T tokens of `ids`; return its own states."""
-        end, size = ids.shape[1], states.shape[1]
-        positions = torch.arange(end - size, end, device=ids.device)[None]
-        made: torch.Tensor = self._layers.forward_layer(
-            number, states, position_ids=positions, mtp_cache=self._streams.cache, input_ids=ids[:, -size:]
-        )
-        return made
+            for mark, kept in marks:
+                mark.rewind(keep=kept)

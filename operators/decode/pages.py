@@ -24,12 +24,12 @@ import heapq
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -41,7 +41,7 @@ from transformers.cache_utils import (
 
 from moegraft.operators.decode.cache import StateName, adopt
 from moegraft.operators.decode.state_pool import StatePool
-from moegraft.operators.decode.states import FLAGS, has_states, keeps_nothing
+from moegraft.operators.decode.states import FLAGS, has_states, keeps_nothing, past_of, show_past
 
 # Half a page is empty in each sequence. With pages of 16, attention to 8 texts of 2048 tokens takes 5 % longer (EPYC Zen 4).
 PAGE_TOKENS = 32
@@ -71,6 +71,7 @@ class PagedSequence:
         place: of its states; None if it has none.
         states_at: the tokens after which these are; -1 while a forward pass changes them.
         checkpoints: the places of copies, by the tokens after which they are.
+        past: the tokens after which the first of the states that were kept last are, and the row of the sequence among them.
     """
 
     tokens: int = 0
@@ -79,6 +80,7 @@ class PagedSequence:
     place: int | None = None
     states_at: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)
+    past: tuple[int, int] | None = None
 
 
 class PagePool:
@@ -102,6 +104,7 @@ class PagePool:
         example: a cache of the model that holds tokens; its layers' keys and values have the forms to store.
         most_sequences: in one forward pass.
         most_tokens: of one sequence.
+        cleared: layers with zeros in a page that a sequence gets, as some tokens of a text may have no keys and values there.
 
     Raises:
         ValueError: a layer's keys and values cannot be stored in pages.
@@ -109,13 +112,21 @@ class PagePool:
     """
 
     def __init__(
-        self, example: DynamicCache, pages: int, *, most_sequences: int, most_tokens: int, states: StatePool | None = None
+        self,
+        example: Cache,
+        pages: int,
+        *,
+        most_sequences: int,
+        most_tokens: int,
+        states: StatePool | None = None,
+        cleared: Sequence[int] = (),
     ) -> None:
         self.pages = pages
         self.page_bytes = 0
         self.states = states
         self.data: dict[int, torch.Tensor] = {}
         self.value_starts: dict[int, int] = {}
+        self._cleared = cleared
         for number, layer in enumerate(example.layers):
             if type(layer) is LinearAttentionLayer or keeps_nothing(layer):
                 continue
@@ -134,6 +145,7 @@ class PagePool:
         self.held = torch.zeros(most_sequences, dtype=torch.int64)
         # The memory of both, which NumPy writes in a tenth of the time where caches are cold.
         self.table_numbers, self.held_numbers = self.table.numpy(), self.held.numpy()
+        self.shown: list[tuple[PagedSequence, int, int]] = []  # the rows of the table, with their numbers of pages and losses
         self._uses = [0] * pages
         self._free = list(range(pages))  # a heap
 
@@ -158,6 +170,8 @@ class PagePool:
             page = heapq.heappop(self._free)
             self._uses[page] = 1
             sequence.pages.append(page)
+            for number in self._cleared:
+                self.data[number][page].zero_()
 
     def fork(self, other: PagedSequence, tokens: int) -> PagedSequence:
         """Return a sequence with the first `tokens` tokens of another: it shares whole pages, and has a copy of the last one.
@@ -319,11 +333,12 @@ class PagedCache(Cache):
 
     Args:
         example: a cache of the model that holds tokens, from which the pool was made.
+        first: the number of its first layer in the pool.
     """
 
-    def __init__(self, pool: PagePool, example: DynamicCache, *, offers_pages: bool = True) -> None:
+    def __init__(self, pool: PagePool, example: Cache, *, first: int = 0, offers_pages: bool = True) -> None:
         self.pool = pool
-        super().__init__(layers=[self._layer(number, layer) for number, layer in enumerate(example.layers)])
+        super().__init__(layers=[self._layer(number, layer) for number, layer in enumerate(example.layers, first)])
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         self.serial = next(_serials)
         self.offers_pages = offers_pages
@@ -331,10 +346,11 @@ class PagedCache(Cache):
         self.unread: set[int] = set()
         adopt(self)
         self._sequences: list[PagedSequence] = []
-        self._shown: list[tuple[PagedSequence, int, int]] = []  # the rows of the table, with their numbers of pages and losses
         self._places: dict[object, torch.Tensor] = {}  # of the states of this pass, which layers of one form share
+        self._state_pool = pool.states if any(map(has_states, self.layers)) else None
         self._states: Mapping[StateName, torch.Tensor] = {}  # recurrent ones, of the rows of this pass
         self._copied = False  # whether these are copies
+        self._past: Mapping[int, Mapping[tuple[str, int, int], torch.Tensor]] = {}  # where those after each token of this pass are kept
 
     def _layer(self, number: int, example: Any) -> Any:
         window = int(getattr(example, "sliding_window", None) or 0)
@@ -352,11 +368,21 @@ class PagedCache(Cache):
         """Of each layer, whether it has recurrent states alone; transformers knows its own classes only."""
         return [type(layer) is StateLayer for layer in self.layers]
 
-    def begin(self, sequences: Iterable[PagedSequence], tokens: int, *, copies: bool = False) -> None:
+    def begin(
+        self,
+        sequences: Iterable[PagedSequence],
+        tokens: int,
+        *,
+        held: Sequence[int] | None = None,
+        copies: bool = False,
+        keeps_past: bool = False,
+    ) -> None:
         """Prepare a forward pass over `tokens` new tokens of each sequence, which is a row of the pass.
 
         Args:
+            held: tokens of each before these; by default all that it has.
             copies: whether the pass has copies of recurrent states, so that the sequences keep theirs if it fails.
+            keeps_past: whether the pass keeps the states after each token, for `StatePool.return_to`.
 
         Raises:
             NoPagesError: the pool is full.
@@ -364,20 +390,24 @@ class PagedCache(Cache):
         """
         self._sequences, self._tokens = list(sequences), tokens
         pool = self.pool
-        for sequence in self._sequences:
-            pool.grow(sequence, sequence.tokens + tokens)
+        lengths = [sequence.tokens for sequence in self._sequences] if held is None else list(held)
+        for sequence, length in zip(self._sequences, lengths, strict=True):
+            pool.grow(sequence, length + tokens)
         shown = [(sequence, len(sequence.pages), sequence.losses) for sequence in self._sequences]
         for row, (sequence, pages, losses) in enumerate(shown):
-            if row >= len(self._shown) or self._shown[row] != (sequence, pages, losses):
+            if row >= len(pool.shown) or pool.shown[row] != (sequence, pages, losses):
                 pool.table_numbers[row, :pages] = sequence.pages
-        self._shown = shown
-        lengths = [sequence.tokens for sequence in self._sequences]
+        pool.shown = shown
         pool.held_numbers[: len(lengths)] = lengths
         self.longest = max(lengths)
         self.unread.clear()
         self._places.clear()
-        if pool.states is not None:
-            self._show_states(pool.states, copies)
+        if self._state_pool is not None:
+            self._show_states(self._state_pool, copies)
+            self._past = self._state_pool.past(len(lengths)) if keeps_past else {}
+            for number, layer in enumerate(self.layers):
+                if has_states(layer):
+                    show_past(layer, dict(self._past.get(number, {})))  # a program may put its own tensors in place
 
     def _show_states(self, pool: StatePool, copies: bool) -> None:
         states = pool.copied(self._sequences) if copies else pool.rows(self._sequences)
@@ -391,7 +421,7 @@ class PagedCache(Cache):
 
     def abandon(self) -> None:
         """Take back `begin` where nothing was computed after it."""
-        if self.pool.states is not None:
+        if self._state_pool is not None:
             for sequence in self._sequences:
                 sequence.states_at = sequence.tokens
 
@@ -438,11 +468,10 @@ class PagedCache(Cache):
         Raises:
             UnreadPagesError: a layer's states were not read.
         """
-        if self.unread:
-            raise UnreadPagesError(f"attention left the keys and values of {len(self.unread)} of {len(self.layers)} layers unread")
+        self.require_read()
         for sequence in self._sequences:
             sequence.tokens += self._tokens
-        if self.pool.states is not None:
+        if self._state_pool is not None:
             states = self._states
             for (number, attribute, index), tensor in states.items():
                 held = vars(self.layers[number])[attribute][index]
@@ -450,9 +479,23 @@ class PagedCache(Cache):
                     tensor.copy_(held)
                     self._states = {}
             if self._copied:
-                self.pool.states.write(self._sequences, states)
-            for sequence in self._sequences:
-                sequence.states_at = sequence.tokens
+                self._state_pool.write(self._sequences, states)
+            for number, past in self._past.items():
+                for name, place in past.items():
+                    if (kept := past_of(self.layers[number])[name]) is not place:
+                        place.copy_(kept)
+            for row, sequence in enumerate(self._sequences):
+                sequence.states_at = sequence.tokens - (self._tokens if self._past else 0)
+                if self._past:
+                    sequence.past = sequence.states_at + 1, row
+
+    def require_read(self) -> None:
+        """
+        Raises:
+            UnreadPagesError: a layer's states were not read in this pass.
+        """
+        if self.unread:
+            raise UnreadPagesError(f"attention left the keys and values of {len(self.unread)} of {len(self.layers)} layers unread")
 
 
 _serials = itertools.count()

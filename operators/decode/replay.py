@@ -59,7 +59,8 @@ class FrozenModel:
 
     `NativePrograms` compares the training flag, what a step reads of the configuration, and the thresholds of sparse experts by itself. Not
     noticed: attributes of the modules of PyTorch and transformers, and changes within lists, functions and objects that modules refer to.
-    The steps of one `Continuation` are not looked at: a change between two tokens of one `generate` call may be noticed later.
+    The steps of one `Continuation`, and those of MTP layers between two of the model's, are not looked at: a change between two tokens of
+    one `generate` call may be noticed later.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -216,8 +217,13 @@ class StepReplay(ABC):
         """Note tokens that continuations have fed."""
         return
 
-    def forward(self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any]) -> Any:
-        """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay."""
+    def forward(
+        self, model: PreTrainedModel, plain: Forward, args: Sequence[Any], arguments: Mapping[str, Any], *, between_steps: bool = False
+    ) -> Any:
+        """Return the result of `plain(*args, **arguments)`, the model's own forward pass, or of its replay.
+
+        `between_steps`: whether `plain` computes a part of the model, before a step of all of it that will notice a change.
+        """
         started_ns = time.perf_counter_ns()
         step = None if args else self.describe(model, arguments)
         if isinstance(step, str):
@@ -229,17 +235,23 @@ class StepReplay(ABC):
                 _own_new(outputs)
             return outputs
         with self.lock:  # an interrupt right after `acquire` would leave it locked
-            outputs, replay = self._step(model, step, partial(plain, **arguments), plain)
+            frozen = self._frozen if between_steps else None
+            frozen = frozen or self._looked_at(model)
+            outputs, replay = self._step(frozen, step, partial(plain, **arguments), plain)
             self._count(replay, started_ns, step.position)
             return outputs
 
-    def _step(self, model: PreTrainedModel, step: Step, usual: Callable[[], Any], plain: Forward) -> tuple[Any, Any]:
-        """Return the outputs of a step, and the replay that computed them if one did."""
+    def _looked_at(self, model: PreTrainedModel) -> FrozenModel:
+        """Return the state of the model, after the replays are freed where it has changed."""
         frozen = self._frozen
         if frozen is None or frozen.changed():
             self._changes += frozen is not None
             self.release()
             frozen = self._frozen = FrozenModel(model)
+        return frozen
+
+    def _step(self, frozen: FrozenModel, step: Step, usual: Callable[[], Any], plain: Forward) -> tuple[Any, Any]:
+        """Return the outputs of a step, and the replay that computed them if one did."""
         obstacle = "the model changes from step to step" if self._changes > MAX_CHANGES else frozen.obstacle
         if obstacle is not None:
             self._log(obstacle)

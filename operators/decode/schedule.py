@@ -131,6 +131,10 @@ class DraftSchedule(ABC):
     def plan(self, limit: int) -> int:
         """Return the largest number of tokens to draft now, up to `limit`; 0 for a plain step."""
 
+    def plain_steps(self) -> int:
+        """Return how many plain steps follow, at least, where the latest `plan` drafted nothing."""
+        return 1
+
     @abstractmethod
     def state(self) -> str:
         """Describe the schedule in a few words for users."""
@@ -204,6 +208,7 @@ class MarginalSchedule(DraftSchedule):
         self._probes = 0
         self._probing = False
         self._planned = 0
+        self._plain_steps = 0  # before drafts are considered, after the latest plan
         self._pays: bool | None = None  # None while unknown
         self._logged_pays: bool | None = None
 
@@ -218,18 +223,26 @@ class MarginalSchedule(DraftSchedule):
         self._planned = 0
         limit = min(limit, self._max_draft)
         plain_every = PLAIN_EVERY if len(self._costs.plain) >= PLAIN_ENOUGH else PLAIN_SOON
-        if limit < 1 or self._plain_due > 0 or self._rounds_since_plain >= plain_every:
-            return 0
-        if self._lost_steps >= MAX_LOST_STEPS or (self._pays is False and self._steps_since_probe < self._probe_gap):
+        waits = [self._plain_due, int(self._rounds_since_plain >= plain_every), _steps_to_regain(self._lost_steps - MAX_LOST_STEPS)]
+        if self._pays is False:
+            waits.append(self._probe_gap - self._steps_since_probe)
+        self._plain_steps = max(waits)
+        if limit < 1 or self._plain_steps > 0:
             return 0
         best = self._best_length(limit)
         probe = min(limit, PROBE_LENGTH)
         if best > 0 and self._costs.measured:
             self._probing = best < limit and self._rounds % LONGER_EVERY == 0
             self._planned = best + self._probing
-        elif self._steps_since_probe >= self._probe_gap and self._lost_steps + self._expected_loss(probe) <= MAX_LOST_STEPS:
-            self._probing, self._planned = True, probe
+        elif self._steps_since_probe >= self._probe_gap:
+            wait = _steps_to_regain(self._lost_steps + self._expected_loss(probe) - MAX_LOST_STEPS)
+            self._plain_steps = min(wait, PROBE_GAP)  # after as many, plain steps may take another time
+            if not wait:
+                self._probing, self._planned = True, probe
         return self._planned
+
+    def plain_steps(self) -> int:
+        return max(self._plain_steps, 1)
 
     def continues(self, confidences: Sequence[float]) -> bool:
         length = len(confidences)
@@ -309,6 +322,11 @@ class MarginalSchedule(DraftSchedule):
     def _expected_loss(self, length: int) -> float:
         """Return the expected loss of a round, in plain steps."""
         return max(0.0, self._round_ms(length) / self._costs.verify_ms(0) - self._rates.expected_tokens(length))
+
+
+def _steps_to_regain(lost: float) -> int:
+    """Return the steps whose allowance makes up for lost steps."""
+    return math.ceil(lost / LOSS_ALLOWANCE) if lost > 0 else 0
 
 
 SAMPLES = 11  # latest times kept of a draft step and of each length of a verification

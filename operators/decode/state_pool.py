@@ -4,6 +4,9 @@ A sequence has a place: a row of each block. Where the sequences of a forward pa
 without a copy; sequences are moved until they have, which costs one exchange when a sequence has left, and nothing while the same ones go
 on. A checkpoint is a copy of a sequence's states after one of its tokens, in a place of its own: another sequence can begin there, and
 nowhere else, as no token can be removed from states.
+
+While drafts are verified, a pass leaves the states of its rows as they are, and writes those after each of its tokens beside them: a
+sequence then gets those after the last token that it keeps.
 """
 
 from __future__ import annotations
@@ -40,19 +43,24 @@ class StatePool:
         example: a cache of the model that holds tokens.
         running: places for sequences.
         checkpoints: places for checkpoints.
+        past_rows, past_tokens: sequences of a pass, and its tokens, after each of which their states can be kept.
 
     Raises:
         ValueError: the states have more than one row for a sequence.
         RuntimeError: there is not enough memory.
     """
 
-    def __init__(self, example: Cache, *, running: int, checkpoints: int) -> None:
+    def __init__(self, example: Cache, *, running: int, checkpoints: int, past_rows: int = 0, past_tokens: int = 0) -> None:
         self.place_bytes = 0
+        self.past_rows, self.past_tokens = past_rows, past_tokens
         self.data: dict[StateName, torch.Tensor] = {}
+        self._past: dict[StateName, torch.Tensor] = {}  # (tokens, rows, ...)
+        self._past_views: dict[int, dict[int, dict[tuple[str, int, int], torch.Tensor]]] = {}
         for name, tensor in state_tensors(example).items():
             if tensor.shape[0] != 1:
                 raise ValueError(f"a layer's states have {tensor.shape[0]} rows for one sequence")
             self.data[name] = tensor.new_empty(running + checkpoints, *tensor.shape[1:])
+            self._past[name] = tensor.new_empty(past_tokens, past_rows, *tensor.shape[1:])
             self.place_bytes += tensor.nbytes
         self._running: list[PagedSequence | None] = [None] * running  # the sequence of each place
         self._free = list(range(running, running + checkpoints))  # a heap, of checkpoints
@@ -119,6 +127,35 @@ class StatePool:
                 self._views.clear()
             self._views[key] = {name: _part(data, first, len(sequences)) for name, data in self.data.items()}
         return self._views[key]
+
+    def past(self, rows: int) -> Mapping[int, Mapping[tuple[str, int, int], torch.Tensor]]:
+        """Return where a pass over `rows` sequences writes their states after each token, (B, ...) each, by layer."""
+        assert rows <= self.past_rows, "there is room for these rows"
+        if rows not in self._past_views:
+            found: dict[int, dict[tuple[str, int, int], torch.Tensor]] = {}
+            for token in range(self.past_tokens):
+                for (number, name, index), data in self._past.items():
+                    found.setdefault(number, {})[name, index, token] = _part(data[token], 0, rows)
+            self._past_views[rows] = found
+        return self._past_views[rows]
+
+    def mark(self, sequences: Sequence[PagedSequence]) -> None:
+        """Keep the states of sequences, to which `return_to` goes back after steps of a draft."""
+        for row, sequence in enumerate(sequences):
+            require_states(sequence)
+            for name, data in self.data.items():
+                self._past[name][0, row] = data[sequence.place]
+            sequence.past = sequence.tokens, row
+
+    def return_to(self, sequence: PagedSequence, tokens: int) -> None:
+        """Give a sequence the states after `tokens` tokens, of those kept since a mark or in the latest pass."""
+        if sequence.past is None or sequence.states_at == tokens:
+            return
+        first, row = sequence.past
+        if 0 <= tokens - first < self.past_tokens:
+            for name, data in self.data.items():
+                data[sequence.place] = self._past[name][tokens - first, row]
+            sequence.states_at = tokens
 
     def copied(self, sequences: Sequence[PagedSequence]) -> dict[StateName, torch.Tensor]:
         """Return copies of the states of some sequences, (B, ...) each."""

@@ -137,6 +137,20 @@ def keep_past(cache: Cache, tokens: int) -> None:
                     past[name, index, token] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def show_past(layer: Any, past: Mapping[tuple[str, int, int], torch.Tensor]) -> None:
+    """Let a layer write the states after each token of the next short pass to tensors, by name and number of the state, and token.
+
+    Those of a token are before those of later ones.
+    """
+    vars(layer)[_PAST] = past
+
+
+def past_of(layer: Any) -> Mapping[tuple[str, int, int], torch.Tensor]:
+    """Return where the states of a layer are after each token of the latest short pass."""
+    found: Mapping[tuple[str, int, int], torch.Tensor] = vars(layer)[_PAST]
+    return found
+
+
 def drop_past(cache: Cache) -> None:
     """Free the memory of past states."""
     for layer in cache.layers:
@@ -147,6 +161,11 @@ def past_tokens(layer: object) -> int:
     """Return the number of tokens of the longest pass after each of which a layer keeps its states."""
     past = getattr(layer, _PAST, None)
     return next(reversed(past))[2] + 1 if past else 0
+
+
+def is_past(name: Sequence[Any]) -> bool:
+    """Return whether a tensor of this name in a cache is a past state, which passes over one token neither read nor write."""
+    return name[1] == _PAST
 
 
 class StateMark:

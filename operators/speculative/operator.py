@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,7 +27,8 @@ from moegraft.operators.decode.drafts import (
     no_trace,
 )
 from moegraft.operators.decode.loop import generate
-from moegraft.operators.decode.mtp import MtpDrafter, mtp_layers, share_with_mtp, why_no_mtp
+from moegraft.operators.decode.mtp import MtpDrafter
+from moegraft.operators.decode.mtp_layers import mtp_layers, share_with_mtp, why_no_mtp
 from moegraft.operators.decode.rollback import unsupported_model_reason
 from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
 from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
@@ -69,23 +69,32 @@ class ScheduledBatchDrafts(BatchDrafts):
             return None
         return continuation(torch.tensor(token_ids), length)
 
+    @property
+    def by_mtp_layers(self) -> bool:
+        return self._options.draft == "mtp"
+
     def drafting(self) -> AbstractContextManager[None]:
-        return self._switch.drafting(self._options.settings)
+        return nullcontext() if self.by_mtp_layers else self._switch.drafting(self._options.settings)
 
     def continues(self, confidences: Sequence[float]) -> bool:
         return confidences[-1] >= self._options.confidence and self._current.continues(confidences)
 
     def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
         prepared, self._preparations = self._preparations != self._switch.preparations, self._switch.preparations
-        rounds = [Round(row.confidences, row.compared, row.accepted, row.generated, draft_ms, verify_ms, prepared) for row in rows]
-        for each in rounds:
-            self._statistics.add(replace(each, draft_ms=draft_ms / len(rows), verify_ms=verify_ms / len(rows)))
+        generated = sum(row.generated for row in rows)
         # The pass was as long as the longest draft, of which the schedule learns one, alternately.
-        longest = max(len(each.confidences) for each in rounds)
-        examples = [each for each in rounds if len(each.confidences) == longest]
+        longest = max(len(row.confidences) for row in rows)
+        examples = [row for row in rows if len(row.confidences) == longest]
         self._rounds += 1
-        mean = sum(each.generated for each in rounds) / len(rounds)
-        self._schedule(len(rows)).record(replace(examples[self._rounds % len(examples)], generated=mean))
+        row = examples[self._rounds % len(examples)]
+        done = Round(row.confidences, row.compared, row.accepted, generated / len(rows), draft_ms, verify_ms, prepared)
+        self._schedule(len(rows)).record(done)
+        if not longest:
+            self._statistics.add(replace(done, generated=generated))
+            return
+        ms = draft_ms / len(rows), verify_ms / len(rows)
+        for row in rows:
+            self._statistics.add(Round(row.confidences, row.compared, row.accepted, row.generated, *ms, prepared))
 
     def state(self) -> str | None:
         """Describe the schedules in a few words for users; None before any was used."""
@@ -117,7 +126,6 @@ class SpeculativeDraft(ModelOperator):
         self._context = context
         self._switch = switch = context.draft_switch
         self._statistics = Statistics()
-        self._texts: MutableMapping[Any, Any] = WeakKeyDictionary()  # what MTP layers have computed of each cache
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
         self._schedule = self._new_schedule()
@@ -128,7 +136,7 @@ class SpeculativeDraft(ModelOperator):
         return MarginalSchedule(length) if self.options.schedule == "marginal" else FixedSchedule(length)
 
     def batch_drafts(self) -> BatchDrafts | None:
-        return self._batches if self.options.mode == "lossless" and self.options.draft != "mtp" else None
+        return self._batches if self.options.mode == "lossless" else None
 
     def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
         self.trace = partial(round_spans, timelines) if timelines else no_trace
@@ -141,10 +149,10 @@ class SpeculativeDraft(ModelOperator):
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
         if options.draft == "mtp" and mtp_layers(module) is None:
-            return why_no_mtp(module) or (
+            return why_no_mtp(type(module).__name__, module.config) or (
                 "draft mtp computes the checkpoint's own MTP layers, and there are none: a safetensors checkpoint has them in the layers "
-                "after the last or under 'mtp.', a GGUF file's are not read, and a model in memory has lost them; load the folder of a "
-                "checkpoint that has them, or draft with 'experts' or 'ngram'"
+                "after the last or under 'mtp.', a GGUF file in blocks after the last with 'nextn' tensors, and a model in memory has lost "
+                "them; load a checkpoint that has them, or draft with 'experts' or 'ngram'"
             )
         return unsupported_model_reason(module)
 
@@ -182,7 +190,7 @@ class SpeculativeDraft(ModelOperator):
         if options.draft == "ngram":
             return NgramDrafter()
         if options.draft == "mtp":
-            return MtpDrafter(model, options.confidence, self._switch, self._texts)
+            return MtpDrafter(model, options.confidence, self._switch, self._context.replay)
         return ExpertsDrafter(self._switch, options.settings, options.confidence)
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

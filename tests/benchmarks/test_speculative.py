@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 from support import import_benchmark
 
 from moegraft.injection.demo import demo_path
@@ -18,3 +19,15 @@ def test_rounds_have_the_routers_share_and_recall(way: object) -> None:
     assert 0 < row["kept_share"] < 1 and 0 < row["recall"] <= 1
     assert row["rounds"] == len(found.rounds) and 1 <= row["tokens_per_round"] <= benchmark.MAX_DRAFT + 1
     assert len(found.judged()) == sum(done.compared for done in found.rounds)
+
+
+@pytest.mark.skipif(
+    not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"),
+    reason="this transformers cannot compute MTP layers one by one",
+)
+def test_rounds_of_the_mtp_layer_do_not_change_greedy_text() -> None:
+    rows = benchmark.Recorder("none", write=False)
+    benchmark.mtp(benchmark.pieces(benchmark.held_out(), 2, 16), 16, rows)
+    greedy, sampled = rows.rows
+    assert greedy["same_text"] == greedy["prompts"] == 2
+    assert all(0 < row["position_1"] <= 1 and 1 < row["tokens_per_round"] <= benchmark.MTP_DRAFT + 1 for row in (greedy, sampled))

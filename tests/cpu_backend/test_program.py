@@ -944,7 +944,9 @@ def test_a_loop_feeds_each_token_after_the_other(threaded: dict[int, Runtime], t
     assert rig.greedy(3, 0) == []
     assert rig.greedy(3, -4) == []
     assert (rig.position.flatten().tolist(), rig.program.fed) == ([5, 5, 5], 0)
+    assert rig.program.step_ns == []
     assert rig.greedy(3, 50) == expected
+    assert len(rig.program.step_ns) == 50 and min(rig.program.step_ns) > 0
     assert rig.position.flatten().tolist() == [55, 55, 55], "each step counts"
     assert rig.program.fed == 50
     assert int(rig.token) == expected[-2]

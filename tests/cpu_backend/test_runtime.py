@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -63,6 +64,8 @@ on_arm64 = pytest.mark.skipif("neon" not in Runtime.compiled_isas(), reason="thi
     ],
 )
 def test_each_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, matrix: set[str]) -> None:
+    if isa.startswith(("avx512", "amx")) and "avx512" not in Runtime.available_isas():
+        pytest.skip("the table of these kernels is made by AVX-512 instructions")
     name, tokens = select_isa(features, wanted)
     assert name == isa and set(tokens) == matrix
     assert all(least > 1 for least in tokens.values())  # single tokens are decoded by vector tiles
@@ -105,6 +108,30 @@ def test_a_requested_instruction_set_computes_everything() -> None:
         assert runtime.isa == isa
 
 
+OLDER_CPUS = {"Haswell": "scalar avx2", "Nehalem": "scalar"}  # of the emulator, without AVX-512 and without AVX
+USE_KERNELS = """
+import numpy as np
+from moegraft.cpu_backend import PackedLinear, Runtime
+weights, x, out = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((33, 64), (3, 64), (3, 33)))
+for weight_type in ("float32", "int8"):
+    linear = PackedLinear(33, 64, weight_type)
+    linear.pack(weights)
+    Runtime(threads=2).linear(linear, x, out)
+    assert np.allclose(out, x @ weights.T, atol=0.5), weight_type
+print(*Runtime.available_isas())
+"""
+
+
+@on_x86
+@pytest.mark.parametrize("cpu", OLDER_CPUS)
+def test_older_cpus_run_no_instruction_that_they_lack(cpu: str) -> None:
+    emulator = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
+    if emulator is None:
+        pytest.skip("no emulator (Debian's package qemu-user brings it)")
+    done = subprocess.run([emulator, "-cpu", cpu, sys.executable, "-c", USE_KERNELS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.strip() == OLDER_CPUS[cpu], done.stderr[-2000:]
+
+
 def test_the_least_tokens_of_the_matrix_kernel_can_be_chosen() -> None:
     default = Runtime(1)
     assert Runtime(1, matrix_tokens=7).matrix_tokens.keys() >= default.matrix_tokens.keys()
@@ -112,6 +139,11 @@ def test_the_least_tokens_of_the_matrix_kernel_can_be_chosen() -> None:
     assert Runtime(1, matrix_tokens=0).matrix_tokens == {}
     with pytest.raises(ValueError, match="matrix_tokens is -1; it must be at least 0"):
         Runtime(1, matrix_tokens=-1)
+
+
+def test_the_matrix_kernels_pass_their_self_test() -> None:
+    chosen = Runtime(1)  # without those that fail; an instruction set by name has all
+    assert chosen.matrix_tokens == Runtime(1, isa=chosen.isa).matrix_tokens
 
 
 def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The bundled model is what its card says: trained, small, evenly routed, and a whole chat model to stock transformers."""
 
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_weights_are_bfloat16() -> None:
     assert AutoModelForCausalLM.from_pretrained(demo_path(), dtype="auto").dtype == torch.bfloat16
 
 
+def test_stock_transformers_loads_it_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        AutoModelForCausalLM.from_pretrained(demo_path())
+    finally:
+        library.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_architecture(model: Any) -> None:
     config = model.config
     assert config.model_type == "qwen3_moe"
@@ -63,6 +74,14 @@ def test_it_has_learnt_held_out_text(result: Any) -> None:
 def test_every_expert_is_used(result: Any, model: Any) -> None:
     assert result.load.shape == (model.config.num_hidden_layers, model.config.num_experts)
     assert result.load.min() > 0.01
+
+
+@torch.no_grad()
+def test_its_mtp_layer_predicts_what_the_model_writes_next(recipe: ModuleType, model: Any, tokenizer: Any, held_out: str) -> None:
+    ids = torch.tensor(tokenizer.encode(held_out, verbose=False))[: 12 * 257].view(12, 257)
+    found = recipe.evaluate_mtp(recipe.read_mtp(model, demo_path()), model, ids, recipe.body_states(model, ids))
+    assert found["sampled_1"] > 0.78 and found["greedy_1"] > 0.72
+    assert found["sampled_3"] > 0.74 and found["greedy_3"] > 0.68  # two states that were fed back
 
 
 def test_tokenizer_round_trips(tokenizer: Any, held_out: str) -> None:

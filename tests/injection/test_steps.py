@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,17 +93,6 @@ def test_a_gpu_leaves_the_cpu_fewer_threads(cores: int, beside: int, folder: Pat
     assert threads(on_gpu) == threads(on_gpu, gpus=2) == beside
     assert threads(on_gpu, threads=5) == 5
     assert threads(on_cpu) == threads(on_gpu, gpus=0) == threads(on_gpu, device_map="cpu") == 0, "the default"
-
-
-def test_the_steps_are_functions_of_the_package() -> None:
-    """Also after the modules that define them have been imported."""
-    code = (
-        "import moegraft.injection.planning, moegraft.injection.grafting, moegraft.injection.loading;"
-        "from moegraft.injection import build_meta_model, graft, load, optimize_and_load, plan, read_rules;"
-        "assert all(map(callable, (build_meta_model, graft, load, optimize_and_load, plan, read_rules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @dataclass(frozen=True, slots=True)

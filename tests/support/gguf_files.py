@@ -178,6 +178,12 @@ def _converted(key: str, values: NDArray[np.float32], model: PreTrainedModel) ->
         and not key.endswith("linear_attn.norm.weight")
     ):
         values = values + 1
+    further = re.fullmatch(r"mtp\.layers\.(\d+)\.(\w+)\.(.+)", key)
+    if further is not None:
+        number = config.num_hidden_layers + int(further[1])
+        if further[2] != "mtp_block":
+            return {f"blk.{number}.nextn.{'shared_head_norm' if further[2] == 'post_norm' else further[2]}.{further[3]}": values}
+        key = f"model.layers.{number}.{further[3]}"
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
     if layer is None:
         module, _, suffix = key.rpartition(".")
@@ -212,7 +218,7 @@ def tensors_of(model: PreTrainedModel) -> Tensors:
     tied = model.all_tied_weights_keys
     found: Tensors = {}
     for key, tensor in state.items():
-        if key not in tied:
+        if key not in tied and (not key.startswith("mtp.") or key.startswith("mtp.layers.")):
             found |= _converted(key, np.ascontiguousarray(tensor.float().numpy()), model)
     return found
 
@@ -286,7 +292,10 @@ def write_gguf(
     """Write `tensors`, by default all of `model`, to `path`, or to several files of `tensors_a_file` tensors each."""
     name = architecture or ARCHITECTURES[model.config.model_type]
     writer = gguf.GGUFWriter(str(path), name, split_max_tensors=tensors_a_file)
-    writer.add_block_count(model.config.num_hidden_layers)
+    further = len(model.get_submodule("mtp.layers")) if hasattr(model, "mtp") else 0
+    writer.add_block_count(model.config.num_hidden_layers + further)
+    if further:
+        writer.add_nextn_predict_layers(further)
     writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(model.config.vocab_size)])
     for tensor, values in (tensors_of(model) if tensors is None else tensors).items():
         kind = type_of(tensor, values, kinds or {})

@@ -39,15 +39,19 @@ LIBRARIES = (
 
 
 class Program:
-    """`python ARGUMENTS`, as of subprocess.Popen with pipes for both outputs and nothing to read."""
+    """`python ARGUMENTS`, as of subprocess.Popen with pipes for both outputs and nothing to read.
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        request = json.dumps([list(arguments), dict(environment), str(Path.cwd())]).encode()
+    `terminal` is the descriptor of a terminal that becomes the program's own, in place of the pipes; the program reads it too.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], terminal: int | None = None) -> None:
+        request = json.dumps([list(arguments), dict(environment), str(Path.cwd()), terminal is not None]).encode()
         out, err = os.pipe(), os.pipe()
         self._control, theirs = socket.socketpair()
+        given = [out[1], err[1]] if terminal is None else [terminal, terminal]
         try:
             origin, _ = _origin()
-            socket.send_fds(origin, [len(request).to_bytes(4, "little")], [out[1], err[1], theirs.fileno()])
+            socket.send_fds(origin, [len(request).to_bytes(4, "little")], [*given, theirs.fileno()])
             origin.sendall(request)
         finally:
             os.close(out[1])
@@ -58,10 +62,16 @@ class Program:
         self.stderr = os.fdopen(err[0], encoding="utf-8")
         self.returncode: int | None = None
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.returncode is None:
             with contextlib.suppress(OSError):  # has ended
-                self._control.send(b"k")
+                self._control.send(bytes([number]))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def running(self) -> bool:
+        return self.returncode is None and not select.select([self._control], [], [], 0)[0]
 
     def wait(self) -> int:
         if self.returncode is None:
@@ -140,8 +150,8 @@ def fork_programs(descriptor: int) -> None:
             os.close(each)
 
 
-def _keep(arguments: list[str], environment: dict[str, str], folder: str, out: int, err: int, control: int) -> None:
-    """Fork the program, tell when it ends, and kill it when that is asked for or nobody waits for it. In the program, run it and return."""
+def _keep(arguments: list[str], environment: dict[str, str], folder: str, terminal: bool, out: int, err: int, control: int) -> None:
+    """Fork the program, report its end, and send it the signals that are asked for. In the program, run it and return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid:
@@ -150,17 +160,25 @@ def _keep(arguments: list[str], environment: dict[str, str], folder: str, out: i
         with socket.socket(fileno=control) as waiting:
             ended = os.pidfd_open(pid)
             while ended not in (ready := select.select([ended, waiting], [], [])[0]):
-                os.kill(pid, signal.SIGKILL)
-                if not ready[0].recv(1):
+                asked = ready[0].recv(1)
+                os.kill(pid, asked[0] if asked else signal.SIGKILL)
+                if not asked:
                     break
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with contextlib.suppress(OSError):  # nobody waits
                 waiting.send(code.to_bytes(4, "little", signed=True))
         os._exit(0)
     os.close(control)
-    for source, target in ((out, 1), (err, 2)):
-        os.dup2(source, target)
-        os.close(source)
+    if terminal:
+        os.close(err)
+        os.login_tty(out)
+        # As Python opens them where it starts at a terminal.
+        sys.stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    else:
+        for source, target in ((out, 1), (err, 2)):
+            os.dup2(source, target)
+            os.close(source)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

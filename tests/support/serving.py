@@ -47,10 +47,11 @@ SCHEMA = {
 class Server:
     service: Service
     address: str
+    http: openai.DefaultHttpxClient
     connections: Collection[object] = ()
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, http_client=self.http)
 
     def get(self, path: str) -> str:
         with urlopen(self.address + path, timeout=PATIENCE_S) as reply:
@@ -68,11 +69,22 @@ def serving(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}", server.server_state.connections)
+        # One for all clients: each would read the certificates of all authorities, of which plain HTTP needs none. No connection is kept,
+        # since tests count those that are open.
+        with openai.DefaultHttpxClient(verify=False, timeout=PATIENCE_S, headers={"Connection": "close"}) as http:
+            yield Server(service, f"http://127.0.0.1:{listening.getsockname()[1]}", http, server.server_state.connections)
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
         service.close()
+
+
+def one_by_one(stock: LoadedModel, **settings: Any) -> LoadedModel:
+    """The model with settings that only `generate` applies: by default a penalty that changes no answer."""
+    model = copy.deepcopy(stock.model)
+    for name, value in (settings or {"repetition_penalty": 1.0001}).items():
+        setattr(model.generation_config, name, value)
+    return LoadedModel("alone", model, stock.tokenizer, lambda: [])
 
 
 def until(so: Callable[[], bool]) -> None:

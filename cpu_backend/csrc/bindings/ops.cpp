@@ -5,7 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/functions.h"
-#include "recurrent/recurrent.h"
+#include "recurrent/jobs.h"
 
 namespace py = pybind11;
 

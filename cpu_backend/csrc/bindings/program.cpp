@@ -114,6 +114,7 @@ class PyProgram {
     py::gil_scoped_release release;
     return program_.greedy(position, token, {count, std::move(ends), longest_ns});
   }
+  std::vector<std::int64_t> step_ns() const { return program_.step_ns(); }
   std::int64_t fed() const { return program_.fed(); }
   py::list spans() const {
     py::list found;
@@ -154,6 +155,7 @@ void bind_program(py::module_& module) {
       .def("set_loop", "operands", &PyProgram::set_loop)
       .def("follow", "position, tokens, logits", &PyProgram::follow)
       .def("greedy", "position, token, count, ends, longest_ns", &PyProgram::greedy)
+      .property("step_ns", &PyProgram::step_ns)
       .property("fed", &PyProgram::fed)
       .def("spans", "", &PyProgram::spans)
       .property("kernel_ns", &PyProgram::kernel_ns);

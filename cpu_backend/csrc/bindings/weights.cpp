@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/functions.h"
+#include "core/names.h"
 #include "ops/grid_search.h"
 
 namespace py = pybind11;

@@ -2,7 +2,6 @@
 // Everything is `static inline`: files compiled for different instruction sets must not share one linked copy.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -51,7 +50,7 @@ static inline std::uint16_t f16_from_float(float value) {
   if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds to 2^16 or more
   if (magnitude < 0x38800000u) {                                                   // below 2^-14: a subnormal
     const float scaled = float_from_bits(magnitude) * 0x1p24f;
-    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(std::nearbyintf(scaled)));
+    return static_cast<std::uint16_t>(sign | static_cast<std::uint16_t>(__builtin_nearbyintf(scaled)));
   }
   const std::uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
   return static_cast<std::uint16_t>(sign | (rounded >> 13));

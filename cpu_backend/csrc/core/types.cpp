@@ -1,4 +1,4 @@
-#include "core/types.h"
+#include "core/names.h"
 
 #include <array>
 #include <stdexcept>

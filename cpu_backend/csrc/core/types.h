@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <string>
 
 namespace moegraft {
 
@@ -14,7 +13,6 @@ enum class ActivationType : int { kFloat32, kFloat16, kBFloat16 };  // of hidden
 
 constexpr std::size_t element_bytes(ActivationType type) { return type == ActivationType::kFloat32 ? 4 : 2; }
 
-WeightType parse_weight_type(const std::string& name);  // throws std::invalid_argument
 const char* name_of(WeightType type);
 constexpr bool is_quantized(WeightType type) { return type == WeightType::kInt8 || type == WeightType::kInt4; }
 
@@ -24,12 +22,7 @@ struct WeightTypes {
   WeightType down = WeightType::kFloat32;
 };
 
-// One name for both, or `gate_up+down`. Throws std::invalid_argument.
-WeightTypes parse_weight_types(const std::string& name);
-std::string name_of(WeightTypes types);
-
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kIdentity, kSigmoid, kTanh };
-Activation parse_activation(const std::string& name);  // throws std::invalid_argument
 const char* name_of(Activation activation);
 constexpr int kActivations = 8;
 
@@ -53,7 +46,6 @@ struct ExpertsShape {
 };
 
 enum class Part : int { kGate, kUp, kDown };
-Part parse_part(const std::string& name);  // throws std::invalid_argument
 const char* name_of(Part part);
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }

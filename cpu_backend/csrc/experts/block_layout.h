@@ -19,8 +19,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <vector>
 
 #include "core/types.h"
 #include "formats/format_list.h"
@@ -86,8 +84,8 @@ void pack_half_block(WeightType type, HalfBlock target, const RowsView& source, 
 void pack_half_block(WeightType type, HalfBlock target, const QuantizedRowsView& source, int first_row);
 void pack_half_block(WeightType type, HalfBlock target, const StoredRowsView& source, int first_row);
 
-// Random blocks for tests: (rows, file_row_bytes(type, cols)), with small finite scales.
-std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, unsigned seed);
+// Fills rows of random blocks for tests: (rows, file_row_bytes(type, cols)), with small finite scales.
+void random_blocks(WeightType type, std::uint8_t* blocks, int rows, int cols, unsigned seed);
 
 // Unpacks half a block without rounding: writes its existing rows, dequantised, into `rows_out` (rows, cols) float32.
 void unpack_half_block(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row);

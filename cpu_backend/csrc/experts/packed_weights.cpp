@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/names.h"
 #include "experts/block_layout.h"
 
 namespace moegraft {

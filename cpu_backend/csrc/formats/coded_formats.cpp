@@ -147,15 +147,14 @@ void unpack_stored(WeightType type, HalfBlock source, float* rows_out, int rows,
   packer_of(type).unpack(source, rows_out, rows, cols, first_row);
 }
 
-std::vector<std::uint8_t> random_blocks(WeightType type, int rows, int cols, unsigned seed) {
-  std::vector<std::uint8_t> all(file_row_bytes(type, cols) * static_cast<std::size_t>(rows));
-  for (std::uint8_t& byte : all) {
+void random_blocks(WeightType type, std::uint8_t* blocks, int rows, int cols, unsigned seed) {
+  const std::size_t bytes = file_row_bytes(type, cols) * static_cast<std::size_t>(rows);
+  for (std::size_t at = 0; at < bytes; ++at) {
     seed = seed * 1664525u + 1013904223u;
-    byte = static_cast<std::uint8_t>(seed >> 24);
+    blocks[at] = static_cast<std::uint8_t>(seed >> 24);
   }
   const auto step = static_cast<std::size_t>(coded_format(type).file_bytes);
-  for (std::size_t at = 0; at < all.size(); at += step) packer_of(type).make_small(&all[at]);
-  return all;
+  for (std::size_t at = 0; at < bytes; at += step) packer_of(type).make_small(blocks + at);
 }
 
 }  // namespace moegraft

@@ -12,7 +12,7 @@
 #include "ops/matmul.h"
 #include "ops/router.h"
 #include "program/program.h"
-#include "recurrent/recurrent.h"
+#include "recurrent/jobs.h"
 #include "sparse/job.h"
 
 namespace moegraft {

@@ -337,11 +337,16 @@ std::int64_t Program::likeliest() const {
 
 std::vector<std::int64_t> Program::greedy(std::int64_t position, std::int64_t token, const Limits& limits) {
   if (loop_sequences() > 1) throw std::invalid_argument("greedy decoding is of one sequence");
-  const std::int64_t last_ns = now_ns() + limits.longest_ns;
+  std::int64_t began_ns = now_ns();
+  const std::int64_t last_ns = began_ns + limits.longest_ns;
   std::vector<std::int64_t> tokens;
-  while (static_cast<std::int64_t>(tokens.size()) < limits.count && (tokens.empty() || now_ns() < last_ns)) {
+  step_ns_.clear();
+  while (static_cast<std::int64_t>(tokens.size()) < limits.count && (tokens.empty() || began_ns < last_ns)) {
     feed(position++, &token);
     tokens.push_back(token = likeliest());
+    const std::int64_t ended_ns = now_ns();
+    step_ns_.push_back(ended_ns - began_ns);
+    began_ns = ended_ns;
     if (std::find(limits.ends.begin(), limits.ends.end(), token) != limits.ends.end()) break;
   }
   return tokens;

@@ -231,6 +231,7 @@ class Program final : public Job {
     std::int64_t longest_ns;  // after which no step begins
   };
   std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, const Limits& limits);
+  const std::vector<std::int64_t>& step_ns() const { return step_ns_; }  // what each token of the latest call of `greedy` took
   std::int64_t fed() const { return fed_; }  // tokens so far
 
   void run(int worker) noexcept override;
@@ -274,6 +275,7 @@ class Program final : public Job {
   std::vector<std::unique_ptr<Stage>> stages_;
   std::unique_ptr<Operation> loop_;
   std::int64_t fed_ = 0;
+  std::vector<std::int64_t> step_ns_;
   bool open_ = false;  // the last stage takes more operations
   std::vector<Buffer> buffers_;
   std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0, position_ = 0;

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "recurrent/jobs.h"
 #include "recurrent/loops.h"
 
 namespace moegraft {

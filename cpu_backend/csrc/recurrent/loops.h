@@ -4,7 +4,6 @@
 // results are equal bit for bit.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 
 #include "core/float_conversion.h"
@@ -21,7 +20,7 @@ namespace {
 #else
 #define MOEGRAFT_VECTOR_BYTES 16
 #endif
-constexpr int kLanes = MOEGRAFT_VECTOR_BYTES / 4;
+constexpr int kFloats = MOEGRAFT_VECTOR_BYTES / 4;
 using Vector = float __attribute__((vector_size(MOEGRAFT_VECTOR_BYTES)));
 using Integers = std::int32_t __attribute__((vector_size(MOEGRAFT_VECTOR_BYTES)));
 using Unaligned = float __attribute__((vector_size(MOEGRAFT_VECTOR_BYTES), aligned(4), may_alias));
@@ -56,9 +55,9 @@ inline void silu(Vector& x) {
 }
 
 inline float sum_of(const Vector& x) {
-  float parts[kLanes];
+  float parts[kFloats];
   std::memcpy(parts, &x, sizeof parts);
-  for (int width = kLanes / 2; width > 0; width /= 2)
+  for (int width = kFloats / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
   return parts[0];
 }
@@ -86,7 +85,7 @@ inline void put(ActivationType type, float value, std::byte* target) {
 // `count` floats and zeros up to the next multiple of the lanes.
 inline void widened(const Kernels& kernels, ActivationType type, const std::byte* source, float* target, int count) {
   kernels.widen(type, source, target, count);
-  for (int i = count; i % kLanes != 0; ++i) target[i] = 0.0f;
+  for (int i = count; i % kFloats != 0; ++i) target[i] = 0.0f;
 }
 
 // Where the state after a token goes.
@@ -113,15 +112,15 @@ __attribute__((noinline)) void delta_columns(const DeltaToken& token, const floa
                                              const float* value, float* out) {
   Vector delta[Count] = {}, sum[Count] = {};
   for (int i = 0; i < token.keys; ++i)
-    for (int j = 0; j < Count; ++j) delta[j] += token.decayed_key[i] * MOEGRAFT_CONST_VECTOR(before + i * stride + j * kLanes);
-  for (int j = 0; j < Count; ++j) delta[j] = (MOEGRAFT_CONST_VECTOR(value + j * kLanes) - delta[j]) * token.beta;
+    for (int j = 0; j < Count; ++j) delta[j] += token.decayed_key[i] * MOEGRAFT_CONST_VECTOR(before + i * stride + j * kFloats);
+  for (int j = 0; j < Count; ++j) delta[j] = (MOEGRAFT_CONST_VECTOR(value + j * kFloats) - delta[j]) * token.beta;
   for (int i = 0; i < token.keys; ++i)
     for (int j = 0; j < Count; ++j) {
-      const Vector row = token.decay[i] * MOEGRAFT_CONST_VECTOR(before + i * stride + j * kLanes) + token.key[i] * delta[j];
-      MOEGRAFT_VECTOR(state + i * stride + j * kLanes) = row;
+      const Vector row = token.decay[i] * MOEGRAFT_CONST_VECTOR(before + i * stride + j * kFloats) + token.key[i] * delta[j];
+      MOEGRAFT_VECTOR(state + i * stride + j * kFloats) = row;
       sum[j] += token.query[i] * row;
     }
-  for (int j = 0; j < Count; ++j) MOEGRAFT_VECTOR(out + j * kLanes) = sum[j];
+  for (int j = 0; j < Count; ++j) MOEGRAFT_VECTOR(out + j * kFloats) = sum[j];
 }
 
 __attribute__((noinline)) void delta_column(const DeltaToken& token, const float* before, float* state, std::ptrdiff_t stride,
@@ -140,10 +139,10 @@ __attribute__((noinline)) void delta_column(const DeltaToken& token, const float
 inline void normalise(float* row, int count, float epsilon, float scale) {
   if (epsilon >= 0.0f) {
     Vector squares = {};
-    for (int i = 0; i < count; i += kLanes) squares += MOEGRAFT_CONST_VECTOR(row + i) * MOEGRAFT_CONST_VECTOR(row + i);
+    for (int i = 0; i < count; i += kFloats) squares += MOEGRAFT_CONST_VECTOR(row + i) * MOEGRAFT_CONST_VECTOR(row + i);
     scale /= __builtin_sqrtf(sum_of(squares) + epsilon);
   }
-  for (int i = 0; i < count; i += kLanes) MOEGRAFT_VECTOR(row + i) *= scale;
+  for (int i = 0; i < count; i += kFloats) MOEGRAFT_VECTOR(row + i) *= scale;
 }
 
 void delta_rule(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t unit) {
@@ -168,22 +167,22 @@ void delta_rule(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t 
     normalise(token.key, token.keys, args.epsilon, 1.0f);
     if (by_channel) {
       widened(kernels, args.decay.type, args.decay.at(sequence, t, head), token.decay, token.keys);
-      for (int i = 0; i < token.keys; i += kLanes) {
+      for (int i = 0; i < token.keys; i += kFloats) {
         Vector factor;
         exponential(MOEGRAFT_CONST_VECTOR(token.decay + i), factor);
         MOEGRAFT_VECTOR(token.decay + i) = factor;
       }
     } else {
-      const float factor = ::expf(one(args.decay.type, args.decay.at(sequence, t, head)));
-      for (int i = 0; i < token.keys; i += kLanes) MOEGRAFT_VECTOR(token.decay + i) = Vector{} + factor;
+      const float factor = __builtin_expf(one(args.decay.type, args.decay.at(sequence, t, head)));
+      for (int i = 0; i < token.keys; i += kFloats) MOEGRAFT_VECTOR(token.decay + i) = Vector{} + factor;
     }
-    for (int i = 0; i < token.keys; i += kLanes)
+    for (int i = 0; i < token.keys; i += kFloats)
       MOEGRAFT_VECTOR(token.decayed_key + i) = MOEGRAFT_CONST_VECTOR(token.key + i) * MOEGRAFT_CONST_VECTOR(token.decay + i);
     token.beta = one(args.beta.type, args.beta.at(sequence, t, head));
     kernels.widen(args.value.type, args.value.at(sequence, t, head, first), value, columns);
     int j = 0;
-    for (; j + 4 * kLanes <= columns; j += 4 * kLanes) delta_columns<4>(token, before + j, state + j, stride, value + j, out + j);
-    for (; j + kLanes <= columns; j += kLanes) delta_columns<1>(token, before + j, state + j, stride, value + j, out + j);
+    for (; j + 4 * kFloats <= columns; j += 4 * kFloats) delta_columns<4>(token, before + j, state + j, stride, value + j, out + j);
+    for (; j + kFloats <= columns; j += kFloats) delta_columns<1>(token, before + j, state + j, stride, value + j, out + j);
     for (; j < columns; ++j) delta_column(token, before + j, state + j, stride, value + j, out + j);
     kernels.narrow(args.out.type, out, args.out.at(sequence, t, head, first), columns);
   }
@@ -252,7 +251,7 @@ void short_conv(const Kernels& kernels, const ShortConvArgs& args, std::int64_t 
     const int count = static_cast<int>(tokens - first < kConvTokens ? tokens - first : kConvTokens);
     load_rows(kernels, args.x, sequence, channel, channels, first, count, rows + kept);
     for (int t = 0; t < count; ++t) {
-      for (int c = 0; c < kConvChannels; c += kLanes) {
+      for (int c = 0; c < kConvChannels; c += kFloats) {
         Vector sum = MOEGRAFT_CONST_VECTOR(bias + c);
         for (int w = 0; w < taps; ++w) sum += MOEGRAFT_CONST_VECTOR(weights[w] + c) * MOEGRAFT_CONST_VECTOR(rows[t + w] + c);
         if (args.silu) silu(sum);
@@ -281,7 +280,7 @@ struct ScanToken {
 __attribute__((noinline)) float scan_channel(const ScanToken& token, float x, const float* before, float* state) {
   Vector sum = {};
   int n = 0;
-  for (; n + kLanes <= token.columns; n += kLanes) {
+  for (; n + kFloats <= token.columns; n += kFloats) {
     const Vector row = MOEGRAFT_CONST_VECTOR(token.decay + n) * MOEGRAFT_CONST_VECTOR(before + n) + x * MOEGRAFT_CONST_VECTOR(token.b + n);
     MOEGRAFT_VECTOR(state + n) = row;
     sum += row * MOEGRAFT_CONST_VECTOR(token.c + n);
@@ -312,18 +311,18 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
       }
       float dt = one(args.dt.type, args.dt.at(sequence, t, head));
       if (args.dt_bias) dt += one(args.dt_bias.type, args.dt_bias.at(head));
-      if (args.softplus && dt <= 20.0f) dt = ::log1pf(::expf(dt));
+      if (args.softplus && dt <= 20.0f) dt = __builtin_log1pf(__builtin_expf(dt));
       dt = dt < args.least ? args.least : dt > args.most ? args.most : dt;
       if (by_column) {
         widened(kernels, args.a.type, args.a.at(head), a, token.columns);
-        for (int n = 0; n < token.columns; n += kLanes) {
+        for (int n = 0; n < token.columns; n += kFloats) {
           Vector factor;
           exponential(MOEGRAFT_CONST_VECTOR(a + n) * dt, factor);
           MOEGRAFT_VECTOR(token.decay + n) = factor;
         }
       } else {
-        const float factor = ::expf(dt * one(args.a.type, args.a.at(head)));
-        for (int n = 0; n < token.columns; n += kLanes) MOEGRAFT_VECTOR(token.decay + n) = Vector{} + factor;
+        const float factor = __builtin_expf(dt * one(args.a.type, args.a.at(head)));
+        for (int n = 0; n < token.columns; n += kFloats) MOEGRAFT_VECTOR(token.decay + n) = Vector{} + factor;
       }
       const float skip = args.d ? one(args.d.type, args.d.at(head)) : 0.0f;
       const StridedView& source = t > 0 ? state_after(args, t - 1) : args.before;
@@ -336,7 +335,7 @@ void selective_scan(const Kernels& kernels, const SelectiveScanArgs& args, std::
         float out = scan_channel(token, dt * x, before, state) + skip * x;
         if (args.z) {
           const float z = one(args.z.type, args.z.at(sequence, t, head, p));
-          out *= z / (1.0f + ::expf(-z));
+          out *= z / (1.0f + __builtin_expf(-z));
         }
         put(args.out.type, out, args.out.at(sequence, t, head, p));
       }

@@ -1,6 +1,5 @@
 // AVX2 with FMA and F16C: Haswell, Zen 1 and later.
 #include <immintrin.h>
-#include <math.h>
 
 #include "simd/vector_kernels.h"
 #include "simd/vector_matrix.h"

@@ -1,6 +1,4 @@
 // AVX-512 without VNNI, such as Skylake-X.
-#include <math.h>
-
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
 #include "simd/vector_matrix.h"

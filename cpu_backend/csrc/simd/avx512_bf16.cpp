@@ -1,6 +1,4 @@
 // AVX-512 with VNNI and BF16: Zen 4 and 5, Cooper Lake, Sapphire Rapids.
-#include <math.h>
-
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
 #include "simd/vector_matrix.h"

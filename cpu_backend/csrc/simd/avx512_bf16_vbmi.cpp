@@ -1,7 +1,5 @@
 // AVX-512 with VNNI, BF16 and VBMI: Zen 4 and 5, Sapphire Rapids. FP8 by tables of the lower and of the upper bytes in bfloat16, which
 // replace the arithmetic of avx512_bf16.cpp.
-#include <math.h>
-
 #include "simd/avx512_traits.h"
 #include "simd/vector_matrix.h"
 

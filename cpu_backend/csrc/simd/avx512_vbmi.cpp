@@ -5,8 +5,6 @@
 // the bits of each of four columns to bits 2 and 3 of its own byte, another one a sign and what is four bits behind it to bits 0 and 4: the
 // sign of the next four columns, or a third bit that was stored in front of the signs. One more table has the code. Codes of IQ1_S and
 // IQ1_M have no signs: they are the levels times 8, plus 0 or 2.
-#include <math.h>
-
 #include <type_traits>
 
 #include "simd/avx512_traits.h"

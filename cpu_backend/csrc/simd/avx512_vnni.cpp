@@ -1,6 +1,4 @@
 // AVX-512 with VNNI, such as Cascade Lake and Ice Lake.
-#include <math.h>
-
 #include "simd/avx512_traits.h"
 #include "simd/vector_kernels.h"
 

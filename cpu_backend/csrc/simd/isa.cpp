@@ -20,29 +20,30 @@ namespace moegraft {
 namespace {
 
 struct InstructionSet {
-  const Kernels& (*kernels)();
+  const char* name;
+  const Kernels& (*kernels)();  // compiled with the instruction set itself: not to be called where it is not available
   bool available;
 };
 
 // In ascending order: each instruction set needs all features of those before it.
 std::vector<InstructionSet> instruction_sets(const CpuFeatures& cpu) {
-  std::vector<InstructionSet> sets = {{scalar_kernels, true}};
+  std::vector<InstructionSet> sets = {{"scalar", scalar_kernels, true}};
 #if !defined(MOEGRAFT_SCALAR_ONLY)
   bool available = true;
-  [[maybe_unused]] const auto add = [&](const Kernels& (*kernels)(), bool feature) {
-    sets.push_back({kernels, available = available && feature});
+  [[maybe_unused]] const auto add = [&](const char* name, const Kernels& (*kernels)(), bool feature) {
+    sets.push_back({name, kernels, available = available && feature});
   };
 #if defined(__x86_64__)
-  add(avx2_kernels, cpu.avx2);
-  add(avx512_kernels, cpu.avx512);
-  add(avx512_vnni_kernels, cpu.vnni);
-  add(avx512_bf16_kernels, cpu.bf16);
-  add(amx_kernels, cpu.amx && cpu.tile_permission);
+  add("avx2", avx2_kernels, cpu.avx2);
+  add("avx512", avx512_kernels, cpu.avx512);
+  add("avx512_vnni", avx512_vnni_kernels, cpu.vnni);
+  add("avx512_bf16", avx512_bf16_kernels, cpu.bf16);
+  add("amx", amx_kernels, cpu.amx && cpu.tile_permission);
 #elif defined(__aarch64__)
-  add(neon_kernels, cpu.neon);
-  add(neon_dotprod_kernels, cpu.dotprod);
-  add(neon_i8mm_kernels, cpu.i8mm);
-  add(neon_bf16_kernels, cpu.bf16);
+  add("neon", neon_kernels, cpu.neon);
+  add("neon_dotprod", neon_dotprod_kernels, cpu.dotprod);
+  add("neon_i8mm", neon_i8mm_kernels, cpu.i8mm);
+  add("neon_bf16", neon_bf16_kernels, cpu.bf16);
 #endif
 #endif
   (void)cpu;
@@ -98,14 +99,14 @@ CpuFeatures detect_cpu() {
 
 std::vector<std::string> compiled_isas() {
   std::vector<std::string> names;
-  for (const InstructionSet& set : instruction_sets({})) names.emplace_back(set.kernels().isa);
+  for (const InstructionSet& set : instruction_sets({})) names.emplace_back(set.name);
   return names;
 }
 
 std::vector<std::string> available_isas(const CpuFeatures& cpu) {
   std::vector<std::string> names;
   for (const InstructionSet& set : instruction_sets(cpu))
-    if (set.available) names.emplace_back(set.kernels().isa);
+    if (set.available) names.emplace_back(set.name);
   return names;
 }
 
@@ -114,11 +115,10 @@ const Kernels& select_kernels(const CpuFeatures& cpu, const std::string& wanted,
   std::string available;
   bool compiled = wanted.empty();
   for (const InstructionSet& set : instruction_sets(cpu)) {
-    const Kernels& kernels = set.kernels();
-    compiled = compiled || wanted == kernels.isa;
+    compiled = compiled || wanted == set.name;
     if (!set.available) continue;
-    available += (available.empty() ? "" : ", ") + std::string(kernels.isa);
-    if (wanted.empty() || wanted == kernels.isa) selected = &kernels;
+    available += (available.empty() ? "" : ", ") + std::string(set.name);
+    if (wanted.empty() || wanted == set.name) selected = &set.kernels();
   }
   if (!compiled) throw std::invalid_argument("unknown instruction set '" + wanted + "'" + source + "; this CPU has " + available);
   if (selected == nullptr)

@@ -29,7 +29,8 @@ TestBlock test_block(WeightType type) {
   block.packed = AlignedMemory(block_bytes(type, block.cols));
   block.values.resize(static_cast<std::size_t>(kBlockRows) * static_cast<std::size_t>(block.cols));
   if (is_stored(type)) {
-    const std::vector<std::uint8_t> file = random_blocks(type, kBlockRows, block.cols, 1);
+    std::vector<std::uint8_t> file(file_row_bytes(type, block.cols) * kBlockRows);
+    random_blocks(type, file.data(), kBlockRows, block.cols, 1);
     for (int half = 0; half < 2; ++half) {
       pack_half_block(type, {block.packed.data(), half}, StoredRowsView{file.data(), kBlockRows, block.cols}, half * kLanes);
       unpack_half_block(type, {block.packed.data(), half}, block.values.data(), kBlockRows, block.cols, half * kLanes);

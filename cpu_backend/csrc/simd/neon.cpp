@@ -1,6 +1,4 @@
 // NEON without further extensions: Cortex-A53 to A73, Graviton 1.
-#include <math.h>
-
 #include "simd/neon_traits.h"
 #include "simd/vector_kernels.h"
 #include "simd/vector_matrix.h"

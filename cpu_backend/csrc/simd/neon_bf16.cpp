@@ -1,6 +1,4 @@
 // NEON with products of int8 and of bfloat16: Neoverse V1, V2 and N2 (Graviton 3 and 4, Grace), Apple M2.
-#include <math.h>
-
 #include "simd/neon_matrix.h"
 #include "simd/vector_kernels.h"
 

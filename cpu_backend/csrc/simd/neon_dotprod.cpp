@@ -1,6 +1,4 @@
 // NEON with dot products of int8: Neoverse N1 (Graviton 2, Ampere Altra), Cortex-A75 and later, Apple M1.
-#include <math.h>
-
 #include "simd/neon_traits.h"
 #include "simd/vector_kernels.h"
 #include "simd/vector_matrix.h"

@@ -4,8 +4,6 @@
 // The matrix kernel takes the records of the tiles and sums in the same order, so that its results have the same bits. Expansion to
 // bfloat16 would take as many instructions for the products, and more for the weights: 8 products of a 2x2 block for 32 columns, instead of
 // 4 and their conversion, scale and addition.
-#include <math.h>
-
 #include "simd/neon_matrix.h"
 #include "simd/vector_kernels.h"
 

@@ -97,7 +97,7 @@ inline typename T::F activate(Activation activation, float alpha, typename T::F 
   switch (activation) {
     // A quotient instead of x * sigmoid saves one rounding; the scalar version does the same.
     case Activation::kSilu: return T::div(x, T::add(T::set(1.0f), exp<T>(T::mul(T::set(-alpha), x))));
-    case Activation::kGelu: return by_element<T>(x, [](float v) { return 0.5f * v * (1.0f + ::erff(v * 0.70710678118654752f)); });
+    case Activation::kGelu: return by_element<T>(x, [](float v) { return 0.5f * v * (1.0f + __builtin_erff(v * 0.70710678118654752f)); });
     case Activation::kGeluTanh: {  // (1 + tanh(y)) / 2 is sigmoid(2y)
       const typename T::F cubic = T::fma(T::mul(T::mul(x, x), x), T::set(0.044715f), x);
       return T::mul(x, sigmoid<T>(T::mul(cubic, T::set(2.0f * 0.79788456080286536f))));
@@ -109,7 +109,7 @@ inline typename T::F activate(Activation activation, float alpha, typename T::F 
     }
     case Activation::kIdentity: return x;
     case Activation::kSigmoid: return sigmoid<T>(x);
-    case Activation::kTanh: return by_element<T>(x, [](float v) { return ::tanhf(v); });
+    case Activation::kTanh: return by_element<T>(x, [](float v) { return __builtin_tanhf(v); });
   }
   return x;
 }

@@ -238,7 +238,7 @@ float softmax(SoftmaxArgs& args) {
     F score = T::mul(T::load(args.scores + i), scale);
     if (args.softcap > 0.0f) {
       const float cap = args.softcap;
-      score = by_element<T>(score, [cap](float x) { return cap * ::tanhf(x / cap); });
+      score = by_element<T>(score, [cap](float x) { return cap * __builtin_tanhf(x / cap); });
     }
     T::store(args.scores + i, score);
     most = T::max(score, most);  // a NaN score leaves `most` unchanged; NaN is handled below
@@ -252,7 +252,7 @@ float softmax(SoftmaxArgs& args) {
     sums = T::add(sums, share);
     T::store(args.scores + i, share);
   }
-  const float factor = largest == args.largest ? 1.0f : ::expf(args.largest - largest);
+  const float factor = largest == args.largest ? 1.0f : __builtin_expf(args.largest - largest);
   args.sum = args.sum * factor + T::reduce_add_float(sums);
   args.largest = largest;
   return factor;

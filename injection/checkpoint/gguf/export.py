@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,16 +24,20 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.gguf.families import FAMILIES, change_of, family_of
-from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
+from moegraft.injection.checkpoint.gguf.model import Names, experts_name
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.checkpoint.keymap import KeyMap, Target
 from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
 from moegraft.injection.rules.rule import Layers, parse_layers
 from moegraft.operators.atomic_file import new_file
+from moegraft.operators.decode.mtp_layers import count_mtp_layers, mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.weight_formats import ENCODED, FORMATS, GGUF_TYPES, fitting_type
 from moegraft.operators.weights import Part, reordered
+
+if TYPE_CHECKING:
+    from moegraft.injection.meta_model import MetaModel
 
 ALIGNMENT = 32
 Advance = Callable[[int], None]
@@ -163,11 +167,13 @@ class ExportPlan:
 
     Attributes:
         left_out: the parameters of image and sound towers, which llama.cpp has in a file of their own.
+        further: how many MTP layers there are, after the body's.
     """
 
     config: PretrainedConfig
     tensors: tuple[ExportTensor, ...]
     left_out: tuple[str, ...] = ()
+    further: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -189,6 +195,12 @@ class ExportPlan:
         return [tensor for tensor in self.tensors if tensor.type != tensor.wanted]
 
 
+def with_written_mtp(meta: MetaModel) -> MetaModel:
+    """Return the model with its MTP layers where files of its family have them, as far as they can be computed; else the same model."""
+    family = FAMILIES.get(meta.source.config.get_text_config().model_type)
+    return meta.with_mtp if family is not None and family.mtp else meta
+
+
 def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequence[TypeChoice]) -> ExportPlan:
     """Return the tensors of a model's GGUF file.
 
@@ -203,11 +215,12 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
     if reason is not None:
         raise UnsupportedModelError(reason)
     tensors: list[ExportTensor] = []
+    further = count_mtp_layers(skeleton)
+    names = Names(config, further)
     experts = [path for path, module in skeleton.named_modules() if why_unsupported(module) is None]
     for path in experts:
-        tensors += _expert_tensors(path, skeleton.get_submodule(path), weights, choices)
+        tensors += _expert_tensors(path, skeleton.get_submodule(path), names, weights, choices)
     inside = tuple(f"{path}." for path in experts)
-    names = Names(config)
     towers = [] if config is skeleton.config else _outside_language_model(skeleton)
     for parameter, value in skeleton.state_dict().items():
         if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside) or parameter in towers:
@@ -216,19 +229,21 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
         if name is None and not parts:
             raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
         target = _target(parameter, weights.keymap, skeleton)
+        layer = names.layer(parameter) if "layers." in parameter else None
         if name is not None and name.endswith("attn_kv_b.weight"):
-            tensors += _split_key_value(name, parameter, target, weights, skeleton, choices)
+            tensors += _split_key_value(name, parameter, layer, target, weights, skeleton, choices)
             continue
         first = 0
         for part, rows in (parts or {str(name): len(value)}).items():
-            tensors.append(_tensor(part, parameter, slice(first, first + rows), tuple(value.shape), target, weights, skeleton, choices))
+            of_part, shape = slice(first, first + rows), tuple(value.shape)
+            tensors.append(_tensor(part, parameter, layer, of_part, shape, target, weights, skeleton, choices))
             first += rows
     choices.check_all_counted()
-    return ExportPlan(config, tuple(tensors), tuple(towers))
+    return ExportPlan(config, tuple(tensors), tuple(towers), further)
 
 
 def _outside_language_model(skeleton: PreTrainedModel) -> list[str]:
-    parts = [skeleton.get_decoder(), skeleton.get_output_embeddings()]
+    parts = [skeleton.get_decoder(), skeleton.get_output_embeddings(), mtp_layers(skeleton)]
     prefixes = tuple(f"{path}." for path, module in skeleton.named_modules() if any(module is part for part in parts))
     return [parameter for parameter in skeleton.state_dict() if not parameter.startswith(prefixes)]
 
@@ -242,8 +257,8 @@ def _target(parameter: str, keymap: KeyMap, skeleton: PreTrainedModel) -> Target
     return found
 
 
-def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choices: Choices) -> Iterator[ExportTensor]:
-    layout, source, layer = read_layout(module), weights.source(path, "experts"), layer_of(path)
+def _expert_tensors(path: str, module: nn.Module, names: Names, weights: StoredWeights, choices: Choices) -> Iterator[ExportTensor]:
+    layout, source, layer = read_layout(module), weights.source(path, "experts"), names.layer(path)
     for part in layout.parts():
         shape = (layout.num_experts, *layout.part_shape(part))
         bias = part.endswith("_bias")
@@ -259,6 +274,7 @@ def _expert_tensors(path: str, module: nn.Module, weights: StoredWeights, choice
 def _tensor(
     name: str,
     parameter: str,
+    layer: int | None,
     part: slice,
     shape: tuple[int, ...],
     target: Target,
@@ -275,7 +291,7 @@ def _tensor(
     columns = None if change.columns is None else change.columns(config)
     shape = (part.stop - part.start, *shape[1:])
     shape = shape if change.shape is None else change.shape(config, shape)
-    wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer_of(parameter) if ".layers." in parameter else None)
+    wanted = "F32" if role is None or len(shape) == 1 else choices.type_of(role, layer)
 
     def read(_: int) -> torch.Tensor:
         values = read_parameter(target, weights.tensors, skeleton)
@@ -289,7 +305,7 @@ def _tensor(
 
 
 def _split_key_value(
-    name: str, parameter: str, target: Target, weights: StoredWeights, skeleton: PreTrainedModel, choices: Choices
+    name: str, parameter: str, layer: int | None, target: Target, weights: StoredWeights, skeleton: PreTrainedModel, choices: Choices
 ) -> Iterator[ExportTensor]:
     """Return `kv_b_proj` of latent attention as two tensors: the keys', each head's matrix transposed, and the values'."""
     config = skeleton.config.get_text_config()
@@ -298,7 +314,7 @@ def _split_key_value(
     def read(part: slice) -> torch.Tensor:
         return read_parameter(target, weights.tensors, skeleton).reshape(heads, -1, rank)[:, part]
 
-    wanted = choices.type_of("attention", layer_of(parameter))
+    wanted = choices.type_of("attention", layer)
     for letter, shape, read_part, key in (
         ("k", (heads, rank, nope), lambda _: read(slice(nope)).transpose(1, 2), None),  # what text feeds into a row is not measured
         ("v", (heads, config.v_head_dim, rank), lambda _: read(slice(nope, None)), parameter.rpartition(".")[0]),
@@ -315,7 +331,7 @@ def _role(name: str, *, tied: bool) -> str | None:
     kind = re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name)
     if re.fullmatch(r"attn_(?!.*(norm|sinks)$).*|ssm_(in|out|ba|alpha|beta)|shortconv\.(in|out)_proj", kind):
         return "attention"
-    return "dense" if re.fullmatch(r"ffn_(gate|up|down|latent_up|latent_down)(_shexp)?", kind) else None
+    return "dense" if re.fullmatch(r"ffn_(gate|up|down|latent_up|latent_down)(_shexp)?|nextn\.eh_proj", kind) else None
 
 
 _ROPE_TYPES = ("default", "linear", "yarn")
@@ -329,7 +345,8 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
     family = FAMILIES[name]
     if family.normalises not in (None, bool(getattr(config, "norm_topk_prob", None))):
         return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {name} models as if it were not"
-    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+    dense = [layer for layer in getattr(config, "mlp_only_layers", None) or () if layer < config.num_hidden_layers]
+    if dense or getattr(config, "decoder_sparse_step", 1) != 1:
         return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
     for field, only in family.requires.items():
         found = getattr(config, field, only)
@@ -410,11 +427,14 @@ def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
     return found
 
 
-def _describe(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
+def _describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
     """Add the keys that describe the model."""
+    config = plan.config
     writer.add_name(name)
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + plan.further)
+    if plan.further:
+        writer.add_nextn_predict_layers(plan.further)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     rope, family = _rope(config), family_of(config)
@@ -535,7 +555,7 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     """Return everything before the weights, and notices."""
     family = family_of(plan.config)
     writer = GGUFWriter(None, family.architecture)
-    _describe(writer, plan.config, name)
+    _describe(writer, plan, name)
     notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])

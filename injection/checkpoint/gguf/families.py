@@ -140,6 +140,7 @@ class Family:
         splits: its names of ways to split text, where they differ from those of other families.
         recurrent: the type of the layers without attention that it supports beside those with full attention.
         has_interval: whether every n-th layer has full attention; it supports any order otherwise.
+        mtp: whether its converter writes MTP layers, after the body's.
         rotates_sections: whether files state the sections of rotary embeddings that a position's time, height and width rotate.
         requires: fields of the config that it computes all models with one value of.
         changes: what its converter does to parameters, by the end of their name; the first that fits counts.
@@ -158,6 +159,7 @@ class Family:
     splits: Mapping[str, str] = field(default_factory=dict)
     recurrent: str | None = None
     has_interval: bool = False
+    mtp: bool = False
     rotates_sections: bool = False
     requires: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
@@ -202,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family("deepseek2", is_latent=True, gating="softmax"),
     "deepseek_v3": Family("deepseek2", is_latent=True, gating="sigmoid"),
     "glm4_moe_lite": Family("deepseek2", is_latent=True, gating="sigmoid", splits=_GLM),
-    "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM),
+    "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM, mtp=True),
     "qwen3_next": Family(
         "qwen3next",
         normalises=True,
@@ -215,6 +217,7 @@ FAMILIES: Mapping[str, Family] = {
         "qwen35moe",
         recurrent="linear_attention",
         has_interval=True,
+        mtp=True,
         rotates_sections=True,
         requires={"hidden_act": "silu", "attention_bias": False},
         changes=_QWEN3_5,

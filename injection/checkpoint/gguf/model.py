@@ -32,12 +32,17 @@ from moegraft.injection.checkpoint.gguf.parameters import (
     lazy,
 )
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
+from moegraft.operators.decode.mtp_layers import count_mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
+from moegraft.operators.structure import MTP
 from moegraft.operators.weights import Part, StoredTypes, WeightSource, WeightTypes, narrowest
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
+REPEATED = (".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight")  # the model's own
+NEXTN = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head_norm"}  # beside the layer's own tensors
+_IN_MTP = re.compile(rf"{MTP}\.layers\.\d+\.(?P<module>\w+)\.(?P<rest>.+)")
 # Rotary frequencies, which transformers computes from the config.
 COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 
@@ -54,20 +59,28 @@ RENAMED = {
 class Names:
     """The tensor names of one model's parameters, from the tables of the package `gguf`."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, further: int = 0) -> None:
         """
+        Args:
+            further: how many MTP layers the model has.
+
         Raises:
             UnsupportedModelError: GGUF files of this family cannot be loaded.
         """
         self._config = config
-        self.layers = int(config.num_hidden_layers)
+        self.layers, self._further = int(config.num_hidden_layers), further
         family = family_of(config)
         self._layers, architecture = family.layers, family.architecture
         number = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        self._table = get_tensor_name_map(number, self.layers)
+        self._table = get_tensor_name_map(number, self.layers + further)
 
     def stored(self, parameter: str) -> str | None:
         """Return the tensor name of a parameter; None if GGUF files have none for it."""
+        further = _IN_MTP.fullmatch(parameter)
+        if further is not None and further["module"] in NEXTN:
+            return f"blk.{self.layer(parameter)}.nextn.{NEXTN[further['module']]}.{further['rest']}"
+        if further is not None:
+            parameter = f"model.layers.{self.layer(parameter)}.{further['rest']}"
         for end, other in RENAMED.items():
             if parameter.endswith(end):
                 parameter = parameter.removesuffix(end) + other
@@ -80,18 +93,21 @@ class Names:
         parts = change_of(self._config, parameter).parts
         if parts is None:
             return {}
-        return {f"blk.{layer_of(parameter)}.{part}.weight": size for part, size in parts(self._config, rows).items()}
+        return {f"blk.{self.layer(parameter)}.{part}.weight": size for part, size in parts(self._config, rows).items()}
+
+    def layer(self, module: str) -> int:
+        """Return the number of a module's layer; those of MTP layers follow the body's."""
+        found = LAYER.search(f"{module}.")
+        assert found is not None, f"{module} is in no layer"
+        return int(found[1]) + self.layers * module.startswith(f"{MTP}.")
 
     def ignored(self, tensor: str) -> bool:
-        """Whether the model does not need a tensor: rotary frequencies, and layers for multi-token prediction after the last layer."""
+        """Whether the model does not need a tensor: rotary frequencies, MTP layers that it does not have, and the embedding and head that
+        files repeat in those that it has."""
         block = BLOCK.match(tensor)
-        return tensor.startswith(COMPUTED) or (block is not None and int(block[1]) >= self.layers)
-
-
-def layer_of(module: str) -> int:
-    found = LAYER.search(f"{module}.")
-    assert found is not None, f"{module} is in no layer"
-    return int(found[1])
+        if block is None:
+            return tensor.startswith(COMPUTED)
+        return int(block[1]) >= self.layers + self._further or tensor.endswith(REPEATED)
 
 
 def experts_name(layer: int, part: Part, *, fused: bool = False, expert: int | None = None) -> str:
@@ -148,6 +164,17 @@ class GgufModel:
             stored[tensor.dtype] += tensor.elements
         return stored.most_common(1)[0][0]
 
+    def mtp_bytes(self, config: PretrainedConfig) -> dict[str, int]:
+        """Return the bytes of the tensors of MTP layers, by names that show, as in safetensors, how many layers there are."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            block = BLOCK.match(name)
+            if block is None or int(block[1]) < config.num_hidden_layers or name.endswith(REPEATED):
+                continue
+            layer, rest = int(block[1]) - config.num_hidden_layers, name[block.end() :]
+            found[f"{MTP}.fc.weight" if rest == "nextn.eh_proj.weight" else f"{MTP}.layers.{layer}.{rest}"] = tensor.extent.nbytes
+        return found if f"{MTP}.fc.weight" in found else {}
+
 
 def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
     """Open the files of a model.
@@ -197,7 +224,7 @@ class GgufWeights:
         self._gguf = gguf
         self._skeleton = skeleton
         self._config = skeleton.config
-        self._names = Names(self._config)
+        self._names = Names(self._config, count_mtp_layers(skeleton))
         self._read: set[str] = set()
         self._experts: dict[str, tuple[ExpertsLayout, dict[Part, ExpertPart]]] = {}
         self._stored: dict[str, Stored] = {}
@@ -276,7 +303,7 @@ class GgufWeights:
             self._stored[f"{path}.{name}"] = FusedExperts(layout, own, tuple(parameter.shape))
 
     def _expert_part(self, path: str, layout: ExpertsLayout, part: Part) -> ExpertPart:
-        layer, shape, parameter = layer_of(path), layout.part_shape(part), f"{path}.{layout.parameter(part)}"
+        layer, shape, parameter = self._names.layer(path), layout.part_shape(part), f"{path}.{layout.parameter(part)}"
         whole, fused = experts_name(layer, part), experts_name(layer, part, fused=True)
         if not part.startswith("down") and whole not in self._gguf.tensors and fused in self._gguf.tensors:
             both = self._take(fused, (layout.num_experts, 2 * shape[0], *shape[1:]), parameter)

@@ -21,6 +21,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from moegraft.injection.injected import new_cache
 from moegraft.operators.cache_form import layer_types, name_layers
+from moegraft.operators.decode.mtp import read_chunk
+from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.decode.states import (
     TENSORS,
     SavedStates,
@@ -98,11 +100,16 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     call: Any = model
     # The logits of a chunk are not used, and with a large vocabulary they would be the largest tensor.
     extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    drafts = mtp_layers(model) is not None
+    if drafts:
+        extra["output_hidden_states"] = -1  # the last ones alone
     while (left := len(token_ids) - held) > chunk_tokens:
         size = chunk_tokens - 1 if stateful and left == chunk_tokens + 1 else chunk_tokens
         chunk = torch.tensor([token_ids[held : held + size]], device=model.device)
-        call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
+        outputs = call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
         held += size
+        if drafts:
+            read_chunk(model, cache, torch.tensor([token_ids[: held + 1]], device=model.device), outputs.hidden_states[-1])
     return cache
 
 

@@ -107,6 +107,9 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
     lines += [str(notice) for notice in figures.plan.notices]
     if meta_model.unloadable is not None:
         lines.append(f"notice: {meta_model.unloadable}")
+    if meta_model.mtp_bytes and not figures.plan.mtp:
+        use = meta_model.why_no_mtp or "'draft: mtp' of speculative_draft drafts with them"
+        lines.append(f"notice: the checkpoint has MTP layers, which are not loaded ({human_bytes(meta_model.mtp_bytes)} as stored): {use}")
     if not figures.fits:
         lines += [f"it does not fit: {gap_text(figures)}; changes that would make it fit:"]
         lines += [f"  - {sentence}" for sentence in figures.would_fit]
@@ -206,6 +209,7 @@ def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
         "rough": figures.rough,
         "would_fit": figures.would_fit,
         "unloadable": meta_model.unloadable,
+        "mtp_layers": {"stored_bytes": meta_model.mtp_bytes, "loaded": figures.plan.mtp},
     }
 
 

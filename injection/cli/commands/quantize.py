@@ -77,10 +77,11 @@ def quantize(
     if not out.parent.is_dir():
         raise OptionsError(f"{out}: the folder {out.parent} does not exist; create it first")
     options = ModelOptions(model, rules, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
-    from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
+    from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, with_written_mtp, write_export
     from moegraft.injection.cli.models import model_of, quiet_libraries, short_name
     from moegraft.injection.meta_model import build_meta_model
     from moegraft.operators.atomic_file import NotNeededError, new_file
+    from moegraft.operators.errors import human_bytes
     from moegraft.operators.weight_formats import GGUF_TYPES
 
     try:
@@ -91,8 +92,9 @@ def quantize(
     terminal = open_terminal()
     quiet_libraries()
     meta = build_meta_model(model_of(options), weights=True, gguf=gguf, trust_remote_code=trust_remote_code)
-    assert meta.weights is not None, "a model that is built with its weights has them"
-    plan = plan_export(meta.weights, meta.skeleton, choices)
+    written = with_written_mtp(meta)
+    assert written.weights is not None, "a model that is built with its weights has them"
+    plan = plan_export(written.weights, written.skeleton, choices)
     rounded = _rounded(meta)
     importance: Mapping[str, torch.Tensor] = {}
     if imatrix != NO_IMATRIX and any(GGUF_TYPES[name].scaled for name in plan.by_type()):
@@ -104,6 +106,10 @@ def quantize(
     name = short_name(model)
     with terminal.stage("quantising", plan.nbytes, "B") as advance:
         notices = write_export(plan, out, meta.source.folder, name, importance, advance, replace=force)
+    if meta.mtp_bytes and not plan.further:
+        notices.append(
+            f"MTP layers are left out ({human_bytes(meta.mtp_bytes)} as stored): GGUF files of this family have none, or none are computed"
+        )
     for notice in (*rounded, *_fallbacks(plan), *notices):
         terminal.notice(notice)
     if json:

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
+from moegraft.operators.decode.states import has_states
+from moegraft.operators.draft import BatchDrafts
 from moegraft.operators.machine import probe_machine
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its en
 MOST_CHECKPOINTS = 8  # of a sequence
 # Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
+PAST_SHARE = 8  # of the memory, for the states after each token of a draft, at most
 IntArray = NDArray[np.int64]
 
 
@@ -80,11 +84,13 @@ class SequencePool:
 
     Args:
         prefix_bytes: for the prefixes, checkpoints included.
+        streams: the MTP layers, if they draft.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int, streams: PagedStreams | None = None) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._cache = cache
+        self.streams = streams
         self._pool = cache.pool
         self._promised: dict[PagedSequence, int] = {}  # pages
         self._prefixes: list[_Prefix] = []  # the most recently used one last
@@ -106,8 +112,13 @@ class SequencePool:
 
     @property
     def recurrent(self) -> bool:
-        """Whether sequences have recurrent states, from which no token can be removed."""
+        """Whether sequences have recurrent states, from which no token can be removed but those of a draft."""
         return self._states is not None
+
+    @property
+    def most_drafted(self) -> int | None:
+        """The most sequences of a pass over drafts; None: any number."""
+        return None if self._states is None else self._states.past_rows
 
     @property
     def least_part(self) -> int:
@@ -133,6 +144,8 @@ class SequencePool:
         if self._states is not None and sequence.place is None:
             self._states.enter(sequence)
         self._promised[sequence] = pages_of(most_tokens)
+        if self.streams is not None:
+            self.streams.begin(sequence, token_ids)
         return sequence
 
     def _fork(self, token_ids: IntArray, scope: str, multiple: int) -> PagedSequence | None:
@@ -199,13 +212,20 @@ class SequencePool:
             else:
                 return
 
-    def forward(self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], *, keep: bool = True, **extra: Any) -> torch.Tensor:
+    def forward(
+        self, sequences: Sequence[PagedSequence], token_ids: list[list[int]], *, keep: bool = True, drafted: bool = False, **extra: Any
+    ) -> torch.Tensor:
         """Compute the next tokens of some sequences, equally many of each; return the logits, (B, T, V).
 
         A sequence is unchanged if that fails. Recurrent states are lost: those of a single sequence, and those of all without `keep`.
+
+        Args:
+            drafted: whether `crop` follows for each sequence, which may drop all but the first of these tokens.
         """
         self._stepped, self._continuation = [], None  # another pass may come between two steps
-        self._begin(sequences, len(token_ids[0]), copies=keep and len(sequences) > 1)
+        if self.streams is not None:
+            extra["output_hidden_states"] = -1
+        self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
         device = self._model.device
         output = self._model(
             input_ids=torch.tensor(token_ids, device=device),
@@ -215,12 +235,14 @@ class SequencePool:
             **extra,
         )
         self._cache.finish()
+        if self.streams is not None:
+            self.streams.note(sequences, token_ids, output.hidden_states[-1])
         logits: torch.Tensor = output.logits
         return logits
 
-    def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False) -> None:
+    def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False, keeps_past: bool = False) -> None:
         self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
-        self._cache.begin(sequences, tokens, copies=copies)
+        self._cache.begin(sequences, tokens, copies=copies, keeps_past=keeps_past)
 
     def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each sequence; return the logits of the next ones, (B, V) float32."""
@@ -232,6 +254,8 @@ class SequencePool:
                 self._cache.finish()
                 self._continuation = continuation
                 self._steps.continued(len(tokens))
+                if self.streams is not None:
+                    self.streams.note(sequences, [[token] for token in tokens], continuation.hidden_states)
                 return continued.clone()
             self._cache.abandon()
         logits = self.forward(sequences, [[token] for token in tokens], keep=False)[:, -1].float()
@@ -240,14 +264,41 @@ class SequencePool:
             self._continuation = self._steps.continuation(self._cache)
         return logits
 
+    def mark(self, sequences: Sequence[PagedSequence]) -> None:
+        """Let `crop` return to the tokens that sequences have now, after `draft`."""
+        if self._states is not None and self.streams is None:
+            self._states.mark(sequences)
+
+    def draft(self, sequences: Sequence[PagedSequence], texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return a drafter's logits after texts, (B, V) float32; of each text, the sequence has all tokens but the last and its draft.
+
+        Drafts of the model itself are tokens of the sequences, from which the caller removes them.
+        """
+        if self.streams is None:
+            return self.step(sequences, [text[-1] for text in texts])
+        most = [sequence.tokens + 1 + self.streams.longest for sequence in sequences]
+        self._make_room(sum(pages_of(tokens) - len(each.pages) for each, tokens in zip(sequences, most, strict=True)))
+        for sequence, tokens in zip(sequences, most, strict=True):
+            self._pool.grow(sequence, tokens)
+        return self.streams.logits(sequences, texts)
+
     def crop(self, sequence: PagedSequence, tokens: int) -> None:
-        """Drop all but the first `tokens` tokens of a sequence, which then can go on unless it has recurrent states."""
+        """Drop all but the first `tokens` tokens of a sequence.
+
+        One with recurrent states can go on if it was in `mark` with these tokens, or its latest pass was over a draft that begins there.
+        """
         self._stepped, self._continuation = [], None
         self._pool.crop(sequence, tokens)
+        if self._states is not None:
+            self._states.return_to(sequence, tokens)
+        if self.streams is not None:
+            self.streams.crop(sequence, tokens)
 
     def end(self, sequence: PagedSequence, token_ids: Sequence[int] = (), scope: str = "") -> None:
         """End a sequence, and keep those of its tokens that are given as a prefix, up to the last checkpoint if there are states."""
         del self._promised[sequence]
+        if self.streams is not None:
+            self.streams.end(sequence)
         if self._states is not None:
             self._end_states(sequence, len(token_ids))
         self._pool.crop(sequence, len(token_ids))
@@ -323,7 +374,15 @@ def default_limit(model: PreTrainedModel) -> int:
     return (min(gpus) if gpus else machine.available_bytes) // 2
 
 
-def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | None, most: int, context: int | None) -> SequencePool:
+def open_pool(
+    model: PreTrainedModel,
+    *,
+    limit: int | None,
+    prefix_bytes: int | None,
+    most: int,
+    context: int | None,
+    drafts: BatchDrafts | None = None,
+) -> SequencePool:
     """Return a pool for the sequences of a model, which has computed a few tokens in it with the logits of its own cache.
 
     Args:
@@ -332,6 +391,8 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
         prefix_bytes: of these, for prefixes; by default half. Checkpoints of states have at most half of that.
         most: sequences at once.
         context: tokens of one sequence.
+        drafts: if the model drafts: keys and values of MTP layers are in the pages as well, and a part of the limit is for the states after
+            each token of a draft.
 
     Raises:
         UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
@@ -343,7 +404,11 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
         raise
     except Exception as error:  # what a single answer by `generate` may not need
         raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
-    layers: list[Any] = example.layers  # without a common type
+    layers: list[Any] = list(example.layers)  # without a common type
+    body = len(layers)
+    mtp = _mtp_example(model) if drafts is not None and drafts.by_mtp_layers else None
+    verified = 0 if drafts is None else drafts.longest + 1  # tokens of the longest pass over a draft
+    layers += [] if mtp is None else mtp.layers
     grown = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
     token_bytes = sum(each.nbytes // each.shape[2] for each in grown)
     if not token_bytes:
@@ -352,19 +417,25 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
     if limit is None:
         limit = default_limit(model)
         if context is not None:
-            limit = min(limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * token_bytes + (1 + MOST_CHECKPOINTS) * state_bytes))
+            limit = min(
+                limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * token_bytes + (1 + MOST_CHECKPOINTS + verified) * state_bytes)
+            )
     prefix_bytes = limit // 2 if prefix_bytes is None else min(prefix_bytes, limit)
-    running = checkpoints = 0
+    running = checkpoints = past_rows = 0
     if state_bytes:
         running = max(2, min(most, limit // 2 // state_bytes))
         checkpoints = min(prefix_bytes // 2 // state_bytes, (most + 4) * MOST_CHECKPOINTS)
-    pages = (limit - (running + checkpoints) * state_bytes) // (token_bytes * PAGE_TOKENS)
+        past_rows = min(running, limit // PAST_SHARE // (verified * state_bytes)) if verified else 0
+    pages = (limit - (running + checkpoints + past_rows * verified) * state_bytes) // (token_bytes * PAGE_TOKENS)
     try:
         if pages < 1:
             raise ValueError("the limit has no room for a page")
-        states = StatePool(example, running=running, checkpoints=checkpoints) if state_bytes else None
+        places = {"running": running, "checkpoints": checkpoints, "past_rows": past_rows, "past_tokens": verified}
+        states = StatePool(example, **places) if state_bytes else None
         most_tokens = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS)
-        memory = PagePool(example, pages, most_sequences=most, most_tokens=most_tokens, states=states)
+        stored = Cache(layers=layers)
+        own = range(body, len(layers))
+        memory = PagePool(stored, pages, most_sequences=most, most_tokens=most_tokens, states=states, cleared=own)
     except torch.AcceleratorError:
         raise
     except (ValueError, RuntimeError) as error:  # the latter: there is not enough memory
@@ -372,8 +443,14 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
     # Operators that read pages know these kinds of layers; for another kind the model's own masks are right.
     known = set(layer_types(model.config)) <= KNOWN_LAYERS
     for offers_pages in (True, False) if known else (False,):
-        cache = PagedCache(memory, example, offers_pages=offers_pages)
-        pool = SequencePool(model, cache, prefix_bytes)
+        caches = [cache := PagedCache(memory, example, offers_pages=offers_pages)]
+        streams = None
+        if drafts is not None and mtp is not None:
+            injection = injection_of(model)
+            switch = None if injection is None else injection.context.draft_switch
+            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, switch=switch, offers_pages=offers_pages)
+            caches.append(streams.cache)
+        pool = SequencePool(model, cache, prefix_bytes, streams)
         try:
             _check(model, pool, expected, noise)
         except torch.AcceleratorError:
@@ -381,8 +458,9 @@ def open_pool(model: PreTrainedModel, *, limit: int | None, prefix_bytes: int | 
         except Exception as error:  # noqa: BLE001 # the model's own code computes with states that it does not expect
             reason = str(error)
             continue
-        cache.offers_pages = False
-        if cache.gathers:
+        for each in caches:
+            each.offers_pages = False
+        if any(each.gathers for each in caches):
             logger.info("serve: keys and values are gathered from their pages, as not all of the model's attention reads pages")
         return pool
     raise UnbatchableError(f"it cannot compute sequences of several lengths together ({reason})")
@@ -404,6 +482,18 @@ def _stock_steps(model: PreTrainedModel, singly: int = 1) -> tuple[DynamicCache,
                 output = call(input_ids=torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=False)
             found.append(output.logits[0, -1].float())
     return cache, torch.stack(found)
+
+
+def _mtp_example(model: PreTrainedModel) -> Cache:
+    try:
+        cache = example_cache(model)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        raise UnbatchableError(f"its MTP layers cannot compute a token ({error})") from error
+    if any(map(has_states, cache.layers)):
+        raise UnbatchableError("its MTP layers keep recurrent or convolution states, of which a batch has none")
+    return cache
 
 
 def _probes(model: PreTrainedModel) -> list[list[int]]:
@@ -433,9 +523,12 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
                 pool.forward([sequence], [prompt[:-3]])
             pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
             found = pool.step(sequences, [prompt[-1] for prompt in prompts])
+            finite = pool.streams is None or bool(pool.draft(sequences, [[*prompt, 0] for prompt in prompts]).isfinite().all())
     finally:
         for sequence in sequences:
             pool.end(sequence)
+    if not finite:
+        raise ValueError("drafted logits over pages are not finite")
     off = _off(found, expected)
     if not off <= max(4 * noise, 1e-3 if model.dtype == torch.float32 else 0.1):
         raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")

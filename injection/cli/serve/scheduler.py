@@ -228,7 +228,7 @@ class Scheduler:
                 for row, draft in zip(rows, drafts, strict=False):
                     row += draft.tokens
                 # A shorter draft is followed by any token, which is dropped with the rejected ones.
-                logits = self._pool.forward(sequences, [row + row[-1:] * (longest + 1 - len(row)) for row in rows])
+                logits = self._pool.forward(sequences, [row + row[-1:] * (longest + 1 - len(row)) for row in rows], drafted=longest > 0)
             else:
                 logits = self._pool.step(sequences, [job.token_ids[-1] for job in jobs])[:, None]
             accepted = _accept(jobs, drafts, logits)
@@ -258,7 +258,8 @@ class Scheduler:
 
     def _draft(self, jobs: Sequence[Job], sequences: Sequence[PagedSequence]) -> list[Draft]:
         """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""
-        if self._drafts is None:
+        most = self._pool.most_drafted
+        if self._drafts is None or (most is not None and len(jobs) > most):
             return []
         rests = [job.ask.max_tokens - job.completion_tokens - 1 for job in jobs]  # before the last token, which is not drafted
         length = self._drafts.plan(len(jobs), max(rests))
@@ -271,9 +272,10 @@ class Scheduler:
                 draft.tokens, draft.confidences = tokens, [1.0] * len(tokens)
                 going = []
         lengths = [sequence.tokens for sequence in sequences]
+        self._pool.mark([sequence for _, sequence in going])
         with self._drafts.drafting():
             for _ in range(length if going else 0):
-                logits = self._pool.step([sequence for _, sequence in going], [draft.token_ids[-1] for draft, _ in going])
+                logits = self._pool.draft([sequence for _, sequence in going], [draft.token_ids for draft, _ in going])
                 tokens = choose(logits.where(usable(logits)[:, None], 0.0), [draft for draft, _ in going])
                 shares = logits.softmax(-1).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
                 for (draft, _), token, share in zip(going, tokens, shares, strict=True):

@@ -116,10 +116,10 @@ class Service:
                     prefix_bytes=limits.prefix_cache,
                     most=limits.max_batch,
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
+                    drafts=drafts,
                 )
-                if drafts is not None and pool.recurrent:
-                    logger.info("serve: nothing is drafted, as rejected tokens cannot be removed from the recurrent states of a batch")
-                    drafts = None
+                if drafts is not None and pool.most_drafted is not None and pool.most_drafted < limits.max_batch:
+                    logger.info("serve: at most %d answers draft: the memory has no room for the states of more", pool.most_drafted)
                 return Scheduler(
                     loaded.model,
                     pool,

@@ -23,14 +23,22 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, buffers_of, cache_counts, cache_tensors, holder
+from moegraft.operators.decode.cache import (
+    CacheBuffers,
+    ForeignCacheError,
+    StateName,
+    buffers_of,
+    cache_counts,
+    cache_tensors,
+    holder,
+)
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import HIDDEN_STATES, OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
-from moegraft.operators.decode.states import past_tokens
+from moegraft.operators.decode.states import is_past, past_tokens
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 
@@ -52,7 +60,7 @@ _SETTINGS = (
     *("output_attentions", "_output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
     *("_attn_implementation", "_attn_implementation_internal"),
 )
-_MOST_INPUT_NUMBERS = 4096  # of a tensor that is copied for each step
+_MOST_INPUT_NUMBERS = 1 << 16  # of a tensor that is copied for each step, as the states that an MTP layer reads
 
 
 class NativePrograms(StepReplay):
@@ -145,7 +153,7 @@ class NativePrograms(StepReplay):
         if conditions is None or regime is None:
             return None
         pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
-        held = tuple((type(layer), past_tokens(layer)) for layer in layers)
+        held = tuple((type(layer), past_tokens(layer) if ids.shape[1] > 1 else 0) for layer in layers)
         kind = shapes, tuple(settings.items()), full, regime, held, conditions, pages
         return Step(kind, cache, inputs, settings, position, self._boundaries.period)
 
@@ -165,18 +173,23 @@ class NativePrograms(StepReplay):
         tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in step.inputs.items()}
         inputs = {name: recorder.memory(value) for name, value in tensors.items()}
         counts = cache_counts(cache)
+        with_past = step.inputs["input_ids"].shape[1] > 1
+
+        def held() -> list[tuple[StateName, torch.Tensor]]:
+            return [(name, value) for name, value in cache_tensors(cache) if with_past or not is_past(name)]
+
         copies: dict[int, torch.Tensor] = {}  # one for a tensor that the cache holds twice
-        for name, value in list(cache_tensors(cache)):
+        for name, value in held():
             # Tensors in the buffers of another kind's program have strides and sizes of memory that do not follow the position.
             moved = len(name) == 2 or name in buffers.tensors
             if moved and (not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes):
                 if id(value) not in copies:
                     copies[id(value)] = value.clone(memory_format=torch.contiguous_format)
                 holder(cache, name)[name[-1]] = copies[id(value)]
-        before = {name: recorder.memory(value) for name, value in cache_tensors(cache)}
+        before = {name: recorder.memory(value) for name, value in held()}
         with recorder.recorded() as recording:
             outputs = plain(**tensors, **step.settings, **{CACHE: cache})
-        after = {name: recorder.memory(value, produced=True) for name, value in cache_tensors(cache)}
+        after = {name: recorder.memory(value, produced=True) for name, value in held()}
         changed = {name: (counts[name], value) for name, value in cache_counts(cache).items() if name in counts}
         first, kind.recorded = kind.recorded, None
         kind.recordings += 1
@@ -294,6 +307,7 @@ class Continuation:
 
     Attributes:
         hidden_states: the last ones of the latest `step`, (B, 1, H); None where the program was recorded without them.
+        step_ns: the time of each step of the latest `greedy`.
     """
 
     def __init__(self, replay: NativePrograms, program: StepProgram, cache: Cache, buffers: CacheBuffers, first: int, count: int) -> None:
@@ -304,6 +318,7 @@ class Continuation:
         self._first, self._count = first, count
         self.done = 0  # steps
         self.hidden_states: torch.Tensor | None = None
+        self.step_ns: Sequence[int] = ()
         self._draft_settings = replay.draft.settings
         self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
         self._logits_tensor = torch.from_numpy(self._logits)
@@ -347,6 +362,7 @@ class Continuation:
                 tokens: list[int] = self.program.native.greedy(self.position, token, most, ends, LONGEST_NS)
             finally:  # as above
                 replay.fed(self, before, started_ns)
+            self.step_ns = self.program.native.step_ns
         return tokens
 
     def _is_over(self) -> bool:

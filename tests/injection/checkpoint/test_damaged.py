@@ -166,6 +166,14 @@ def test_a_deeply_nested_index(whole: Path, tmp_path: Path) -> None:
         optimize_and_load(folder, "cpu-exact", progress=False)
 
 
+def garble_mtp(folder: Path) -> None:
+    (folder / "mtp.safetensors").write_bytes(b"not a safetensors file")
+
+
+def repeat_norm_in_mtp(folder: Path) -> None:
+    save_file({"mtp.norm.weight": torch.ones(32), NORM: torch.ones(32)}, folder / "mtp.safetensors")
+
+
 def break_index(folder: Path) -> None:
     (folder / INDEX).write_text("{")
 
@@ -205,6 +213,8 @@ DAMAGES = [
     Damage(lose_norm, (NORM, "missing")),
     Damage(reshape_norm, (".safetensors", NORM, "(31,)", "(32,)")),
     Damage(retype_norm, (".safetensors", NORM, "I64")),
+    Damage(garble_mtp, ("mtp.safetensors", "damaged")),
+    Damage(repeat_norm_in_mtp, ("mtp.safetensors", NORM, "model-0", "out of date")),
     Damage(point_nowhere, ("model-99999-of-99999.safetensors", "missing")),
     Damage(point_to_the_wrong_shard, (INDEX, EXPERT)),
     Damage(break_index, (INDEX, "weight_map")),

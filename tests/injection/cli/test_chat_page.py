@@ -205,7 +205,7 @@ def test_the_page_shows_the_figures_of_an_answer(tab: Tab, server: Server) -> No
     dark = tab.value("getComputedStyle(document.body).backgroundColor")
     tab.look(**PHONE, dark=False)
     assert dark != tab.value("getComputedStyle(document.body).backgroundColor")
-    assert tab.value("document.getElementById('placement').textContent") == "2 x stock experts on the CPU"
+    assert tab.value("document.getElementById('placement').textContent") == "2 x experts: hybrid_experts on the CPU"
     assert tab.value("document.title") == "moegraft" and tab.value("document.querySelectorAll('img').length") == 0
     assert {url.split("/")[2] for url in tab.requested if url.startswith("http")} == {server.address.removeprefix("http://")}
     assert tab.errors == []

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request as HttpRequest
@@ -359,6 +359,18 @@ NO_ATTENTION = "- {id: attention, match: {kind: attention, name: nothing}, repla
 )
 def test_drafts_change_no_answer_of_a_batch(draft: str, rules: str, tmp_path: Path) -> None:
     """Greedy and sampled, with penalties, scores and forms, of several lengths; nor in the next turn, which begins with a prefix."""
+    found, work = scripted_answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed", rules))
+    assert found == plain_answers()
+    assert work["tokens_accepted"] > 20, "drafts were of use"
+
+
+@cache
+def plain_answers() -> list[list[int]]:
+    return scripted_answers(load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET))[0]
+
+
+def scripted_answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, int]]:
+    """The tokens of two turns of eight requests, and what was computed."""
     options: list[dict[str, Any]] = [
         {"max_tokens": 40},
         {"max_tokens": 25, "temperature": 0.8, "seed": 3},
@@ -370,34 +382,27 @@ def test_drafts_change_no_answer_of_a_batch(draft: str, rules: str, tmp_path: Pa
         {"max_tokens": 1},
     ]
     forms: dict[int, Any] = {4: SCHEMA, 5: 'start: WORD (" " WORD)*\nWORD: /[a-z]{2,9}/'}
-
-    def answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, int]]:
-        service, tokenizer = Service(loaded, Limits()), loaded.tokenizer
-        assert service.alone_because is None
-        found: list[list[int]] = []
-        try:
-            for turn in ("Who are the kings of England?", "And then?"):
-                jobs = []
-                for number, given in enumerate(options):
-                    before = found[number] if turn == "And then?" else []
-                    ids = [*before, *tokenizer(f"{turn} {number * 'Speak. '}")["input_ids"]]
-                    form = service._grammars.constraint(grammars(forms[number])) if number in forms else None
-                    jobs.append(Job(Ask(ids, **{"temperature": 0.0, **given}), tokenizer, service.ends, constraint=form))
-                    service.engine.submit(jobs[-1:])
-                until(lambda jobs=jobs: all(job.ending for job in jobs))  # type: ignore[misc]
-                assert all(job.ending in ("stop", "length") for job in jobs)
-                found = [job.token_ids for job in jobs]
-            until(lambda: service.engine.running == 0)
-            memory = service.engine.memory
-            assert memory.promised == 0 and memory.used == memory.kept
-            return found, dict(service.engine.work)
-        finally:
-            service.close()
-
-    expected, _ = answers(load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET))
-    found, work = answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed", rules))
-    assert found == expected
-    assert work["tokens_accepted"] > 20, "drafts were of use"
+    service, tokenizer = Service(loaded, Limits()), loaded.tokenizer
+    assert service.alone_because is None
+    found: list[list[int]] = []
+    try:
+        for turn in ("Who are the kings of England?", "And then?"):
+            jobs = []
+            for number, given in enumerate(options):
+                before = found[number] if turn == "And then?" else []
+                ids = [*before, *tokenizer(f"{turn} {number * 'Speak. '}")["input_ids"]]
+                form = service._grammars.constraint(grammars(forms[number])) if number in forms else None
+                jobs.append(Job(Ask(ids, **{"temperature": 0.0, **given}), tokenizer, service.ends, constraint=form))
+                service.engine.submit(jobs[-1:])
+            until(lambda jobs=jobs: all(job.ending for job in jobs))  # type: ignore[misc]
+            assert all(job.ending in ("stop", "length") for job in jobs)
+            found = [job.token_ids for job in jobs]
+        until(lambda: service.engine.running == 0)
+        memory = service.engine.memory
+        assert memory.promised == 0 and memory.used == memory.kept
+        return found, dict(service.engine.work)
+    finally:
+        service.close()
 
 
 def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

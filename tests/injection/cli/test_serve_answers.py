@@ -25,6 +25,7 @@ from support.serving import (
     Server,
     ask,
     messages,
+    one_by_one,
     openai,
     scripted,
     serving,
@@ -210,11 +211,9 @@ def test_a_token_is_among_the_likeliest_ones_of_its_place(loaded: LoadedModel) -
 
 
 @pytest.mark.parametrize("way", ["together", "one by one"])
-def test_penalties_and_biases_apply(loaded: LoadedModel, way: str) -> None:
+def test_penalties_and_biases_apply(loaded: LoadedModel, stock: LoadedModel, way: str) -> None:
     if way == "one by one":
-        alone = copy.deepcopy(loaded.model)
-        alone.generation_config.no_repeat_ngram_size = 100
-        loaded = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+        loaded = one_by_one(stock, no_repeat_ngram_size=100)
     [z] = loaded.tokenizer("z")["input_ids"]
     with serving(loaded) as server:
         assert (server.service.alone_because is None) == (way == "together")
@@ -226,14 +225,9 @@ def test_penalties_and_biases_apply(loaded: LoadedModel, way: str) -> None:
         assert len(set(texts[1])) > len(set(texts[0]))
 
 
-def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(loaded: LoadedModel) -> None:
-    alone = copy.deepcopy(loaded.model)
-    alone.generation_config.repetition_penalty = 1.1
+def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(stock: LoadedModel) -> None:
     message = r"logprobs are not available for this model: .*repetition_penalty"
-    with (
-        serving(LoadedModel("alone", alone, loaded.tokenizer, lambda: [])) as server,
-        pytest.raises(openai.BadRequestError, match=message),
-    ):
+    with serving(one_by_one(stock)) as server, pytest.raises(openai.BadRequestError, match=message):
         ask(server, "hello", logprobs=True)
 
 
@@ -619,12 +613,10 @@ def test_a_full_queue_refuses_before_it_reads_the_body(loaded: LoadedModel) -> N
 
 
 @pytest.mark.parametrize("way", ["together", "one by one"])
-def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, way: str) -> None:
+def test_answers_follow_schemas_and_grammars(loaded: LoadedModel, stock: LoadedModel, way: str) -> None:
     """The model is random and writes lowercase letters, so that any JSON comes from the constraint alone."""
     if way == "one by one":
-        alone = copy.deepcopy(loaded.model)
-        alone.generation_config.no_repeat_ngram_size = 1000
-        loaded = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+        loaded = one_by_one(stock, no_repeat_ngram_size=1000)
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
     with serving(loaded) as server, ThreadPoolExecutor(4) as pool:
         alone_text = ask(server, "hello", max_tokens=30).choices[0].message.content

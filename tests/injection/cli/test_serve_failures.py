@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import threading
@@ -19,7 +18,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from support.serving import Server, ask, openai, serving, until
+from support.serving import Server, ask, one_by_one, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve import constraints, scheduler
@@ -34,13 +33,9 @@ Hook = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 @pytest.fixture(params=["together", "one by one"])
-def model(request: pytest.FixtureRequest, loaded: LoadedModel) -> LoadedModel:
-    """The model served in either way; a repetition penalty is what only `generate` applies."""
-    if request.param == "together":
-        return loaded
-    alone = copy.deepcopy(loaded.model)
-    alone.generation_config.repetition_penalty = 1.0001
-    return LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+def model(request: pytest.FixtureRequest, loaded: LoadedModel, stock: LoadedModel) -> LoadedModel:
+    """The model served in either way."""
+    return loaded if request.param == "together" else one_by_one(stock)
 
 
 @pytest.fixture
@@ -152,10 +147,8 @@ def test_a_row_without_usable_logits_ends_alone(loaded: LoadedModel, bad: float,
         assert cached(server, "hello", first, LONG) == KNOWN, "what the failed answer took over is used again, what it added is not"
 
 
-def test_logits_that_are_bad_alone_end_an_answer_of_generate(loaded: LoadedModel) -> None:
-    alone = copy.deepcopy(loaded.model)
-    alone.generation_config.repetition_penalty = 1.0001
-    model = LoadedModel("alone", alone, loaded.tokenizer, lambda: [])
+def test_logits_that_are_bad_alone_end_an_answer_of_generate(stock: LoadedModel) -> None:
+    model = one_by_one(stock)
 
     def spoil(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         output.logits[:] = float("nan")

@@ -74,9 +74,9 @@ def test_an_answer_has_its_figures(shared: Server) -> None:
     assert all("moegraft" not in (chunk.model_extra or {}) for chunk in chunks[:-1])
 
 
-def test_a_stock_model_counts_no_work(loaded: LoadedModel) -> None:
-    assert work_counts(loaded.model) == {}
-    with serving(loaded) as server:
+def test_a_stock_model_counts_no_work(stock: LoadedModel) -> None:
+    assert work_counts(stock.model) == {}
+    with serving(stock) as server:
         made = ask(server, "hello", max_tokens=1).model_extra["moegraft"]
     assert made["work"] == {} and made["tokens_per_second"] is None and made["first_token_ms"] > 0
 

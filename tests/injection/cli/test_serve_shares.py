@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ import pytest
 import torch
 from rich.console import Console
 from support.gpus import placed
-from support.serving import PATIENCE_S, ask, messages, openai, serving, until
+from support.programs import Program
+from support.serving import PATIENCE_S, ask, messages, one_by_one, openai, serving, until
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel, load_model
@@ -148,19 +148,15 @@ def passes(loaded: LoadedModel) -> Iterator[list[tuple[int, int]]]:
         hook.remove()
 
 
-def alone_too(loaded: LoadedModel) -> LoadedModel:
-    """A model whose answers only `generate` computes."""
-    model = copy.deepcopy(loaded.model)
-    model.generation_config.repetition_penalty = 1.0001
-    return LoadedModel("alone", model, loaded.tokenizer, lambda: [])
+@pytest.fixture(params=["together", "one by one"])
+def model(request: pytest.FixtureRequest, loaded: LoadedModel, stock: LoadedModel) -> LoadedModel:
+    return loaded if request.param == "together" else one_by_one(stock)
 
 
-@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
-def test_a_short_prompt_does_not_wait_for_a_long_one(loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
-    model = way(loaded)
+def test_a_short_prompt_does_not_wait_for_a_long_one(model: LoadedModel) -> None:
     with running(model, Limits(prefill_chunk=50)) as service, passes(model) as seen:
         hook = model.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
-        long, short = job(loaded, 3, prompt=2000), job(loaded, 3, prompt=20)
+        long, short = job(model, 3, prompt=2000), job(model, 3, prompt=20)
         service.engine.submit([long])
         until(lambda: len(seen) > 2)
         service.engine.submit([short])
@@ -230,14 +226,10 @@ def test_chunks_stay_small_while_short_prompts_come_beside_a_long_one() -> None:
     assert size.tokens == 128
 
 
-@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
-def test_who_leaves_while_its_prompt_is_read_frees_its_place_within_a_chunk(
-    loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]
-) -> None:
-    model = way(loaded)
+def test_who_leaves_while_its_prompt_is_read_frees_its_place_within_a_chunk(model: LoadedModel) -> None:
     with running(model, Limits(prefill_chunk=20)) as service, passes(model) as seen:
         hook = model.model.register_forward_pre_hook(lambda *args: time.sleep(0.02))
-        long = job(loaded, 3, prompt=2000)
+        long = job(model, 3, prompt=2000)
         service.engine.submit([long])
         until(lambda: len(seen) > 2)
         long.cancel()
@@ -258,13 +250,9 @@ def test_what_one_key_has_asked_is_not_kept_for_another(loaded: LoadedModel) -> 
         assert min(cached("one"), cached("two")) > 5
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+def start(*arguments: str) -> tuple[Program, str]:
     """A server process and its address."""
-    code = "from moegraft.injection.cli.moegraft import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
+    process = Program(["-m", "moegraft.injection.cli.moegraft", "serve", "--port", "0", *arguments], os.environ)
     return process, next(match.group(1) for said in process.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
 
 
@@ -303,7 +291,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
         next(stream)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-        assert process.poll() is None
+        assert process.running()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE_S)
     finally:
@@ -379,9 +367,9 @@ def test_a_batch_invariant_answer_is_exactly_the_same_beside_others(rules: str, 
             assert scored(service, [further[number]]) == ([goes_on[number]], [0])
 
 
-@pytest.mark.parametrize("way", [lambda loaded: loaded, alone_too], ids=["together", "one by one"])
-def test_batch_invariant_passes_have_one_text_and_the_same_tokens(loaded: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
-    model = way(loaded)
+@pytest.mark.parametrize("way", [lambda stock: stock, one_by_one], ids=["together", "one by one"])
+def test_batch_invariant_passes_have_one_text_and_the_same_tokens(stock: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
+    model = way(stock)
     with running(model, Limits(prefill_chunk=20, batch_invariant=True)) as service, passes(model) as seen:
         jobs = [job(model, 6, prompt=length, seed=1) for length in (70, 9, 33, 70)]
         service.engine.submit(jobs)
@@ -393,17 +381,17 @@ def test_batch_invariant_passes_have_one_text_and_the_same_tokens(loaded: Loaded
     assert {rows for rows, _ in seen} == {1} and {tokens for _, tokens in seen} == {1, 9, 10, 13, 20}
 
 
-def test_rotary_embeddings_that_depend_on_the_longest_text_do_not_change_those_of_shorter_ones(loaded: LoadedModel) -> None:
+def test_rotary_embeddings_that_depend_on_the_longest_text_do_not_change_those_of_shorter_ones(stock: LoadedModel) -> None:
     """As in Phi-3.5-MoE, whose factors are others once a text of the pass is longer than those of its first training."""
-    config = copy.deepcopy(loaded.model.config)
+    config = copy.deepcopy(stock.model.config)
     factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "original_max_position_embeddings": 64}
     config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    model = type(loaded.model)(config).eval()
-    model.load_state_dict(loaded.model.state_dict())
+    model = type(stock.model)(config).eval()
+    model.load_state_dict(stock.model.state_dict())
     model = optimize_and_load(model, "cpu-exact", progress=False, threads=1)
     prompts = [torch.randint(10, 90, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (12, 100)]
     asked = [Ask(ids, max_tokens=24, logprobs=0) for ids in prompts]
-    long = LoadedModel("long", model, loaded.tokenizer, lambda: [])
+    long = LoadedModel("long", model, stock.tokenizer, lambda: [])
     with running(long, Limits(prefix_cache=0)) as service:
         [[alone_ids, alone]], _ = scored(service, asked[:1])
         [[ids, beside], _], _ = scored(service, asked)
@@ -414,7 +402,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_text_do_not_change_those_o
     assert ids == alone_ids
 
 
-def test_what_depends_on_time_is_refused_as_batch_invariant(loaded: LoadedModel, tmp_path: Path, gpu: str) -> None:
+def test_what_depends_on_time_is_refused_as_batch_invariant(stock: LoadedModel, tmp_path: Path, gpu: str) -> None:
     rules = tmp_path / "rules.yaml"
     lines = (
         ("match: {kind: model}, replace: {class: speculative_draft, kwargs: {mode: adaptive, tolerance: 0.3}}", "speculative_draft drafts"),
@@ -425,9 +413,9 @@ def test_what_depends_on_time_is_refused_as_batch_invariant(loaded: LoadedModel,
     )
     for line, reason in lines:
         rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {{{line}}}\n")
-        model = optimize_and_load(placed(copy.deepcopy(loaded.model), gpu), rules, progress=False, threads=1)
+        model = optimize_and_load(placed(copy.deepcopy(stock.model), gpu), rules, progress=False, threads=1)
         with pytest.raises(OptionsError, match=f"--batch-invariant: {reason}"):
-            Service(LoadedModel("tiny", model, loaded.tokenizer, lambda: []), Limits(batch_invariant=True))
+            Service(LoadedModel("tiny", model, stock.tokenizer, lambda: []), Limits(batch_invariant=True))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ from moegraft.operators.decode.state_pool import LostStatesError
 FAMILIES = ("qwen3_next", "granitemoehybrid", "kimi_linear", "lfm2_moe")
 LIMIT = 1 << 24  # bytes
 CHUNK = 64  # tokens
+DRAFTING = """
+version: 1
+extends: cpu-exact
+rules:
+- match: {{kind: model}}
+  replace: {{class: speculative_draft, kwargs: {}}}
+"""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -34,9 +42,9 @@ def qwen() -> PreTrainedModel:
     return built("qwen3_next")
 
 
-def built(family: str) -> PreTrainedModel:
+def built(family: str, rules: str | Path = "cpu-exact") -> PreTrainedModel:
     stock = build_model(next(case for case in served_cases() if case.model_type == family))
-    return optimize_and_load(stock, "cpu-exact", progress=False, threads=1)
+    return optimize_and_load(stock, rules, progress=False, threads=1)
 
 
 def opened(model: PreTrainedModel, **options: Any) -> SequencePool:
@@ -51,9 +59,9 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 class Server:
     """A scheduler that a test steps by itself."""
 
-    def __init__(self, loaded: LoadedModel, model: PreTrainedModel, **options: Any) -> None:
+    def __init__(self, loaded: LoadedModel, model: PreTrainedModel, pool: Any = None, **options: Any) -> None:
         self._tokenizer = loaded.tokenizer
-        self.pool = opened(model)
+        self.pool = opened(model, drafts=options.get("drafts"), **(pool or {}))
         self.scheduler = Scheduler(model, self.pool, **{"most": 8, "prefill_chunk": CHUNK, **options})
 
     def begin(self, ids: list[int], tokens: int = 12) -> Job:
@@ -105,6 +113,66 @@ def test_answers_beside_others_are_those_alone(model: PreTrainedModel, loaded: L
     memory = server.pool.memory
     assert (memory.promised, memory.states) == (0, 0)
     assert memory.checkpoints > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [*((family, "ngram") for family in (*FAMILIES, "nemotron_h", "jamba", "zaya")), ("qwen3_next", "experts"), ("kimi_linear", "experts")],
+)
+def test_drafts_of_a_batch_change_no_answer(
+    family: str, draft: str, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence goes on from the states after the last token that it accepts: all of its draft, some, or none."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(DRAFTING.format(f"{{draft: {draft}, max_draft: 3, schedule: fixed}}"))
+    model = built(family, rules)
+    drafts = model.moegraft.model_operator.batch_drafts()
+    asked = [(ids_of(length, seed=length), tokens) for length, tokens in ((70, 40), (9, 12), (100, 50), (33, 2), (64, 50))]
+    answers = [greedy(model, ids, tokens) for ids, tokens in asked]
+
+    def guessed(token_ids: list[int], length: int) -> list[int]:
+        """What follows in the answer, with a mistake at some place of most drafts; of several lengths."""
+        right = next(text for text in answers if text[: len(token_ids)] == token_ids)[len(token_ids) :]
+        wrong = len(token_ids) % 5
+        return [token + (place == wrong) for place, token in enumerate(right)][: min(length, 1 + len(token_ids) % 3)]
+
+    if draft == "ngram":
+        monkeypatch.setattr(drafts, "lookup", guessed)
+    server, steps = Server(loaded, model, drafts=drafts), model.moegraft.context.replay
+    jobs = []
+    for ids, tokens in asked:
+        jobs.append(server.begin(ids, tokens))
+        server.step()
+    while any(job.ending is None for job in jobs):
+        server.step()
+    assert [job.ending for job in jobs] == ["length"] * len(jobs)
+    assert [job.token_ids for job in jobs] == answers
+    found = model.moegraft.model_operator.statistics()
+    assert 20 < found["accepted_tokens"] < found["drafted_tokens"]
+    assert steps.replayed > 0
+    monkeypatch.undo()
+    again = [*answers[0], *ids_of(20, seed=1)]
+    job = server.answer(again)
+    assert job.cached_tokens == len(answers[0]) - 1  # the states at the end of an answer are right as well
+    assert job.token_ids == greedy(model, again, 12)
+
+
+def test_drafts_have_a_part_of_the_memory(loaded: LoadedModel, tmp_path: Path) -> None:
+    """With less memory than the states after each token of a draft need for all, only fewer answers draft."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(DRAFTING.format("{draft: ngram, max_draft: 3, schedule: fixed}"))
+    model = built("qwen3_next", rules)
+    drafts = model.moegraft.model_operator.batch_drafts()
+    place = opened(model)._states.place_bytes  # type: ignore[union-attr]
+    server = Server(loaded, model, pool={"limit": 8 * 4 * 2 * place}, drafts=drafts)
+    assert server.pool.most_drafted == 2
+    asked = [(ids_of(length, seed=length), tokens) for length, tokens in ((20, 60), (9, 60), (12, 20))]
+    jobs = [server.begin(ids, tokens) for ids, tokens in asked]
+    while any(job.ending is None for job in jobs):
+        server.step()
+    for job, (ids, tokens) in zip(jobs, asked, strict=True):
+        assert job.token_ids == greedy(model, ids, tokens)
+    assert model.moegraft.model_operator.statistics()["rounds"] > 0
 
 
 def test_a_conversation_goes_on_from_the_end_of_its_answer(model: PreTrainedModel, loaded: LoadedModel) -> None:

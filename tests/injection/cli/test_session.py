@@ -51,7 +51,7 @@ def test_answers_alone_go_out_and_what_they_cost_beside_them(loaded: LoadedModel
     assert len(answer.text) == 12 and answer.text.isalpha()
     assert answer.ending == "length"
     assert "[prompt: 8 tokens at " in shown(chat) and "answer: 12 tokens at " in shown(chat)
-    assert "2 x stock experts on the CPU" not in shown(chat), "what runs where is no part of each answer"
+    assert "2 x experts: hybrid_experts on the CPU" not in shown(chat), "what runs where is no part of each answer"
 
 
 def test_a_kept_cache_changes_no_answer(loaded: LoadedModel) -> None:
@@ -205,7 +205,7 @@ def test_stats_sum_up(loaded: LoadedModel) -> None:
     chat.turn("more")
     run_command(chat, "/stats")
     assert "answers so far: 2; " in shown(chat) and "; generated: 24 tokens at " in shown(chat)
-    assert "model: tiny; rules: cpu; seed: 11" in shown(chat) and "2 x stock experts on the CPU" in shown(chat)
+    assert "model: tiny; rules: cpu; seed: 11" in shown(chat) and "2 x experts: hybrid_experts on the CPU" in shown(chat)
     assert "of 4096 tokens after the last answer" in shown(chat)
 
 

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import transformers.modeling_layers
+from safetensors.torch import load_file, save_file
+from support.mtp import write_checkpoint
+from transformers import AutoTokenizer
+
 PROMPT = ">>> "
 STOP = "\x03"  # Ctrl-C
 END = "\x04"  # Ctrl-D
@@ -85,3 +91,70 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(person: Callable[..., Any], ch
     someone.sees(PROMPT)
     someone.say("/exit")
     assert someone.exit_code() == 0
+
+
+@pytest.fixture(scope="module")
+def mtp_folder(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with an MTP layer, which answers in lowercase letters as well."""
+    if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this transformers cannot compute MTP layers one by one")
+    folder, tokenizer = tmp_path_factory.mktemp("mtp_chat"), AutoTokenizer.from_pretrained(chat_folder)
+    tokenizer.save_pretrained(folder)
+    write_checkpoint(folder, "glm4_moe", share=0.02, vocab_size=len(tokenizer), max_position_embeddings=4096, eos_token_id=0)
+    tensors = load_file(folder / "model.safetensors")
+    letters = tokenizer.convert_tokens_to_ids([chr(letter) for letter in range(ord("a"), ord("z") + 1)])
+    others = [token for token in range(len(tokenizer)) if token not in letters]
+    tensors["lm_head.weight"][others] = 0.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_mtp_layers_draft_in_a_chat(person: Callable[..., Any], mtp_folder: Path, chat_folder: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\nextends: cpu-exact\nrules:\n"
+        "- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: mtp, schedule: fixed, max_draft: 2}}\n"
+    )
+    options = ("--rules", str(rules), "--no-do-sample", "--prefill-chunk", "16")
+    someone = person("--model", str(mtp_folder), *options, "--max-new-tokens", "60")
+    assert "MTP layers" in someone.sees(PROMPT)
+    someone.say("hello, this prompt has several chunks of sixteen tokens")
+    first = someone.sees(PROMPT)
+    assert "answer: 60 tokens" in first
+    someone.say("and")
+    second = someone.sees(PROMPT)
+    assert " new) at " in second and "answer: 60 tokens" in second
+    someone.say("/stats")
+    found = someone.sees(PROMPT)
+    assert "tokens per round, accepted by position 0." in found
+    saved = tmp_path / "chat.safetensors"
+    someone.say(f"/save {saved}")
+    assert "saved 4 messages" in someone.sees(PROMPT)
+    someone.say("/reset")
+    someone.sees(PROMPT)
+    someone.say("hello, this prompt has several chunks of sixteen tokens")
+    assert first.splitlines()[1] in someone.sees(PROMPT), "from the start, the same answer"
+    someone.say("/exit")
+    assert someone.exit_code() == 0
+
+    someone = person("--model", str(mtp_folder), *options, "--max-new-tokens", "3000", "--resume", str(saved))
+    someone.sees(PROMPT)
+    someone.say("go on")
+    someone.sees("go on\r\n")
+    someone.sees_more()
+    time.sleep(0.3)
+    someone.type(STOP)
+    assert "; stopped]" in someone.sees(PROMPT)
+    someone.say("and now")
+    time.sleep(0.3)
+    someone.type(STOP)
+    someone.sees("stopped")
+    someone.sees(PROMPT)
+    someone.say("/stats")
+    assert "accepted by position" in someone.sees(PROMPT)
+    someone.say("/exit")
+    assert someone.exit_code() == 0
+
+    someone = person("--model", str(chat_folder), *options)
+    assert someone.exit_code() == 2
+    assert "Traceback" not in someone.screen and "MTP layers" in someone.screen and "draft with 'experts' or 'ngram'" in someone.screen

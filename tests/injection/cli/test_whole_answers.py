@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import Program
 from transformers import AutoTokenizer, TextStreamer
 
 from moegraft.injection import optimize_and_load
@@ -101,6 +102,12 @@ def whole(shown: str) -> bool:
     return all(found.end() < shown.index(notice) for notice in NOTICES)
 
 
+def noisy(folder: Path, *arguments: str, before: str = "") -> Program:
+    """The noisy chat with one question, which executes `before` first."""
+    code = f"import os, sys\n{before}\n{NOISY}"
+    return Program(["-c", code, "--model", str(folder), "--prompt", "hello", *ANSWER, *arguments], os.environ)
+
+
 @pytest.mark.parametrize("more", [[], ["--verbose"], ["--trace"]], ids=["plain", "verbose", "trace"])
 def test_at_a_terminal(person: Callable[..., Any], chat_folder: Path, tmp_path: Path, more: list[str]) -> None:
     arguments = [*more, str(tmp_path / "trace.json")] if more == ["--trace"] else more
@@ -116,13 +123,8 @@ def test_at_a_terminal(person: Callable[..., Any], chat_folder: Path, tmp_path: 
 @pytest.mark.parametrize("more", [[], ["--quiet"], ["--trace"]], ids=["plain", "quiet", "trace"])
 def test_in_two_pipes_that_are_one_screen(chat_folder: Path, tmp_path: Path, more: list[str]) -> None:
     arguments = [*more, str(tmp_path / "trace.json")] if more == ["--trace"] else more
-    command = [sys.executable, "-c", NOISY, "--model", str(chat_folder), "--prompt", "hello", *ANSWER, *arguments]
-    read, write = os.pipe()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write) as process:
-        os.close(write)
-        assert process.stdout is not None
-        screen = _in_order({process.stdout.fileno(): "answer", read: "notices"})
-    os.close(read)
+    chat = noisy(chat_folder, *arguments)
+    screen = _in_order({chat.stdout.fileno(): "answer", chat.stderr.fileno(): "notices"})
     answer = b"".join(piece for name, piece in screen if name == "answer").decode()
     notices = b"".join(piece for name, piece in screen if name == "notices").decode()
     assert re.fullmatch(rf"[a-z]{{{TOKENS}}}\n", answer), "stdout has the answer alone"
@@ -138,16 +140,19 @@ def test_in_two_pipes_that_are_one_screen(chat_folder: Path, tmp_path: Path, mor
 
 
 def test_in_one_pipe(chat_folder: Path) -> None:
-    command = [sys.executable, "-c", NOISY, "--model", str(chat_folder), "--prompt", "hello", *ANSWER]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout.decode()
+    shown, _ = noisy(chat_folder, before="os.dup2(1, 2)").communicate()
     assert whole(shown)
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
-def test_without_a_place_for_notices(chat_folder: Path, closed: str) -> None:
-    command = f'exec "$0" "$@" {closed}'
+def test_where_notices_cannot_be_written(chat_folder: Path) -> None:
+    shown, _ = noisy(chat_folder, "--quiet", before="os.dup2(os.open('/dev/full', os.O_WRONLY), 2)").communicate()
+    assert re.match(rf"[a-z]{{{TOKENS}}}\n", shown)
+
+
+def test_where_stderr_is_closed(chat_folder: Path) -> None:
+    """As Python and its libraries start there."""
     arguments = [sys.executable, "-c", NOISY, "--model", str(chat_folder), "--prompt", "hello", "--quiet", *ANSWER]
-    shown = subprocess.run(["sh", "-c", command, *arguments], stdout=subprocess.PIPE, check=False).stdout.decode()
+    shown = subprocess.run(["sh", "-c", 'exec "$0" "$@" 2>&-', *arguments], stdout=subprocess.PIPE, check=False).stdout.decode()
     assert re.match(rf"[a-z]{{{TOKENS}}}\n", shown)
 
 

@@ -117,6 +117,21 @@ def test_gated_norms_equal_stock(model_type: str, dtype: torch.dtype, tmp_path: 
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_a_part_of_another_tensor(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-Next's queries have their gates beside them."""
+    norm: Any = next(module for path, module in injected(stock("qwen3_next", dtype), tmp_path).named_modules() if path.endswith("q_norm"))
+    with torch.no_grad():
+        norm.weight.normal_()
+        x = torch.randn(2, 3, 5, 2 * norm.weight.numel()).to(dtype)[..., : norm.weight.numel()]
+        with counted(monkeypatch) as calls:
+            found = norm(x)
+        assert calls["norm"] == 1
+        assert not x.is_contiguous() and found.is_contiguous()
+        tolerance = 1e-6 if dtype == torch.float32 else 0.01
+        torch.testing.assert_close(found, type(norm).__mro__[1].forward(norm, x), rtol=tolerance, atol=tolerance * 1e-2)
+
+
 def test_a_gated_norm_of_another_form_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stock("qwen3_next")
     for module in model.modules():

@@ -20,7 +20,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.operators.decode.native.steps import NativePrograms
+from moegraft.operators.decode.native.steps import Continuation, NativePrograms
+from moegraft.operators.decode.schedule import DraftSchedule, Round
 
 STEPS = 24
 IDS = prompt(9)
@@ -277,6 +278,68 @@ def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:
                 model.generate(ids, max_new_tokens=10, do_sample=False), twin.generate(ids, max_new_tokens=10, do_sample=False)
             )
     assert models[0].moegraft.model_operator._switch is not models[1].moegraft.model_operator._switch
+
+
+class Sometimes(DraftSchedule):
+    """Drafts once in every nine steps."""
+
+    def __init__(self) -> None:
+        self.plain = 8
+        self.rounds: list[Round] = []
+
+    def plan(self, limit: int) -> int:
+        return 0 if self.plain else min(limit, 3)
+
+    def plain_steps(self) -> int:
+        return max(self.plain, 1)
+
+    def record(self, done: Round) -> None:
+        self.rounds.append(done)
+        self.plain = 8 if done.confidences else max(self.plain - 1, 0)
+
+    def state(self) -> str:
+        return "sometimes"
+
+
+@pytest.mark.parametrize("draft", ["experts", "ngram"])
+@pytest.mark.parametrize("end", [None, "token", "criterion", "streamer"])
+def test_steps_that_stay_plain_follow_each_other_in_one_call(
+    end: str | None, draft: str, drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin, ids = drafting("mixtral", draft=draft), stock("mixtral"), prompt(9)
+    greedy, calls = Continuation.greedy, []
+
+    def noted(self: Continuation, *arguments: Any) -> list[int]:
+        tokens = greedy(self, *arguments)
+        calls.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(Continuation, "greedy", noted)
+    whole = twin.generate(ids, max_new_tokens=90, do_sample=False)
+    model.generate(ids, max_new_tokens=90, do_sample=False)  # makes the programs
+    arguments: dict[str, Any] = {"max_new_tokens": 90, "do_sample": False}
+    if end == "token":
+        new = whole[0, ids.shape[1] :].tolist()
+        arguments["eos_token_id"] = max(set(new), key=new.index)  # the one that is generated last
+    elif end == "criterion":
+        arguments["stopping_criteria"] = [Count(ids.shape[1] + 60)]
+    calls.clear()
+    schedule = model.moegraft.model_operator._schedule = Sometimes()
+    found, expected = (each.generate(ids, streamer=Collect() if end == "streamer" else None, **arguments) for each in (model, twin))
+    assert torch.equal(found, expected)
+    assert sum(done.generated for done in schedule.rounds) == found.shape[1] - ids.shape[1] - 1
+    assert all(done.generated == 1 and done.verify_ms > 0 for done in schedule.rounds if not done.confidences)
+    assert max(calls) == (1 if end in ("criterion", "streamer") else 7)  # after a draft, one step begins the calls
+
+
+def test_steps_of_one_token_have_one_program_with_past_states_and_without(drafting: Any) -> None:
+    """The first draft lets the cache keep past states, which no step of one token writes."""
+    model = drafting("qwen3_next", draft="ngram")
+    schedule = model.moegraft.model_operator._schedule = Sometimes()
+    model.generate(prompt(1).tile(1, 60), max_new_tokens=40, do_sample=False)
+    first = next(place for place, done in enumerate(schedule.rounds) if done.confidences)
+    assert [done.prepared for done in schedule.rounds[:first]] == [True] * 4 + [False] * (first - 4), "recorded and compared, twice each"
+    assert not any(done.prepared for done in schedule.rounds[first:] if not done.confidences)
 
 
 def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from support.families import build_model, prompt, served_cases
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.decode.acceptance import Adaptive, DraftToken, Greedy, Sampling
-from moegraft.operators.decode.drafts import continuation
+from moegraft.operators.decode.drafts import NgramIndex, continuation
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.speculative.options import SpeculativeOptions
@@ -114,6 +114,13 @@ def test_ngrams_are_looked_up_in_the_text() -> None:
     assert continuation(torch.tensor([1, 2, 3]), length=2) == []
     assert continuation(torch.tensor([1]), length=2) == []
     assert continuation(torch.tensor([4, 4, 4]), length=5) == [4]
+    index, generator = NgramIndex(), torch.Generator().manual_seed(0)
+    text = torch.randint(3, (200,), generator=generator)
+    text[120:150] = text[20:50]
+    for end in (*range(60), 64, *range(90, 200)):  # one token more, and several
+        index.append(text[len(index.tokens) : end].tolist())
+        for length in (0, 1, 4):
+            assert index.continuation(length) == continuation(text[:end], length)
 
 
 def test_ngram_drafts_are_accepted_without_a_distribution() -> None:

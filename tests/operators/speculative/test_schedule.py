@@ -36,10 +36,11 @@ class FakeMachine:
     def run(self, schedule: DraftSchedule, tokens: int = TOKENS) -> float:
         """Generate a text; return ms per token without the noise that the schedule observes."""
         chance = random.Random(self.seed)
-        written, spent_ms = 0, 0.0
+        written, spent_ms, plain = 0, 0.0, 0
         rounds: Counter[int] = Counter()
         while written < tokens:
-            planned, confidences = schedule.plan(tokens), []
+            planned, confidences = 0 if plain else schedule.plan(tokens), []
+            plain = 0 if planned else (plain or schedule.plain_steps()) - 1
             while len(confidences) < planned:
                 confidences.append(0.95 if chance.random() < self.sure else 0.35)
                 if not schedule.continues(confidences):

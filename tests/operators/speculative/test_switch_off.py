@@ -68,12 +68,13 @@ class Case:
         """Return the time of a text over that of plain decoding; noise counts by its mean, which excludes chance."""
         chance, usual = random.Random(seed), {noise: _mean(noise) for noise in (self.plain_noise, self.draft_noise, self.verify_noise)}
         written, spent, plain = 0, 0.0, 0.0
-        texts = -1
+        texts, ahead = -1, 0
         while written < tokens:
             if self.text is not None and written // self.text != texts:
-                texts = written // self.text
+                texts, ahead = written // self.text, 0
                 schedule.begin()
-            confidences = self._draft(schedule, chance)
+            confidences = [] if ahead else self._draft(schedule, chance)
+            ahead = 0 if confidences else (ahead or schedule.plain_steps()) - 1
             length, pace = len(confidences), self.pace(written)
             accepted_tokens = 0
             while accepted_tokens < length and chance.random() < min(

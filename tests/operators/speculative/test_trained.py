@@ -1,4 +1,4 @@
-"""On the bundled model, whose experts are trained, most drafts of few experts are accepted, and the text does not change."""
+"""On the bundled model, which is trained, most drafts of few experts and of its MTP layer are accepted, and the text does not change."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+import transformers
+from support import import_benchmark
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
+from moegraft.operators.decode import mtp
 
 PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
 STEPS = 48
+with_mtp = pytest.mark.skipif(
+    not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"),
+    reason="this transformers cannot compute MTP layers one by one",
+)
 
 
 def demo(folder: Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
@@ -38,7 +45,14 @@ def plain() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     "options",
-    [{"draft_top_k": 1}, {"draft_top_k": 3, "max_draft": 7}, {"draft": "ngram"}, {"schedule": "marginal", "draft_top_k": 2}],
+    [
+        {"draft_top_k": 1},
+        {"draft_top_k": 3, "max_draft": 7},
+        {"draft": "ngram"},
+        {"schedule": "marginal", "draft_top_k": 2},
+        pytest.param({"draft": "mtp"}, marks=with_mtp),
+        pytest.param({"draft": "mtp", "schedule": "marginal"}, marks=with_mtp),
+    ],
     ids=str,
 )
 def test_drafts_do_not_change_the_trained_models_text(options: dict[str, Any], plain: PreTrainedModel, tmp_path: Path) -> None:
@@ -65,3 +79,29 @@ def test_the_adaptive_mode_accepts_more_tokens(plain: PreTrainedModel, tmp_path:
     found, before = (model.moegraft.model_operator.statistics() for model in (adaptive, lossless))
     assert found["tokens_per_round"] > before["tokens_per_round"]
     assert 0.5 < found["agreement"] < 1
+
+
+@with_mtp
+@torch.no_grad()
+def test_the_mtp_layer_drafts_as_it_was_trained_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are those of the pass over whole windows that training makes, for states that were fed back too."""
+    recipe, drafted = import_benchmark("train_demo"), {}
+    draft = mtp.MtpDrafter.draft
+
+    def recorded(self: Any, sequence: Any, *args: Any) -> Any:
+        drafts = draft(self, sequence, *args)
+        drafted[sequence.length] = [each.token for each in drafts]
+        return drafts
+
+    monkeypatch.setattr(mtp.MtpDrafter, "draft", recorded)
+    model = demo(tmp_path, draft="mtp", max_draft=3)
+    ids = write(model)
+    body = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
+    layer = recipe.read_mtp(body, demo_path())
+    whole = {length: tokens for length, tokens in drafted.items() if len(tokens) == 3}
+    assert len(whole) > 5
+    for length, tokens in whole.items():
+        text = torch.cat([ids[:, :length], torch.tensor([tokens])], dim=1)
+        depths = recipe.drafted_logits(layer, body, text, recipe.body_states(body, text), 3)
+        assert tokens == [int(logits[0, length - 2 + depth].argmax()) for depth, logits in enumerate(depths)]
+    assert model.moegraft.model_operator.statistics()["acceptance_by_position"][0] > 0.5

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.byte_tokenizer import byte_tokenizer
+from support.mtp import write_checkpoint
 from typer.testing import Result
 
 from moegraft.injection.texts import read_text
@@ -68,6 +70,18 @@ def test_people_read_sizes_and_what_fell_back(run: Run, tmp_path: Path) -> None:
         "5 tensors in Q8_0 instead of Q6_K, whose blocks do not divide their rows: blk.0.ffn_down_exps.weight (rows of 64) and 4 more"
         in (done.stderr)
     )
+
+
+def test_mtp_layers_that_no_file_has_are_left_out_with_a_notice(run: Run, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    sizes = {"mlp_only_layers": [3], "norm_topk_prob": True, "vocab_size": 257}  # the MTP layer is dense, and all others have experts
+    write_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    done = run("quantize", "--model", tmp_path, "--out", tmp_path / "quantised.gguf", "--weights", "Q8_0", "--imatrix", "none")
+    assert done.exit_code == 0, done.stderr
+    assert "MTP layers are left out (" in done.stderr
+    planned = run("plan", "cpu", "--model", tmp_path)
+    assert "notice: the checkpoint has MTP layers, which are not loaded (" in planned.stdout
+    assert "draft: mtp" in planned.stdout
 
 
 def test_layers_of_other_types_have_rows_of_their_own(run: Run, tmp_path: Path) -> None:

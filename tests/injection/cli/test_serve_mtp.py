@@ -1,0 +1,271 @@
+"""`draft: mtp` in the server: MTP layers draft for the sequences of a batch, in the same pages, and change no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.modeling_layers
+from support.families import greedy, prompt
+from support.mtp import write_checkpoint
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve import scheduler as scheduling
+from moegraft.injection.cli.serve.job import Ask, Job
+from moegraft.injection.cli.serve.pages import open_pool
+from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
+from moegraft.operators.decode import mtp
+from moegraft.operators.decode.mtp_pages import MOST_WAITING
+
+if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):
+    pytest.skip("this transformers cannot compute MTP layers one by one", allow_module_level=True)
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},  # latent attention
+    "three layers": {"layers": 3},
+    "glm4_moe": {"share": 0.02},
+    "mellum": WINDOWS,
+    "qwen3_next": {},  # recurrent states in the body
+}
+STOCK_ATTENTION = "- {id: attention, match: {kind: attention, name: nothing}, replace: {class: cpu_attention}, expect: any}\n"
+Folders = Callable[[str], tuple[Path, PreTrainedModel]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """`checkpoints(case)`: the folder of a tiny checkpoint with MTP layers, and its stock model."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(name: str) -> tuple[Path, PreTrainedModel]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("mtp")
+            made[name] = folder, write_checkpoint(folder, "deepseek_v3" if name == "three layers" else name, **CASES[name])
+        return made[name]
+
+    return make
+
+
+def load(folder: Path, extra: str = "", **options: Any) -> PreTrainedModel:
+    kwargs = ", ".join(f"{name}: {value}" for name, value in ({"schedule": "fixed", "max_draft": 3} | options).items())
+    path = folder / "rules.yaml"
+    drafts = f"- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{draft: mtp, {kwargs}}}}}\n"
+    path.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{drafts}{extra}")
+    return optimize_and_load(folder, path, progress=False, threads=1)
+
+
+class Server:
+    """A scheduler that a test steps by itself."""
+
+    def __init__(self, loaded: LoadedModel, model: PreTrainedModel, *, drafts: bool = True, **limits: Any) -> None:
+        assert batching_obstacle(model) is None
+        self._tokenizer = loaded.tokenizer
+        self.operator = model.moegraft.model_operator
+        batches = self.operator.batch_drafts() if drafts else None
+        longest = 0 if batches is None else batches.longest
+        self.pool = open_pool(
+            model, **{"limit": 1 << 23, "prefix_bytes": None, "most": 8, "context": 2048 + longest, "drafts": batches, **limits}
+        )
+        self.scheduler = Scheduler(model, self.pool, most=8, prefill_chunk=64, drafts=batches)
+
+    def begin(self, ids: Sequence[int], tokens: int, **options: Any) -> Job:
+        job = Job(Ask(list(ids), tokens, **options), self._tokenizer, [])
+        assert self.scheduler.fits(job)
+        self.scheduler.admit(job)
+        return job
+
+    def step(self, count: int = 1) -> None:
+        with torch.inference_mode():
+            for _ in range(count):
+                self.scheduler.step()
+
+    def run(self, jobs: Sequence[Job]) -> list[list[int]]:
+        while any(job.ending is None for job in jobs):
+            self.step()
+        assert {job.ending for job in jobs} == {"length"}
+        return [job.token_ids for job in jobs]
+
+    def assert_free(self) -> None:
+        memory = self.pool.memory
+        assert (memory.promised, memory.used) == (0, memory.kept)
+        assert self.pool.streams is not None and not self.pool.streams._streams
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    found: list[int] = prompt(length, seed=seed)[0].tolist()
+    return found
+
+
+ASKED = [(ids_of(length, seed=length), tokens) for length, tokens in ((70, 40), (9, 12), (200, 60), (33, 1), (64, 30), (1, 50))]
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "extra"),
+    [
+        ("deepseek_v3", 1, ""),
+        ("deepseek_v3", 4, ""),  # three times its own state fed back
+        ("deepseek_v3", 3, STOCK_ATTENTION),
+        ("three layers", 2, ""),  # the third layer falls behind
+        ("three layers", 4, ""),
+        ("three layers", 4, STOCK_ATTENTION),
+        ("glm4_moe", 3, ""),
+        ("mellum", 2, ""),
+        ("mellum", 3, STOCK_ATTENTION),
+        ("qwen3_next", 3, ""),
+    ],
+)
+def test_answers_beside_others_are_those_without_drafts(
+    name: str, depth: int, extra: str, checkpoints: Folders, loaded: LoadedModel
+) -> None:
+    """Of several lengths, which join and leave."""
+    folder, stock = checkpoints(name)
+    server = Server(loaded, load(folder, extra, max_draft=depth))
+    jobs = []
+    for ids, tokens in ASKED:
+        jobs.append(server.begin(ids, tokens))
+        server.step(2)
+    for found, (ids, tokens) in zip(server.run(jobs), ASKED, strict=True):
+        assert found == greedy(stock, torch.tensor([ids]), max_new_tokens=tokens)[0].tolist()
+    acceptance = server.operator.statistics()["acceptance_by_position"]
+    assert len(acceptance) == depth
+    assert 0.4 < acceptance[0] < 1, "the layers are made to be right often"
+    server.assert_free()
+
+
+def drafts_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[int]]:
+    """What `generate` drafts for each of the texts alone, by the text and its length."""
+    found: dict[tuple[int, int], list[int]] = {}
+    draft = mtp.MtpDrafter.draft
+    with monkeypatch.context() as patch:
+        for number, (ids, tokens) in enumerate(ASKED):
+
+            def recorded(self: Any, sequence: Any, *args: Any, number: int = number) -> Any:
+                drafts = draft(self, sequence, *args)
+                found[number, sequence.length] = [each.token for each in drafts]
+                return drafts
+
+            patch.setattr(mtp.MtpDrafter, "draft", recorded)
+            greedy(model, torch.tensor([ids]), max_new_tokens=tokens)
+    return found
+
+
+@pytest.mark.parametrize(("name", "extra"), [("three layers", ""), ("deepseek_v3", ""), ("mellum", STOCK_ATTENTION)])
+def test_drafts_are_those_of_a_text_alone(
+    name: str, extra: str, checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after plain steps, whose states are fed together."""
+    model = load(checkpoints(name)[0], extra)
+    expected = drafts_alone(model, monkeypatch)
+    server, found = Server(loaded, model), {}
+    jobs: list[Job] = []
+    accept = scheduling._accept
+
+    def recorded(given: Sequence[Job], drafts: Any, logits: torch.Tensor) -> list[int]:
+        for job, draft in zip(given, drafts, strict=False):
+            found[jobs.index(job), len(job.token_ids)] = list(draft.tokens)
+        return accept(given, drafts, logits)
+
+    monkeypatch.setattr(scheduling, "_accept", recorded)
+    plan = server.operator._batches.plan
+    rounds = iter(range(10**6))
+    monkeypatch.setattr(server.operator._batches, "plan", lambda *given: plan(*given) if next(rounds) % 4 else 0)
+    for ids, tokens in ASKED:
+        jobs.append(server.begin(ids, tokens))
+        server.step()
+    server.run(jobs)
+    both = [place for place in found if place in expected and len(found[place]) == len(expected[place])]
+    assert len({number for number, _ in both}) == len(ASKED) - 1  # one answer has no room for a draft
+    assert len(both) > 15
+    assert {place: found[place] for place in both} == {place: expected[place] for place in both}
+
+
+def test_sampled_answers_are_those_without_drafts(checkpoints: Folders, loaded: LoadedModel) -> None:
+    """Each token is drawn from the full model's distribution with the same random number."""
+    model = load(checkpoints("glm4_moe")[0])
+    texts = []
+    for drafts in (True, False):
+        server = Server(loaded, model, drafts=drafts)
+        jobs = [
+            server.begin(ids, tokens, temperature=temperature, seed=seed, top_p=0.9)
+            for seed, ((ids, tokens), temperature) in enumerate(zip(ASKED, (0.2, 0.5, 0.3, 0.7, 1.0, 0.1), strict=True))
+        ]
+        texts.append(server.run(jobs))
+    assert texts[0] == texts[1]
+    assert server.operator.statistics()["accepted_tokens"] > 20, "drafts were of use"
+
+
+def test_another_turn_begins_with_the_entries_of_the_first(checkpoints: Folders, loaded: LoadedModel) -> None:
+    folder, stock = checkpoints("deepseek_v3")
+    server = Server(loaded, load(folder))
+    (first,) = server.run([server.begin(ids_of(50), 30)])
+    asked = [[*first, *ids_of(20, seed=seed)] for seed in (1, 2)]
+    jobs = [server.begin(ids, 30) for ids in asked]
+    assert [job.cached_tokens for job in jobs] == [79, 79]
+    for ids, found in zip(asked, server.run(jobs), strict=True):
+        assert found == greedy(stock, torch.tensor([ids]), max_new_tokens=30)[0].tolist()
+    server.assert_free()
+
+
+def test_answers_that_end_early_leave_nothing(checkpoints: Folders, loaded: LoadedModel) -> None:
+    """A client that leaves, in its prompt and in its answer, and a forward pass that fails; beside and before others."""
+    folder, stock = checkpoints("three layers")
+    model = load(folder)
+    server = Server(loaded, model)
+    jobs = [server.begin(ids_of(length, seed=length), 40) for length in (20, 200, 30)]
+    server.step(3)
+    for job in jobs[:2]:
+        job.cancel()
+    (found,) = server.run(jobs[2:])
+    assert found == greedy(stock, prompt(30, seed=30), max_new_tokens=40)[0].tolist()
+    server.assert_free()
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("inner")
+
+    for module in (model.model.layers[1], model.mtp.layers[2]):
+        job = server.begin(ids_of(20), 40)
+        server.step(2)
+        hook = module.register_forward_pre_hook(fail)
+        server.step()
+        hook.remove()
+        assert job.ending == "failed"
+        server.assert_free()
+    assert server.run([server.begin(ids_of(20), 40)])[0] == greedy(stock, prompt(20), max_new_tokens=40)[0].tolist()
+
+
+def test_states_do_not_pile_up_while_drafts_are_off(checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(checkpoints("glm4_moe")[0])
+    server = Server(loaded, model)
+    monkeypatch.setattr(server.operator._batches, "plan", lambda *given: 0)
+    jobs = [server.begin(ids_of(length), 400) for length in (5, 90)]
+    server.step(300)
+    assert server.pool.streams is not None
+    waiting = [sum(map(len, stream.waiting[0])) for stream in server.pool.streams._streams.values()]
+    assert 0 < max(waiting) <= MOST_WAITING
+    monkeypatch.undo()
+    server.run(jobs)
+    acceptance = server.operator.statistics()["acceptance_by_position"]
+    assert 0.4 < acceptance[0] <= 1
+
+
+def test_what_keeps_states_of_its_own_is_served_alone(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Inkling's MTP layers have short convolutions."""
+    from moegraft.injection.cli.serve.service import Limits, Service
+
+    stock = write_checkpoint(tmp_path, "inkling_text", share=0.02)
+    model = load(tmp_path)
+    service = Service(LoadedModel("inkling", model, loaded.tokenizer, lambda: []), Limits())
+    try:
+        assert "MTP layers keep recurrent or convolution states" in str(service.alone_because)
+        job = Job(Ask(ids_of(20), 20), loaded.tokenizer, [])
+        service.engine.submit([job])
+        while job.ending is None:
+            pass
+        assert job.token_ids == greedy(stock, prompt(20), max_new_tokens=20)[0].tolist()
+    finally:
+        service.close()
