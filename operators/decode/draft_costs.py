@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -21,7 +20,8 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.drafts import Drafter, Drafting, ExpertsDrafter, NgramDrafter
 from moegraft.operators.decode.loop import DecodedSequence, Decoding
-from moegraft.operators.decode.mtp import MtpDrafter, mtp_layers
+from moegraft.operators.decode.mtp import MtpDrafter
+from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import UnsupportedModelError
@@ -96,7 +96,7 @@ def measure_draft_costs(
     if settings is not None and switch.layers:
         drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings, 0.0), **drafters}
     if mtp_layers(model) is not None:
-        drafters = {"mtp": MtpDrafter(model, 0.0, switch, WeakKeyDictionary()), **drafters}
+        drafters = {"mtp": MtpDrafter(model, 0.0, switch, context.replay), **drafters}
     found = []
     for name, drafter in drafters.items():
         progress(name)
