@@ -167,6 +167,7 @@ PLAIN_FIRST = 3  # plain steps that are timed before anything is drafted
 PLAIN_ENOUGH = 12  # plain steps after which their time is known well enough to compare drafts with it
 PLAIN_SOON, PLAIN_EVERY = 2, 24  # rounds between plain steps, before PLAIN_ENOUGH and after: their time changes as the text grows
 MAX_LOST_STEPS = 2.5  # plain steps' worth of time that measuring drafts may lose
+WARY_STEPS = 2.0  # plain steps' worth of lost time, above which each token of a draft must pay for itself
 # Plain steps' worth of saved time that may be lost again, in the same text and in the next one. With fewer, the drafts that gain most, long
 # ones, are soon off, as each is a gain or a loss of several steps; with more, those of passages that do not pay go on for too long.
 MAX_SAVED_STEPS, MAX_KEPT_STEPS = 6.0, 3.0
@@ -255,6 +256,8 @@ class MarginalSchedule(DraftSchedule):
             tokens += chance
             if tokens * ms_per_token > self._round_ms(longer) - now_ms:
                 return True
+            if self._lost_steps > WARY_STEPS:
+                return False
         return False
 
     def record(self, done: Round) -> None:

@@ -49,18 +49,24 @@ def drafts(
     """
     options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text.read_bytes() if text is not None else None
+    import psutil
     import torch
 
     from moegraft.injection.cli.models import load_model, text_ids
+    from moegraft.injection.estimate.measure import BUSY
     from moegraft.injection.injected import Injection
     from moegraft.injection.plots import plot_draft_costs, require_matplotlib
     from moegraft.injection.texts import read_text
     from moegraft.operators.decode.draft_costs import measure_draft_costs
     from moegraft.operators.draft import DraftSettings
+    from moegraft.operators.machine import probe_machine
 
     if plot is not None:
         require_matplotlib("--plot")  # before minutes of loading
     terminal = open_terminal()
+    load = psutil.getloadavg()[0] / probe_machine().cores
+    if load > BUSY:
+        terminal.notice(f"other programs are running (load {load:.1f} per core): measure again when they are done", style="yellow")
     loaded = load_model(options, terminal)
     content = read_text("gettysburg").encode() if content is None else content
     ids = text_ids(loaded, content, str(text), 4096)
