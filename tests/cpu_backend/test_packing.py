@@ -130,7 +130,6 @@ def test_packed_mask_shows_missing_parts(runtimes: dict[str, Runtime]) -> None:
 
 
 MATRIX = np.zeros((40, 72), np.float32)
-SCALES = np.zeros((40, 2), np.float16)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ rules:
 """
 NEW = 20
 GRAPH = "cache: {ratio: 0.5}, decode: graph"
+EAGER = "cache: {ratio: 0.5}, decode: eager"
 # Of full attention; each a router or a shared expert of its own.
 WINDOWED = ("gpt_oss", "mixtral", "gemma4_text", "phimoe", "afmoe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "mimo_v2_flash")
 WINDOW = 16  # tokens, of all of these
@@ -70,6 +71,23 @@ def load(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
     return load
 
 
+@pytest.fixture(scope="module")
+def eager_models() -> dict[tuple[str, str], PreTrainedModel]:
+    return {}
+
+
+@pytest.fixture
+def eager(load, gpu: str, eager_models: dict[tuple[str, str], PreTrainedModel]):  # type: ignore[no-untyped-def]
+    """Return a model whose steps run layer by layer: one of each family for all tests, as none changes it."""
+
+    def eager(model_type: str = "qwen3_moe") -> PreTrainedModel:
+        if (model_type, gpu) not in eager_models:
+            eager_models[model_type, gpu] = load(model_type, EAGER)
+        return eager_models[model_type, gpu]
+
+    return eager
+
+
 @pytest.fixture
 def tolerance(gpu: str) -> float:
     """Of logits that two runs compute: on an emulated device by the same kernels in the same order, whichever device has an expert.
@@ -103,9 +121,9 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("model_type", (*FAMILIES, *STATEFUL))
 def test_captured_steps_answer_as_those_layer_by_layer(  # type: ignore[no-untyped-def]
-    model_type: str, load, tolerance: float, caplog: pytest.LogCaptureFixture
+    model_type: str, load, eager, tolerance: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokens, logits = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"))
+    tokens, logits = answer(eager(model_type))
     model = load(model_type)
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model)
@@ -121,11 +139,11 @@ def test_captured_steps_answer_as_those_layer_by_layer(  # type: ignore[no-untyp
 @pytest.mark.parametrize("model_type", WINDOWED)
 @pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, WINDOW + 8], ids="prompt of {}".format)
 def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped-def]
-    length: int, model_type: str, load, tolerance: float, caplog: pytest.LogCaptureFixture
+    length: int, model_type: str, load, eager, tolerance: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Windows become full while answering, with the prompt or with the first token after it."""
     ids = prompt(length)
-    tokens, logits = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"), ids=ids)
+    tokens, logits = answer(eager(model_type), ids=ids)
     model = load(model_type)
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model, ids=ids)
@@ -181,17 +199,17 @@ def test_a_fixed_cache_grows_again_unchanged(model_type: str, length: int) -> No
 
 
 @pytest.mark.parametrize("cache", ["{slots: 0}", "{slots: 1}", "{ratio: 1.0}", "{ratio: 0.4, policy: lru}"])
-def test_any_number_of_slots_answers_the_same(cache: str, load, tolerance: float) -> None:  # type: ignore[no-untyped-def]
-    tokens, logits = answer(load("qwen3_moe", f"cache: {cache}, decode: eager"))
+def test_any_number_of_slots_answers_the_same(cache: str, load, eager, tolerance: float) -> None:  # type: ignore[no-untyped-def]
+    tokens, logits = answer(eager())
     model = load("qwen3_moe", f"cache: {cache}, decode: graph")
     found, found_logits = answer(model)
     assert found == tokens and difference(found_logits, logits) < tolerance
     assert cache == "{slots: 0}" or engine_of(model).statistics.replayed > 0  # with no slot there is no engine
 
 
-def test_answers_follow_one_another_on_caches_of_their_own(load) -> None:  # type: ignore[no-untyped-def]
+def test_answers_follow_one_another_on_caches_of_their_own(load, eager) -> None:  # type: ignore[no-untyped-def]
     """A new cache has other addresses: the step is captured again."""
-    model, stock = load("qwen3_moe"), load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")
+    model, stock = load("qwen3_moe"), eager()
     for length in (3, 9):
         assert answer(model, ids=prompt(length))[0] == answer(stock, ids=prompt(length))[0]
     held = StaticCache(config=model.config, max_cache_len=64)
@@ -202,8 +220,8 @@ def test_answers_follow_one_another_on_caches_of_their_own(load) -> None:  # typ
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next"])
-def test_several_sequences_are_captured_too(model_type: str, load, tolerance: float) -> None:  # type: ignore[no-untyped-def]
-    model, stock = load(model_type), load(model_type, "cache: {ratio: 0.5}, decode: eager")
+def test_several_sequences_are_captured_too(model_type: str, load, eager, tolerance: float) -> None:  # type: ignore[no-untyped-def]
+    model, stock = load(model_type), eager(model_type)
     ids = prompt(5, batch=3)
     assert difference(answer(model, ids=ids)[1], answer(stock, ids=ids)[1]) < tolerance
     assert engine_of(model).statistics.replayed > 0
@@ -220,9 +238,9 @@ def test_several_sequences_are_captured_too(model_type: str, load, tolerance: fl
     ],
 )
 def test_steps_that_cannot_be_captured_run_and_are_logged_once(  # type: ignore[no-untyped-def]
-    model_type: str, arguments: dict[str, Any], says: str | None, load, caplog: pytest.LogCaptureFixture
+    model_type: str, arguments: dict[str, Any], says: str | None, load, eager, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokens, _ = answer(load(model_type, "cache: {ratio: 0.5}, decode: eager"), **arguments)
+    tokens, _ = answer(eager(model_type), **arguments)
     model = load(model_type)
     with caplog.at_level(logging.WARNING, "moegraft"):
         assert answer(model, **arguments)[0] == tokens
@@ -257,9 +275,9 @@ def test_obstacles_to_captured_steps_are_logged_once(  # type: ignore[no-untyped
 
 
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]
-    load, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load, eager, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokens, logits = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"))
+    tokens, logits = answer(eager())
     forward = CapturedLayer.forward
     monkeypatch.setattr(CapturedLayer, "forward", lambda *given: -2 * forward(*given))
     model = load("qwen3_moe")
@@ -288,7 +306,7 @@ def test_a_model_that_is_changed_is_captured_again(load, tolerance: float, caplo
         handle.remove()
         return torch.cat(found, dim=1)
 
-    expected, model = steps(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager")), load("qwen3_moe")
+    expected, model = steps(load("qwen3_moe", EAGER)), load("qwen3_moe")
     with caplog.at_level(logging.WARNING, "moegraft"):
         assert difference(steps(model), expected) < tolerance
     assert len(seen) == 12 and ["its modules have hooks" in notice for notice in notices(caplog)] == [True]
@@ -340,10 +358,10 @@ def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ign
 
 
 def test_auto_measures_both_ways(  # type: ignore[no-untyped-def]
-    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load, eager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On an emulated device nothing can be measured, so its own clock stands in."""
-    tokens, _ = answer(load("qwen3_moe", "cache: {ratio: 0.5}, decode: eager"), max_new_tokens=4 * TIMED_STEPS)
+    tokens, _ = answer(eager(), max_new_tokens=4 * TIMED_STEPS)
     monkeypatch.setattr(CudaGraphs, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
     with caplog.at_level(logging.DEBUG, "moegraft"):
@@ -401,10 +419,10 @@ def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type:
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next"])
 def test_a_step_is_kept_for_the_texts_that_follow(  # type: ignore[no-untyped-def]
-    model_type: str, load, monkeypatch: pytest.MonkeyPatch
+    model_type: str, load, eager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer has a cache of its own; the memory of the last one is taken, and a cache that is returned keeps its contents."""
-    model, stock = load(model_type), load(model_type, "cache: {ratio: 0.5}, decode: eager")
+    model, stock = load(model_type), eager(model_type)
     capture, captures = StepGraph.capture, list[int]()
     monkeypatch.setattr(StepGraph, "capture", lambda self, step: captures.append(1) or capture(self, step))
     for ids in (prompt(9), prompt(9)[:, 2:], prompt(5)):

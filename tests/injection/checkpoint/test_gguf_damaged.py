@@ -92,7 +92,6 @@ def header(*fields: bytes, tensors: tuple[bytes, ...] = (), data: int = 128, cou
 
 
 KIND = gguf.GGUFValueType
-ALIGNED = field("general.alignment", KIND.UINT32, number(64, "<I"))
 ARCHITECTURE = field("general.architecture", KIND.STRING, text("olmoe"))
 
 

@@ -1,7 +1,7 @@
 """Demands, prefetches, cancellations, pins and releases in many seeded random orders: no reader ever reads a stale or torn expert.
 
 A world is a virtual clock, slots and a queue with experts whose bytes identify them. A round is a few random calls with jittered durations;
-then everything lands and is checked. 1000 worlds of 100 rounds are the 10^5 interleavings of the plan.
+then everything lands and is checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moegraft.operators.offload.devices.base import Device
 from moegraft.operators.offload.slots import Reservation, ResidentSet, SlotState, SlotTable
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
-WORLDS, ROUNDS, SPLIT = 1000, 100, 4
+ROUNDS, SPLIT = 100, 2
 CALLS = 3  # a round
 
 
@@ -120,9 +120,10 @@ def play(seed: int, rounds: int, *, waits: bool = True) -> int:
 
 
 @pytest.mark.parametrize("part", range(SPLIT))
-def test_no_reader_reads_a_stale_or_torn_expert(part: int) -> None:
-    reads = sum(play(seed, ROUNDS) for seed in range(part, WORLDS, SPLIT))
-    assert reads > WORLDS * ROUNDS / SPLIT, "these rounds read something"
+def test_no_reader_reads_a_stale_or_torn_expert(part: int, long: bool) -> None:
+    worlds = 10_000 if long else 200  # each broken table below is found in the first two
+    reads = sum(play(seed, ROUNDS) for seed in range(part, worlds, SPLIT))
+    assert reads > worlds * ROUNDS / SPLIT, "these rounds read something"
 
 
 def test_the_same_seed_gives_the_same_sequence() -> None:
