@@ -151,7 +151,7 @@ def past_tokens(layer: object) -> int:
 
 def is_past(name: Sequence[Any]) -> bool:
     """Return whether a tensor of this name in a cache is a past state, which passes over one token neither read nor write."""
-    return name[1] == _PAST
+    return bool(name[1] == _PAST)
 
 
 class StateMark:

@@ -26,6 +26,7 @@
 #include "core/memory.h"
 #include "core/runtime.h"
 #include "core/thread_pool.h"
+#include "ops/norm.h"
 
 namespace moegraft {
 
@@ -101,7 +102,8 @@ class SmallOperation : public Operation {
 // `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum,
 // rotary. The first operands are the results; operations over a dimension work on the last one. Throws std::invalid_argument.
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers);
-std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form);  // out, x and, if there is one, weight
+std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form,
+                                          const NormGate& gating);  // out, x and, if there are, weight and gate
 
 // Scratch memory of all kernels of a program; one runs at a time.
 struct ProgramScratch {

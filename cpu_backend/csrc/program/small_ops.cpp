@@ -666,27 +666,36 @@ class RotaryOperation final : public SmallOperation {
 
 class NormOperation final : public SmallOperation {
  public:
-  NormOperation(std::vector<Operand> operands, const NormForm& form) : SmallOperation(std::move(operands)), form_(form) {}
+  NormOperation(std::vector<Operand> operands, const NormForm& form, const NormGate& gating) : SmallOperation(std::move(operands)) {
+    args_.form = form;
+    args_.gating = gating;
+  }
   void resolved() override {
-    if (views_.size() != 2 && views_.size() != 3) refuse("a norm has an output, an input and perhaps a weight");
+    const bool gated = args_.gating.group != 0;
+    if (gated ? views_.size() != 4 : views_.size() != 2 && views_.size() != 3)
+      refuse("a norm has an output, an input and perhaps a weight; with a gate, all of them");
     const View &out = views_[0], &x = views_[1];
     for (const View& view : views_)
       if (view.data == nullptr || !view.contiguous() || view.type != x.type || is_integer(view.type) || view.dims < 1)
         refuse("a norm has another form");
-    cols_ = x.sizes[static_cast<std::size_t>(x.dims - 1)];
-    if (out.elements() != x.elements() || cols_ < 1 || (views_.size() == 3 && views_[2].elements() != cols_))
+    const std::int64_t cols = x.sizes[static_cast<std::size_t>(x.dims - 1)];
+    if (out.elements() != x.elements() || cols < 1 || (views_.size() > 2 && views_[2].elements() != cols) ||
+        (gated && (views_[3].elements() != x.elements() || cols % args_.gating.group != 0)))
       refuse("the operands of a norm do not fit together");
+    args_.x = x.data;
+    args_.weight = views_.size() > 2 ? views_[2].data : nullptr;
+    args_.out = out.data;
+    args_.gate = gated ? views_[3].data : nullptr;
+    args_.type = activation_of(x.type);
+    args_.rows = x.elements() / cols;
+    args_.cols = static_cast<int>(cols);
   }
   void run(const Kernels& kernels) override {
-    const std::int64_t row_bytes = cols_ * static_cast<std::int64_t>(bytes_of(views_[1].type));
-    for (std::int64_t row = 0; row < views_[1].elements() / cols_; ++row)
-      kernels.norm({views_[1].data + row * row_bytes, views_.size() == 3 ? views_[2].data : nullptr, views_[0].data + row * row_bytes,
-                    activation_of(views_[1].type), static_cast<int>(cols_), form_});
+    for (std::int64_t row = 0; row < args_.rows; ++row) norm_row(kernels, args_, row);
   }
 
  private:
-  const NormForm form_;
-  std::int64_t cols_ = 1;
+  NormArgs args_{};
 };
 
 }  // namespace
@@ -709,8 +718,8 @@ std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, st
   refuse("unknown operation '" + name + "'");
 }
 
-std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form) {
-  return std::make_unique<NormOperation>(std::move(operands), form);
+std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form, const NormGate& gating) {
+  return std::make_unique<NormOperation>(std::move(operands), form, gating);
 }
 
 }  // namespace moegraft
