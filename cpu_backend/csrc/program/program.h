@@ -32,6 +32,9 @@ namespace moegraft {
 
 enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kBool };
 std::size_t bytes_of(ElementType type);
+inline bool is_integer(ElementType type) {
+  return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool;
+}
 ActivationType activation_of(ElementType type);  // throws std::invalid_argument for other types than floating-point ones
 ElementType parse_element(const std::string& name);  // throws std::invalid_argument
 [[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }

@@ -17,8 +17,6 @@ namespace {
 constexpr int kStrip = 1024;
 constexpr std::size_t kMostOperands = 4;
 
-bool is_integer(ElementType type) { return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool; }
-
 template <class Value>
 Value read(const std::byte* p) {
   Value value;
@@ -664,40 +662,6 @@ class RotaryOperation final : public SmallOperation {
   std::int64_t cols_ = 0;
 };
 
-class NormOperation final : public SmallOperation {
- public:
-  NormOperation(std::vector<Operand> operands, const NormForm& form, const NormGate& gating) : SmallOperation(std::move(operands)) {
-    args_.form = form;
-    args_.gating = gating;
-  }
-  void resolved() override {
-    const bool gated = args_.gating.group != 0;
-    if (gated ? views_.size() != 4 : views_.size() != 2 && views_.size() != 3)
-      refuse("a norm has an output, an input and perhaps a weight; with a gate, all of them");
-    const View &out = views_[0], &x = views_[1];
-    for (const View& view : views_)
-      if (view.data == nullptr || !view.contiguous() || view.type != x.type || is_integer(view.type) || view.dims < 1)
-        refuse("a norm has another form");
-    const std::int64_t cols = x.sizes[static_cast<std::size_t>(x.dims - 1)];
-    if (out.elements() != x.elements() || cols < 1 || (views_.size() > 2 && views_[2].elements() != cols) ||
-        (gated && (views_[3].elements() != x.elements() || cols % args_.gating.group != 0)))
-      refuse("the operands of a norm do not fit together");
-    args_.x = x.data;
-    args_.weight = views_.size() > 2 ? views_[2].data : nullptr;
-    args_.out = out.data;
-    args_.gate = gated ? views_[3].data : nullptr;
-    args_.type = activation_of(x.type);
-    args_.rows = x.elements() / cols;
-    args_.cols = static_cast<int>(cols);
-  }
-  void run(const Kernels& kernels) override {
-    for (std::int64_t row = 0; row < args_.rows; ++row) norm_row(kernels, args_, row);
-  }
-
- private:
-  NormArgs args_{};
-};
-
 }  // namespace
 
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers) {
@@ -716,10 +680,6 @@ std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, st
   if (name == "embedding") return std::make_unique<EmbeddingOperation>(std::move(operands));
   if (name == "rotary") return std::make_unique<RotaryOperation>(std::move(operands));
   refuse("unknown operation '" + name + "'");
-}
-
-std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form, const NormGate& gating) {
-  return std::make_unique<NormOperation>(std::move(operands), form, gating);
 }
 
 }  // namespace moegraft
