@@ -160,12 +160,29 @@ class NormSpec:
         element_type: float32, float16 or bfloat16, of rows, weights and results.
         cols: length of a row.
         rounds_first: whether to round the quotient to `element_type` before the product with the weight.
+        gate: the function of a gate, such as `silu`, by which a row is multiplied in float32; empty where there is none.
+        group: columns of a gated norm that are normed together.
+        gate_first: whether the product with the gate is normed, and rounded before that with the weight; else the norm is multiplied.
+        wide: whether the norm is not rounded before the product with the gate.
 
     Raises:
-        ValueError: an unknown type, `cols` below 1, an `epsilon` that is negative or not finite.
+        ValueError: an unknown type, `cols` below 1, an `epsilon` that is negative or not finite; an unknown function of a gate, or a
+            `group` that does not divide `cols`, is above 8192, or not `cols` where the gate is not first.
     """
 
-    def __init__(self, element_type: str, cols: int, epsilon: float, weight_offset: float = 0.0, rounds_first: bool = False) -> None: ...
+    def __init__(
+        self,
+        element_type: str,
+        cols: int,
+        epsilon: float,
+        weight_offset: float = 0.0,
+        rounds_first: bool = False,
+        *,
+        gate: str = "",
+        group: int = 0,
+        gate_first: bool = False,
+        wide: bool = False,
+    ) -> None: ...
 
 class RouterSpec:
     """The computation of a router's logits and its choice of experts, in descending order of score, ties by index.
@@ -325,8 +342,8 @@ class Runtime:
             TypeError: a wrong dtype, or neither a tensor nor an array.
             ValueError: a wrong shape, order or device.
         """
-    def norm(self, norm: NormSpec, x: Tensor, weight: Tensor | None, out: Tensor) -> None:
-        """Normalise every row of `x` (..., cols) into `out`; `weight` is (cols,). All have the element type of the norm."""
+    def norm(self, norm: NormSpec, x: Tensor, weight: Tensor | None, out: Tensor, gate: Tensor | None = None) -> None:
+        """Normalise every row of `x` (..., cols) into `out`; `weight` is (cols,), `gate` like `x`. All have the norm's element type."""
     def route(self, router: RouterSpec, x: Tensor, weight: Tensor, logits: Tensor, weights: Tensor, index: Tensor) -> None:
         """Choose the experts of `x` (T, H) with the router's `weight` (E, H).
 

@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from moegraft.cpu_backend import NormSpec, Runtime
@@ -20,8 +19,8 @@ from moegraft.operators.cpu import element_name, is_plain
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
 
 Form = Callable[..., torch.Tensor]  # of the rows, the weight and, for some, the gate
-Function = Callable[[torch.Tensor], torch.Tensor]
 
+_MOST_GROUP_COLUMNS = 8192  # of the kernel
 _TOLERANCE = 1e-5  # relative, in float32
 _ROUNDED_OTHERWISE = 0.02  # share of 16-bit results that may differ by a last bit, as sums in another order make them
 
@@ -59,7 +58,8 @@ class CpuNorm(CpuForwardOperator):
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor | None:
         if x.is_cpu:
             x = x.contiguous()  # queries beside their gates are a part of another tensor
-        plain = is_plain(x) and all(type(each) is torch.Tensor and each.shape == x.shape and not _learns(each) for each in others)
+        gates = all(type(each) is torch.Tensor and (each.shape, each.dtype, each.device) == (x.shape, x.dtype, x.device) for each in others)
+        plain = is_plain(x) and gates and not any(map(_learns, others))
         return self._form(x, weight, *others) if plain else None
 
     def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
@@ -68,22 +68,11 @@ class CpuNorm(CpuForwardOperator):
 
     def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
         """Yield the gated norms of recurrent layers: with the function of the gate before the norm or after it, in float32."""
-
-        def after(act: Function, norm: Form, wide: bool, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-            y = norm(x.float(), weight.float()) if wide else norm(x, weight)
-            return (y * act(gate.float())).to(x.dtype)
-
-        def before(act: Function, norm: Form, groups: int, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-            y = norm((x.float() * act(gate.float())).unflatten(-1, (groups, -1)), None)
-            return weight * y.flatten(-2).to(x.dtype)
-
         group = getattr(module, "group_size", columns)
-        if columns % group:
-            raise NotRecognisedError(f"its {columns} columns are no groups of {group}")
-        for act in (F.silu, torch.sigmoid):
-            for wide in (False, True):
-                yield partial(after, act, partial(_norm, self.runtime, columns, float(epsilon), 0.0, True), wide)
-            yield partial(before, act, partial(_norm, self.runtime, group, float(epsilon), 0.0, True), columns // group)
+        forms = [(columns, False, False), (columns, False, True), (group, True, False)]
+        for gate, (size, first, wide) in itertools.product(("silu", "sigmoid"), forms):
+            if size <= _MOST_GROUP_COLUMNS and columns % size == 0:
+                yield partial(_gated, self.runtime, columns, float(epsilon), gate, size, first, wide)
 
 
 def _learns(tensor: torch.Tensor) -> bool:
@@ -105,6 +94,28 @@ def normalised(runtime: Runtime, spec: NormSpec, x: torch.Tensor, weight: torch.
     """Return the norm of every row of `x` (..., N), contiguous and on the CPU, in the dtype of `x` and `weight` (N,)."""
     out = torch.empty_like(x)
     runtime.norm(spec, x, weight, out)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _gated_spec(dtype: torch.dtype, columns: int, epsilon: float, gate: str, group: int, first: bool, wide: bool) -> NormSpec:
+    return NormSpec(element_name(dtype), columns, epsilon, rounds_first=True, gate=gate, group=group, gate_first=first, wide=wide)
+
+
+def _gated(
+    runtime: Runtime,
+    columns: int,
+    epsilon: float,
+    function: str,
+    group: int,
+    first: bool,
+    wide: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gate: torch.Tensor,
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    runtime.norm(_gated_spec(x.dtype, columns, epsilon, function, group, first, wide), x, weight, out, gate.contiguous())
     return out
 
 

@@ -44,6 +44,64 @@ def test_norms_match_float64(
     torch.testing.assert_close(found.double(), expected, rtol=4 * DTYPES[dtype], atol=1e-6)
 
 
+GATED = [
+    ("silu", False, False),  # Qwen3-Next
+    ("silu", True, False),  # Mamba-2
+    ("sigmoid", False, True),  # Kimi-Linear
+]
+
+
+def gated_reference(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, function: str, group: int, first: bool) -> torch.Tensor:
+    """Return the norm in the dtype of its operands, float64 for the test of float32."""
+    acted = gate * gate.sigmoid() if function == "silu" else gate.sigmoid()
+    rows = (x * acted if first else x).unflatten(-1, (-1, group))
+    quotient = (rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2)
+    return quotient * weight * (1 if first else acted)
+
+
+@pytest.mark.parametrize(("function", "first", "wide"), GATED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "groups"),
+    [
+        (1, 128, 1),  # a head of Qwen3-Next
+        (3, 1, 1),  # one column
+        (2, 37, 1),  # a part of a block of 16
+        (5, 300, 1),  # more than a strip, and a tail
+        (300, 129, 1),  # on several threads
+        (2, 6 * 41, 6),  # groups
+        (1, 8192, 1),  # the largest group
+        (0, 16, 1),
+    ],
+)
+def test_gated_norms_match_float64(
+    runtime: Runtime, tokens: int, columns: int, groups: int, dtype: torch.dtype, function: str, first: bool, wide: bool
+) -> None:
+    generator = torch.Generator().manual_seed(tokens + columns)
+    x, gate = (3 * torch.randn(2, tokens, columns, generator=generator)).to(dtype)
+    weight = torch.randn(columns, generator=generator).to(dtype)
+    group = columns // groups if first else columns
+    gating: dict[str, Any] = {"gate": function, "group": group, "gate_first": first, "wide": wide}
+    out = torch.empty_like(x)
+    runtime.norm(NormSpec(name_of(dtype), columns, 1e-5, rounds_first=True, **gating), x, weight, out, gate)
+    expected = gated_reference(x.double(), weight.double(), gate.double(), function, group, first)
+    tolerance = DTYPES[dtype] * (2 if columns > 2048 else 1)  # a sum in float32 of so many squares, one after the other
+    assert float((out.double() - expected).norm()) <= tolerance * float(expected.norm())
+
+
+def test_wrong_gates_of_norms_are_refused(runtime: Runtime) -> None:
+    for options in ({"gate": "silu", "group": 3}, {"gate": "silu", "group": 4}, {"gate": "silu"}, {"gate": "swish", "group": 8}):
+        with pytest.raises(ValueError, match=r"NormSpec: groups of|unknown activation"):
+            NormSpec("float32", 8, 1e-5, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="groups of 8208 columns"):
+        NormSpec("float32", 8208, 1e-5, gate="silu", group=8208)
+    x, weight = torch.zeros(2, 8), torch.ones(8)
+    plain, gated = NormSpec("float32", 8, 1e-5), NormSpec("float32", 8, 1e-5, gate="silu", group=8)
+    for call in ((plain, x, weight, x, x), (gated, x, weight, x), (gated, x, None, x, x), (gated, x, weight, x, x[:1])):
+        with pytest.raises(ValueError, match="gate"):
+            runtime.norm(*call)
+
+
 def test_a_norm_of_values_that_are_not_finite(runtime: Runtime) -> None:
     x = torch.ones(3, 40)
     x[0, 3], x[1, 39] = torch.nan, torch.inf

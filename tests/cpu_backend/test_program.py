@@ -410,6 +410,24 @@ def test_a_norm(rig: Rig, rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_gated_norm(rig: Rig, threaded: dict[int, Runtime], first: bool, dtype: torch.dtype) -> None:
+    """As the call of the runtime, which has tests of its own."""
+    spec = NormSpec(NAMES[dtype], 74, 1e-5, rounds_first=True, gate="silu", group=37 if first else 74, gate_first=first)
+    x, gate, weight = random((5, 74), dtype), random((5, 74), dtype, seed=1), random((74,), dtype, seed=2)
+    out, expected = torch.empty_like(x), torch.empty_like(x)
+    operands = [rig.operand(each) for each in (out, x, weight, gate)]
+    rig.program.add_norm(spec, operands)
+    rig.run()
+    threaded[1].norm(spec, x, weight, expected, gate)
+    assert torch.equal(out, expected)
+    for wrong in (operands[:2], operands[:3], [*operands[:3], rig.operand(gate[:2])]):
+        with pytest.raises(ValueError, match="norm"):
+            rig.program.add_norm(spec, wrong)
+            rig.run()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("layout", ["plain", "transposed", "broadcast", "rows"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(

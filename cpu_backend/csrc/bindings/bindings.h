@@ -87,9 +87,11 @@ struct PyExperts {
 
 struct PyNorm {
   PyNorm(const std::string& type_name, int cols_of_row, float epsilon, float weight_offset, bool rounds_first);
+  void set_gate(const std::string& function, int group, bool first, bool wide);
   ActivationType type;
   int cols;
   NormForm form;
+  NormGate gating;
 };
 
 // The keywords of RouterSpec.
@@ -143,7 +145,8 @@ void attention(Runtime& runtime, const AttentionCall& call);
 void paged_attention(Runtime& runtime, const PagedAttentionCall& call);
 void matmul(Runtime& runtime, const pybind11::array& a, const pybind11::array& b, const pybind11::array& out);
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
-void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out);
+void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out,
+          pybind11::handle gate_or_none);
 
 // `operands` are tensors or None, as RecurrentJob takes them; `past` are tensors.
 void recurrent(Runtime& runtime, const std::string& name, const pybind11::sequence& operands, const std::vector<double>& numbers,

@@ -187,9 +187,9 @@ void bind_runtime(py::module_& module) {
       .def("wait", "ticket", &PyRuntime::wait)
       .def("linear", "linear, x, out",
            [](PyRuntime& self, const PackedLinear& packed, py::handle x, py::handle out) { linear(self.get(), packed, x, out); })
-      .def("norm", "norm, x, weight, out",
-           [](PyRuntime& self, const PyNorm& spec, py::handle x, py::handle weight, py::handle out) {
-             norm(self.get(), spec, x, weight, out);
+      .def("norm", "norm, x, weight, out, gate=None",
+           [](PyRuntime& self, const PyNorm& spec, py::handle x, py::handle weight, py::handle out, py::handle gate) {
+             norm(self.get(), spec, x, weight, out, gate);
            })
       .def("route", "router, x, weight, logits, weights, index",
            [](PyRuntime& self, const PyRouter& router, py::handle x, py::handle weight, py::handle logits, py::handle weights,

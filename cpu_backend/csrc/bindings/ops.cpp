@@ -55,6 +55,13 @@ PyNorm::PyNorm(const std::string& type_name, int cols_of_row, float epsilon, flo
   if (!(epsilon >= 0.0f) || !std::isfinite(epsilon)) raise_value_error("NormSpec: epsilon must be finite and at least 0");
 }
 
+void PyNorm::set_gate(const std::string& function, int group, bool first, bool wide) {
+  if (group < 1 || group > kMostGroupCols || cols % group != 0 || (!first && group != cols))
+    raise_value_error("NormSpec: groups of " + std::to_string(group) + " columns; a gated norm has equal groups of at most " +
+                      std::to_string(kMostGroupCols) + ", and one alone where the gate is not first");
+  gating = {{parse_activation(function)}, group, first, wide};
+}
+
 PyRouter::PyRouter(int hidden_size, int experts, int top_k, const RouterOptions& options)
     : hidden(hidden_size),
       type(parse_element_type(options.type)),
@@ -98,7 +105,7 @@ void linear(Runtime& runtime, const PackedLinear& linear, py::handle x, py::hand
   runtime.linear(args);
 }
 
-void norm(Runtime& runtime, const PyNorm& norm, py::handle x, py::handle weight_or_none, py::handle out) {
+void norm(Runtime& runtime, const PyNorm& norm, py::handle x, py::handle weight_or_none, py::handle out, py::handle gate_or_none) {
   const TensorView input(x, "x"), output(out, "out");
   input.require_float(norm.type);
   const std::int64_t rows = input.rows(norm.cols);
@@ -112,7 +119,16 @@ void norm(Runtime& runtime, const PyNorm& norm, py::handle x, py::handle weight_
     view.require_shape({norm.cols});
     weight = view.data();
   }
-  const NormArgs args = {input.data(), weight, output.data(), norm.type, rows, norm.cols, norm.form};
+  const std::byte* gate = nullptr;
+  if (gate_or_none.is_none() != (norm.gating.group == 0) || (!gate_or_none.is_none() && weight == nullptr))
+    raise_value_error("norm: a gate and a weight are given if, and only if, the norm has a gate");
+  if (!gate_or_none.is_none()) {
+    const TensorView view(gate_or_none, "gate");
+    view.require_float(norm.type);
+    view.require_rows_of(input, norm.cols);
+    gate = view.data();
+  }
+  const NormArgs args = {input.data(), weight, output.data(), norm.type, rows, norm.cols, norm.form, gate, norm.gating};
   py::gil_scoped_release release;
   runtime.norm(args);
 }
@@ -177,9 +193,12 @@ void recurrent(Runtime& runtime, const std::string& name, const py::sequence& op
 
 void bind_ops(py::module_& module) {
   Binder(py::class_<PyNorm>(module, "NormSpec"))
-      .constructor("element_type, cols, epsilon, weight_offset=0.0, rounds_first=False",
-                   [](const std::string& type, int cols, float epsilon, float weight_offset, bool rounds_first) {
-                     return std::make_unique<PyNorm>(type, cols, epsilon, weight_offset, rounds_first);
+      .constructor("element_type, cols, epsilon, weight_offset=0.0, rounds_first=False, *, gate='', group=0, gate_first=False, wide=False",
+                   [](const std::string& type, int cols, float epsilon, float weight_offset, bool rounds_first, const std::string& gate,
+                      int group, bool gate_first, bool wide) {
+                     auto norm = std::make_unique<PyNorm>(type, cols, epsilon, weight_offset, rounds_first);
+                     if (!gate.empty()) norm->set_gate(gate, group, gate_first, wide);
+                     return norm;
                    });
   Binder(py::class_<PyRouter>(module, "RouterSpec"))
       .constructor(

@@ -50,7 +50,9 @@ class PyProgram {
   void add_small(const std::string& name, const py::sequence& operands, std::vector<double> numbers) {
     program_.add(make_small_operation(name, parse_operands(operands), std::move(numbers)));
   }
-  void add_norm(const PyNorm& norm, const py::sequence& operands) { program_.add(make_norm(parse_operands(operands), norm.form)); }
+  void add_norm(const PyNorm& norm, const py::sequence& operands) {
+    program_.add(make_norm(parse_operands(operands), norm.form, norm.gating));
+  }
   void add_linears(const py::sequence& linears, const py::sequence& operands) {
     std::vector<const PackedLinear*> found;
     for (const py::handle linear : linears) found.push_back(&linear.cast<const PackedLinear&>());

@@ -413,8 +413,45 @@ class RecurrentOperation final : public KernelOperation {
   RecurrentJob job_;
 };
 
+class NormOperation final : public SmallOperation {
+ public:
+  NormOperation(std::vector<Operand> operands, const NormForm& form, const NormGate& gating) : SmallOperation(std::move(operands)) {
+    args_.form = form;
+    args_.gating = gating;
+  }
+  void resolved() override {
+    const bool gated = args_.gating.group != 0;
+    if (gated ? views_.size() != 4 : views_.size() != 2 && views_.size() != 3)
+      refuse("a norm has an output, an input and perhaps a weight; with a gate, all of them");
+    const View &out = views_[0], &x = views_[1];
+    for (const View& view : views_)
+      if (view.data == nullptr || !view.contiguous() || view.type != x.type || is_integer(view.type) || view.dims < 1)
+        refuse("a norm has another form");
+    const std::int64_t cols = x.sizes[static_cast<std::size_t>(x.dims - 1)];
+    if (out.elements() != x.elements() || cols < 1 || (views_.size() > 2 && views_[2].elements() != cols) ||
+        (gated && (views_[3].elements() != x.elements() || cols % args_.gating.group != 0)))
+      refuse("the operands of a norm do not fit together");
+    args_.x = x.data;
+    args_.weight = views_.size() > 2 ? views_[2].data : nullptr;
+    args_.out = out.data;
+    args_.gate = gated ? views_[3].data : nullptr;
+    args_.type = activation_of(x.type);
+    args_.rows = x.elements() / cols;
+    args_.cols = static_cast<int>(cols);
+  }
+  void run(const Kernels& kernels) override {
+    for (std::int64_t row = 0; row < args_.rows; ++row) norm_row(kernels, args_, row);
+  }
+
+ private:
+  NormArgs args_{};
+};
+
 }  // namespace
 
+std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form, const NormGate& gating) {
+  return std::make_unique<NormOperation>(std::move(operands), form, gating);
+}
 std::unique_ptr<KernelOperation> make_linears(const ProgramMachine& machine, std::vector<const PackedLinear*> linears,
                                               std::vector<Operand> operands) {
   return std::make_unique<LinearsOperation>(machine, std::move(linears), std::move(operands));

@@ -26,11 +26,15 @@
 #include "core/memory.h"
 #include "core/runtime.h"
 #include "core/thread_pool.h"
+#include "ops/norm.h"
 
 namespace moegraft {
 
 enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kBool };
 std::size_t bytes_of(ElementType type);
+inline bool is_integer(ElementType type) {
+  return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool;
+}
 ActivationType activation_of(ElementType type);  // throws std::invalid_argument for other types than floating-point ones
 ElementType parse_element(const std::string& name);  // throws std::invalid_argument
 [[noreturn]] inline void refuse(const std::string& message) { throw std::invalid_argument(message); }
@@ -101,7 +105,8 @@ class SmallOperation : public Operation {
 // `name` is an elementwise function (small_ops.cpp), or: softmax, sum, mean, amax, topk, gather, scatter, embedding, arange, cumsum,
 // rotary. The first operands are the results; operations over a dimension work on the last one. Throws std::invalid_argument.
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers);
-std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form);  // out, x and, if there is one, weight
+std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form,
+                                          const NormGate& gating);  // out, x and, if there are, weight and gate
 
 // Scratch memory of all kernels of a program; one runs at a time.
 struct ProgramScratch {

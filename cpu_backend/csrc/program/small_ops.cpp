@@ -17,8 +17,6 @@ namespace {
 constexpr int kStrip = 1024;
 constexpr std::size_t kMostOperands = 4;
 
-bool is_integer(ElementType type) { return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool; }
-
 template <class Value>
 Value read(const std::byte* p) {
   Value value;
@@ -664,31 +662,6 @@ class RotaryOperation final : public SmallOperation {
   std::int64_t cols_ = 0;
 };
 
-class NormOperation final : public SmallOperation {
- public:
-  NormOperation(std::vector<Operand> operands, const NormForm& form) : SmallOperation(std::move(operands)), form_(form) {}
-  void resolved() override {
-    if (views_.size() != 2 && views_.size() != 3) refuse("a norm has an output, an input and perhaps a weight");
-    const View &out = views_[0], &x = views_[1];
-    for (const View& view : views_)
-      if (view.data == nullptr || !view.contiguous() || view.type != x.type || is_integer(view.type) || view.dims < 1)
-        refuse("a norm has another form");
-    cols_ = x.sizes[static_cast<std::size_t>(x.dims - 1)];
-    if (out.elements() != x.elements() || cols_ < 1 || (views_.size() == 3 && views_[2].elements() != cols_))
-      refuse("the operands of a norm do not fit together");
-  }
-  void run(const Kernels& kernels) override {
-    const std::int64_t row_bytes = cols_ * static_cast<std::int64_t>(bytes_of(views_[1].type));
-    for (std::int64_t row = 0; row < views_[1].elements() / cols_; ++row)
-      kernels.norm({views_[1].data + row * row_bytes, views_.size() == 3 ? views_[2].data : nullptr, views_[0].data + row * row_bytes,
-                    activation_of(views_[1].type), static_cast<int>(cols_), form_});
-  }
-
- private:
-  const NormForm form_;
-  std::int64_t cols_ = 1;
-};
-
 }  // namespace
 
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers) {
@@ -707,10 +680,6 @@ std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, st
   if (name == "embedding") return std::make_unique<EmbeddingOperation>(std::move(operands));
   if (name == "rotary") return std::make_unique<RotaryOperation>(std::move(operands));
   refuse("unknown operation '" + name + "'");
-}
-
-std::unique_ptr<SmallOperation> make_norm(std::vector<Operand> operands, const NormForm& form) {
-  return std::make_unique<NormOperation>(std::move(operands), form);
 }
 
 }  // namespace moegraft

@@ -648,8 +648,8 @@ def _complex_product(to: Lowering, one: Place, other: Place, out: Place) -> None
 
 
 def _kernel_norm(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    spec, x, weight, out = args
-    to.nodes.append(Node("norm", [out], [x] if weight is None else [x, weight], payload=spec))
+    spec, x, weight, out, *gate = args
+    to.nodes.append(Node("norm", [out], [x, *([] if weight is None else [weight]), *gate], payload=spec))
 
 
 def _kernel_route(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
