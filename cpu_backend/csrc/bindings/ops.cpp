@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/functions.h"
+#include "core/names.h"
 #include "recurrent/jobs.h"
 
 namespace py = pybind11;
