@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"share": 0.02},
     "inkling_text": {"share": 0.02},  # short convolutions, whose states are rolled back
     "mellum": WINDOWS,  # a window in the MTP layer, whose tensors have names of their own
-    "qwen3_moe": {"mlp_only_layers": []},  # a layer that neither the config nor transformers declares
+    "qwen3_moe": {"share": 0.01, "mlp_only_layers": []},  # a layer that neither the config nor transformers declares
     "dense": {"mlp_only_layers": [3]},  # beside experts in the body
     "qwen3_next": {"share": 0.02, "mlp_only_layers": []},  # full attention after a body that ends with linear attention
     "qwen3_5_moe_text": {"share": 0.02, "mtp_num_hidden_layers": 1},
