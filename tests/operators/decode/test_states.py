@@ -74,7 +74,8 @@ rules:
 - {match: {kind: router}, replace: {class: cpu_router}, expect: any}
 """
 WHOLE = ("granitemoehybrid", "nemotron_h", "zaya")  # models without operations of PyTorch whose rows depend on their number
-NORMS = ("jamba",)  # its norms, by PyTorch, of parts of a projection are such operations in front of the states
+# Such operations in front of the states: Jamba's norms of parts of a projection, and decays of fewer heads than a vector has lanes.
+ROUNDED = ("jamba", "kimi_linear", "qwen3_5_moe_text", "qwen3_next")
 
 
 def held(cache: Any) -> list[list[torch.Tensor]]:
@@ -118,7 +119,7 @@ def test_a_pass_leaves_the_states_after_each_of_its_tokens(case: FamilyCase, tmp
             for a, b in zip(mine, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         # Whatever other kernels do, the states of the first layer follow from the embeddings of the tokens.
-        first = [(found[0][:2], after[keep][0][:2])] if case.model_type not in NORMS else []
+        first = [(found[0][:2], after[keep][0][:2])] if case.model_type not in ROUNDED else []
         exact = first if case.model_type not in WHOLE else zip(found, after[keep], strict=True)
         assert all(all(map(torch.equal, mine, expected)) for mine, expected in exact), keep
         if case.model_type in WHOLE:
