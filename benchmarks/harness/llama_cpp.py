@@ -45,7 +45,8 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
     from transformers import AutoModelForCausalLM
 
     from moegraft.injection.checkpoint.gguf.families import family_of
-    from moegraft.injection.checkpoint.gguf.model import Names, experts_name, layer_of
+    from moegraft.injection.checkpoint.gguf.model import Names, experts_name
+    from moegraft.injection.rules.rule import layer_of
     from moegraft.operators.layout import read_layout
     from moegraft.operators.weight_formats import FORMATS
 

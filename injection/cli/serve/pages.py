@@ -399,7 +399,7 @@ def open_pool(
     """
     try:
         example, expected = _stock_steps(model)
-        noise = _off(_stock_steps(model, singly=3)[1], expected) if state_tensors(example) else 0.0
+        noise = _off(_stock_steps(model, singly=3)[1], expected)
     except torch.AcceleratorError:
         raise
     except Exception as error:  # what a single answer by `generate` may not need
@@ -509,8 +509,8 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
     """Compare the logits after both probes, which are computed in parts, with `expected`.
 
     Args:
-        noise: by how much the model's own logits differ where recurrent states are computed token by token: quantised activations and
-            routers make more of a last bit.
+        noise: by how much the model's own logits differ where the last tokens are computed one by one: by other kernels, and quantised
+            activations and routers make more of a last bit.
 
     Raises:
         ValueError: they differ.
