@@ -61,6 +61,7 @@ MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
 RATIOS = (0.125, 0.25, 0.5, 0.75)
 MTP_DRAFT = 4
+EXACT = "extends: cpu-exact\n"  # in int8, values of a pass over several tokens are rounded otherwise on some CPUs, and text may change
 TOLERANCE = 0.3
 BINS = 10
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -274,7 +275,7 @@ def tasks(model: str, texts: Mapping[str, str], count: int, new_tokens: int, row
 def mtp(prompts: Sequence[torch.Tensor], new_tokens: int, rows: Recorder) -> None:
     options = {"draft": "mtp", "max_draft": MTP_DRAFT, "schedule": "fixed"}
     # In int8, values of a pass over several tokens are rounded otherwise now and then: the logits of the rules `cpu` differ by 0.03 then.
-    plain, exact = (load(each, "extends: cpu-exact\n", dtype="float32") for each in (None, options))
+    plain, exact = (load(each, EXACT, dtype="float32") for each in (None, options))
     same = sum(torch.equal(generate(plain, ids, None, new_tokens), generate(exact, ids, None, new_tokens)) for ids in prompts)
     for sampled in (False, True):
         model = load(options)
@@ -290,7 +291,7 @@ def mtp(prompts: Sequence[torch.Tensor], new_tokens: int, rows: Recorder) -> Non
 @torch.inference_mode()
 def quality(model: str, texts: Sequence[torch.Tensor], rows: Recorder) -> None:
     """Record perplexity and kept weight by number of experts per token."""
-    loaded = injected(model, "extends: cpu-exact\n", threads=torch.get_num_threads())
+    loaded = injected(model, EXACT, threads=torch.get_num_threads())
     shares: list[torch.Tensor] = []
     for operator in loaded.moegraft.operators.values():
         operator.register_forward_pre_hook(lambda module, args: shares.append(_cumulative(args[2])))
@@ -324,10 +325,10 @@ def speed(prompts: Sequence[torch.Tensor], rounds: int, rows: Recorder) -> None:
     Raises:
         AssertionError: a draft changes the greedy text of plain decoding in float32.
     """
-    expected = generate(load(None, dtype="float32"), prompts[0])
+    expected = generate(load(None, EXACT, dtype="float32"), prompts[0])
     for name, options in SPEED_PROVIDERS.items():
         if options is not None:
-            assert torch.equal(generate(load(options, dtype="float32"), prompts[0]), expected), f"{name} changed the text"
+            assert torch.equal(generate(load(options, EXACT, dtype="float32"), prompts[0]), expected), f"{name} changed the text"
     models = {name: load(options) for name, options in SPEED_PROVIDERS.items()}
 
     def rates(model: PreTrainedModel) -> list[float]:
