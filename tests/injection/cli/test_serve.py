@@ -406,7 +406,7 @@ def scripted_answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, in
 
 
 def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = with_drafts(tmp_path, "max_draft: 4")
+    loaded = with_drafts(tmp_path, "max_draft: 4, schedule: fixed")
     drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
     drafting, step, damaged = drafts.drafting, SequencePool.step, []
 
