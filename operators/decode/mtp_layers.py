@@ -55,6 +55,13 @@ def why_no_mtp(model_class: str, config: PretrainedConfig) -> str | None:
     if not hasattr(library, "forward_layer"):
         return f"transformers {transformers.__version__} cannot compute MTP layers one by one; install 5.23 or newer"
     count = _layer_count(config)
+    stated = next((name for name in _QWEN_COUNTS if getattr(config.get_text_config(decoder=True), name, None)), None)
+    if not count and stated is not None:
+        return (
+            f"the config of {model_class} states MTP layers ({stated}), and the checkpoint has none that can be computed: their tensors "
+            "(mtp.fc.weight, mtp.layers.0) are in none of its files, mtp.safetensors included; complete the folder, or draft with "
+            "'experts' or 'ngram'"
+        )
     if not count:
         return (
             f"neither transformers nor the config of {model_class} declares MTP layers (num_mtp_layers, num_nextn_predict_layers or "

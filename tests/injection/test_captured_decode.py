@@ -228,7 +228,7 @@ def test_several_sequences_are_captured_too(model_type: str, load, eager, tolera
 
 
 @pytest.mark.parametrize(
-    ("model_type", "arguments", "says"),
+    ("model_type", "arguments", "reason"),
     [
         ("qwen3_moe", {"cache_implementation": "dynamic"}, "the key-value cache (DynamicCache of DynamicLayer) is not of fixed size"),
         ("qwen3_moe", {"use_cache": False}, None),  # no step has one token
@@ -238,14 +238,14 @@ def test_several_sequences_are_captured_too(model_type: str, load, eager, tolera
     ],
 )
 def test_steps_that_cannot_be_captured_run_and_are_logged_once(  # type: ignore[no-untyped-def]
-    model_type: str, arguments: dict[str, Any], says: str | None, load, eager, caplog: pytest.LogCaptureFixture
+    model_type: str, arguments: dict[str, Any], reason: str | None, load, eager, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens, _ = answer(eager(model_type), **arguments)
     model = load(model_type)
     with caplog.at_level(logging.WARNING, "moegraft"):
         assert answer(model, **arguments)[0] == tokens
         assert answer(model, **arguments)[0] == tokens
-    assert [says is not None and says in notice for notice in notices(caplog)] == [True] * (says is not None)
+    assert [reason is not None and reason in notice for notice in notices(caplog)] == [True] * (reason is not None)
     assert engine_of(model).statistics.replayed == 0
 
 

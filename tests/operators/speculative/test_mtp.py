@@ -465,6 +465,9 @@ def tiny(model_type: str) -> PreTrainedModel:
 
 def test_families_and_versions_without_mtp_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "neither transformers nor the config of Qwen3MoeForCausalLM declares MTP layers" in refusal(tiny("qwen3_moe"), tmp_path)
+    incomplete = tiny("qwen3_moe")
+    incomplete.config.mtp_num_hidden_layers = 1
+    assert "states MTP layers (mtp_num_hidden_layers), and the checkpoint has none" in refusal(incomplete, tmp_path)
     assert "without `mtp_layer_types` is ambiguous" in refusal(tiny("bailing_hybrid"), tmp_path)
     assert "neither transformers nor the config of MiMoV2FlashForCausalLM" in refusal(tiny("mimo_v2_flash"), tmp_path)
     with pytest.raises(MoegraftError, match="a model in memory has lost them"):
