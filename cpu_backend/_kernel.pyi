@@ -605,13 +605,22 @@ class Program:
         """Check that every operand is within its buffer at the positions from `first` to `last`; to be called after `bind`."""
     def run(self, position: int, first: int, end: int) -> None:
         """Run the stages from `first` to `end` for a checked position."""
-    def set_loop(self, operands: Sequence[Any]) -> None:
-        """Set what `follow` and `greedy` read and write: logits (B, V), tokens (B) int64, and what counts positions, int64."""
+    def set_loop(self, operands: Sequence[Any], hidden: Any = None) -> None:
+        """Set what `follow` and `greedy` read and write.
+
+        Args:
+            operands: logits (R, V) of some of the tokens, the T tokens that a step feeds, int64, and what counts positions, int64.
+            hidden: the tokens' states.
+        """
     def follow(self, position: int, tokens: Sequence[int], logits: NDArray[np.float32]) -> None:
-        """Run all stages for the tokens after the last run's, with positions greater by one; `logits` (B, V) float32 receives theirs."""
-    def greedy(self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int) -> list[int]:
+        """Run all stages for T tokens at a checked position; `logits` (R, V) float32 receives theirs.
+
+        What counts positions moves on by as many as this one is after that of the last run.
+        """
+    def greedy(self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int, hidden: object = None) -> list[int]:
         """Run all stages for `token`, for the likeliest token after it, and so on, of one sequence; return the likeliest after each.
 
+        `hidden`, a contiguous one-dimensional tensor of bytes, receives the states of each step.
         At most `count` steps are run, none after a token of `ends`, and none begins `longest_ns` after the first.
         """
     @property
@@ -619,7 +628,7 @@ class Program:
         """The ns that each step of the latest call of `greedy` took."""
     @property
     def fed(self) -> int:
-        """The tokens that `follow` and `greedy` have fed."""
+        """The steps that `follow` and `greedy` have run."""
     def spans(self) -> list[tuple[int, int]]:
         """Return when the kernel of each stage last began and ended, in ns of `time.perf_counter_ns`; 0 for a stage without one."""
     @property

@@ -227,24 +227,24 @@ class CacheBuffers:
         """Return the positions by which a step may still move on before a buffer is full."""
         return min((self.room - rows.start - rows.length - tokens for rows in self.tensors.values()), default=_LONG)
 
-    def advance(self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], steps: int) -> None:
-        """Let the cache show the tokens that `steps` steps have written."""
+    def advance(self, cache: Any, grown: Sequence[CacheTensor], counts: Mapping[StateName, int], tokens: int, per_step: int) -> None:
+        """Let the cache show `tokens` tokens that steps of `per_step` tokens have written: whole steps, or the first tokens of one."""
         for each in grown:
             if not each.added:
                 continue
-            rows = self.tensors[each.name]
+            rows, added = self.tensors[each.name], tokens * each.added // per_step
             if each.drained:
                 rows.start = rows.length = 0
             elif rows.moves:
-                rows.start += steps * each.added
+                rows.start += added
             else:
-                rows.length += steps * each.added
+                rows.length += added
             rows.view = rows.buffer.narrow(rows.dim, rows.start, rows.length)
             for name in each.names:
                 holder(cache, name)[name[-1]] = rows.view
         for name, count in counts.items():
             if count:
-                holder(cache, name)[name[-1]] += steps * count
+                holder(cache, name)[name[-1]] += tokens * count // per_step
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

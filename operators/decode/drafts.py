@@ -15,7 +15,7 @@ from transformers.generation.logits_process import SynthIDTextWatermarkLogitsPro
 
 from moegraft.operators.decode.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
-from moegraft.operators.decode.rollback import CacheMark, longest_rewind, unsupported_cache_reason
+from moegraft.operators.decode.rollback import longest_rewind, unsupported_cache_reason
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.decode.states import drop_past
 from moegraft.operators.draft import DraftSettings, DraftSwitch
@@ -82,30 +82,23 @@ class Drafting:
         if (cache := sequence.cache) is not None:
             drop_past(cache)
 
-    def _mark(self, sequence: DecodedSequence, *, singly: bool) -> CacheMark:
-        cache = sequence.cache
-        assert cache is not None, "without a cache, nothing is drafted"
-        return CacheMark(cache, self._longest + 1, singly=singly)  # the memory of past states stays the same in all rounds
-
     def round(self, sequence: DecodedSequence, rule: AcceptanceRule) -> None:
         """Extend a sequence by one token or more, and learn from it."""
         start, before, preparations = self.clock(), sequence.length, self.switch.preparations
         planned = self.schedule.plan(min(self._longest, sequence.remaining - 1))
-        mark: CacheMark | None = None
         drafts: list[DraftToken] = []
         step_ns: Sequence[int] = ()  # of plain steps that were computed without anything else in between
+        if planned > 0:  # the memory of past states stays the same in all rounds
+            sequence.mark(self._longest + 1, singly=self.drafter.feeds)
         try:
             if planned > 0:
-                mark = self._mark(sequence, singly=True) if self.drafter.feeds else None
                 with self.trace("draft") as details:
                     drafts = self.drafter.draft(sequence, rule, planned, self.schedule.continues)
                     details["tokens"] = len(drafts)
             drafted = self.clock()
-            if mark is not None:
+            if planned > 0 and self.drafter.feeds:
                 with self.trace("rollback"):
-                    mark.rewind()
-            elif drafts:
-                mark = self._mark(sequence, singly=False)
+                    sequence.rewind()
             with self.trace("verify" if drafts else "plain step") as details:
                 compared = accepted = 0
                 if drafts:
@@ -116,18 +109,20 @@ class Drafting:
                     most = 1 if planned else self.schedule.plain_steps() if self._longest else sequence.remaining
                     step_ns = sequence.extend(most) if self._greedy else ()
                     if not step_ns:
-                        choose(sequence, rule, sequence.step())
+                        choose(sequence, rule, sequence.forward([], feed=1)[0])
             generated = sequence.length - before
             if self._longest:
                 self.drafter.keep(sequence, generated)
-            if mark is not None:
+            if drafts:
                 with self.trace("rollback") as details:
                     details["kept"] = generated
-                    mark.rewind(keep=generated)
+                    sequence.rewind(keep=generated)
         except BaseException:  # Ctrl-C too: the caller's cache is restored to its state before the round
-            if mark is not None:
-                mark.rewind()
+            if planned > 0:
+                sequence.rewind()
             raise
+        finally:
+            sequence.unmark()
         draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
         prepared = self.switch.preparations != preparations
         if len(step_ns) > 1:
@@ -184,7 +179,7 @@ def draw(
     confidences: list[float] = []
     while len(drafts) < length:
         tokens = [draft.token for draft in drafts]
-        scores = sequence.process(sequence.followed_by(tokens), logits_after(tokens))
+        scores = sequence.process(tokens, logits_after(tokens))
         draft = DraftToken(rule.pick(scores), scores.softmax(-1))
         drafts.append(draft)
         confidences.append(draft.confidence)

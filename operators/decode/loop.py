@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +27,14 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -34,15 +42,24 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
+from moegraft.operators.decode.passes import CachedPasses
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting
-    from moegraft.operators.decode.native.steps import Continuation
     from moegraft.operators.decode.replay import StepReplay
 
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ROOM = 256  # tokens
+# Processors that are the same for any tokens before the scores, but for their number where the value is False.
+_ROWWISE: Mapping[type, bool] = {
+    TemperatureLogitsWarper: True,
+    TopKLogitsWarper: True,
+    TopPLogitsWarper: True,
+    MinPLogitsWarper: True,
+    MinLengthLogitsProcessor: False,
+    MinNewTokensLengthLogitsProcessor: False,
+}
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 
 
@@ -102,7 +119,7 @@ class Decoding:
                 if drafting is not None:
                     drafting.round(sequence, rule)
                 elif not (greedy and sequence.extend()):
-                    choose(sequence, rule, sequence.step())
+                    choose(sequence, rule, sequence.forward([], feed=1)[0])
             ending.close()  # first: where a stream ends, another thread may go on with the cache
             return sequence.result()
 
@@ -115,8 +132,8 @@ def accept(sequence: DecodedSequence, rule: AcceptanceRule, drafts: Sequence[Dra
     Returns:
         The numbers of compared and of accepted drafts.
     """
-    for position, draft in enumerate(drafts):
-        scores = sequence.process(sequence.input_ids, logits[position])
+    processed = sequence.process_rows([draft.token for draft in drafts], logits)
+    for position, (draft, scores) in enumerate(zip(drafts, processed, strict=False)):
         if not rule.accepts(draft, scores):
             token = rule.replacement(draft, scores)
             rule.note(token, logits[position], scores, None)
@@ -126,17 +143,17 @@ def accept(sequence: DecodedSequence, rule: AcceptanceRule, drafts: Sequence[Dra
         sequence.append(draft.token, scores, logits[position])
         if sequence.finished:
             return position + 1, position + 1
-    token, scores = choose(sequence, rule, logits[-1])
+    scores = next(processed)
+    token = rule.pick(scores)
     rule.note(token, logits[-1], scores, None)
+    sequence.append(token, scores, logits[-1])
     return len(drafts), len(drafts)
 
 
-def choose(sequence: DecodedSequence, rule: AcceptanceRule, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Append the full model's own token by its logits (V,); return it with its scores."""
-    scores = sequence.process(sequence.input_ids, logits)
-    token = rule.pick(scores)
-    sequence.append(token, scores, logits)
-    return token, scores
+def choose(sequence: DecodedSequence, rule: AcceptanceRule, logits: torch.Tensor) -> None:
+    """Append the full model's own token by its logits (V,)."""
+    scores = sequence.process([], logits)
+    sequence.append(rule.pick(scores), scores, logits)
 
 
 def effective_config(model: PreTrainedModel, arguments: Mapping[str, Any]) -> GenerationConfig:
@@ -264,7 +281,7 @@ class DecodedSequence:
         ]
         self._open_length = min(limits, default=sys.maxsize)  # below which no length ends the text
         self._replay = replay
-        self._continuation: Continuation | None = None
+        self._passes = CachedPasses(None, None)
         self._counted = self.length  # tokens that masks and positions have
 
     @property
@@ -295,9 +312,11 @@ class DecodedSequence:
 
     def flush(self) -> None:
         """Let the cache, masks and positions have all tokens but the last."""
-        if self._continuation is not None:
-            self._continuation.close()
-            self._continuation = None  # last: an interrupt before `close` leaves it for `__exit__`
+        self._passes.close()
+        self._count()
+
+    def _count(self) -> None:
+        """Let masks and positions have all tokens but the last."""
         new, self._counted = self.length - self._counted, self.length
         if new:
             self._kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, self._kwargs, num_new_tokens=new)
@@ -317,40 +336,45 @@ class DecodedSequence:
         self._note(outputs)
         # Adopts the cache that the model created; `flush` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
+        self._passes = CachedPasses(self._kwargs.get("past_key_values"), self._replay)
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.to(torch.float32)
 
-    def step(self) -> torch.Tensor:
-        """Feed the last token; return its logits, (V,) float32 until the next call. Not to be called while a draft is drawn."""
-        if self._continuation is not None:
-            continued = self._continuation.step([self._last])
-            if continued is not None:
-                if self.keeps_hidden_states:
-                    self.hidden_states = self._continuation.hidden_states
-                return continued[0]
-        logits = self.forward([], feed=1)[0]
-        if self._replay is not None:
-            self._continuation = self._replay.continuation(self._kwargs.get("past_key_values"))
-        return logits
-
     def extend(self, most: int = sys.maxsize) -> Sequence[int]:
-        """Append tokens of greedy decoding that a continuation computes without anything else in between, at most `most`.
+        """Append tokens of greedy decoding that native programs compute without anything else in between, at most `most`.
 
         Returns:
             The ns that each took; none where no token can be computed so.
         """
-        continuation = self._continuation
-        if continuation is None or self._direct != () or self._with_scores or self._with_logits or self.keeps_hidden_states:
+        if self._direct != () or self._with_scores or self._with_logits:
             return ()
         single = self._always or self._streamer is not None or self.length >= self._open_length
-        tokens = continuation.greedy(self._last, 1 if single else min(most, self._open_length - self.length), self._ends)
+        most = 1 if single else min(most, self._open_length - self.length)
+        tokens = self._passes.extend(self._last, most, self._ends, hidden=self.keeps_hidden_states)
+        self.hidden_states = self._passes.hidden_states
         for token in tokens:
             self.append(token)
-        return continuation.step_ns if tokens else ()
+        return self._passes.step_ns if tokens else ()
+
+    def mark(self, longest: int, *, singly: bool) -> None:
+        """Let `rewind` take back what is fed from now on: see `CachedPasses`."""
+        self._passes.mark(longest, singly=singly)
+
+    def unmark(self) -> None:
+        self._passes.unmark()
+
+    def rewind(self, keep: int = 0) -> None:
+        """Keep the first `keep` tokens that were fed since the mark."""
+        self._passes.rewind(keep)
 
     def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
-        """Feed the last `feed` tokens of the sequence followed by `tokens`; return their logits, (feed, V) float32."""
-        self.flush()
+        """Feed the last `feed` tokens of the sequence followed by `tokens`; return their logits, (feed, V) float32 until the next call."""
+        logits = self._passes.follow(self.latest(tokens, feed))
+        if logits is not None:
+            self.hidden_states = self._passes.hidden_states
+            return logits
+        self._passes.leave()
+        self._count()
         kwargs, ids = self._kwargs, self.followed_by(tokens)
         if tokens:
             kwargs = self._model._update_model_kwargs_for_generation(_NO_OUTPUT, dict(kwargs), num_new_tokens=len(tokens))
@@ -358,9 +382,15 @@ class DecodedSequence:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = feed
         outputs = self._model(**inputs | self._asked, return_dict=True)
+        self._passes.note(feed)
         self._note(outputs)
-        logits: torch.Tensor = outputs.logits[0, -feed:]
+        logits = outputs.logits[0, -feed:]
         return logits.to(torch.float32)
+
+    def latest(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the last `count` tokens of the sequence followed by `tokens`."""
+        own = count - len(tokens)
+        return [*self._ids[0, self.length - own : self.length].tolist(), *tokens] if own > 0 else list(tokens[-count:])
 
     def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the sequence with `tokens` after it, (1, length + tokens) int64."""
@@ -368,20 +398,39 @@ class DecodedSequence:
             return self.input_ids
         return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
 
-    def process(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Apply every logits processor to a copy of the logits (V,) after `input_ids`: processors may write in place.
+    def process(self, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Apply every logits processor to a copy of the logits (V,) after the sequence and `tokens`: processors may write in place.
 
         Without processors, the scores are the logits themselves.
         """
         if self._direct == ():
             return logits
         scores: torch.Tensor = logits[None].clone()
+        input_ids = self.followed_by(tokens)
         if self._direct is None:
             scores = self._processors(input_ids, scores)
         else:
             for processor in self._direct:
                 scores = processor(input_ids, scores)
         return scores[0]
+
+    def process_rows(self, tokens: Sequence[int], logits: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the processed scores (V,) of each row of logits (T + 1, V): after the sequence, after its next token, and so on.
+
+        Args:
+            tokens: those T next ones. They are in the sequence when the scores after them are asked for.
+        """
+        if not self._direct or any(type(processor) not in _ROWWISE for processor in self._direct):
+            for row in logits:
+                yield self.process([], row)
+            return
+        scores, texts = logits.clone(), [self.followed_by(tokens[:count]) for count in range(len(logits))]
+        for processor in self._direct:
+            if _ROWWISE[type(processor)]:
+                scores = processor(self.input_ids, scores)
+            else:
+                scores = torch.cat([processor(text, row[None]) for text, row in zip(texts, scores, strict=True)])
+        yield from scores
 
     def append(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
         """Append one token, and check whether it ends the sequence.

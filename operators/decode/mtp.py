@@ -19,7 +19,8 @@ from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
 from moegraft.operators.decode.mtp_layers import mtp_layers, new_mtp_cache
-from moegraft.operators.decode.rollback import CacheMark, longest_rewind
+from moegraft.operators.decode.passes import CachedPasses
+from moegraft.operators.decode.rollback import longest_rewind
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import DraftSwitch
 
@@ -56,81 +57,110 @@ class MtpStreams:
 
     Layer k has an entry for each position whose token k + 1 positions on is in the sequence.
 
+    Args:
+        replay: what replays the steps of a layer, as it does those of the body; None where nothing does.
+
     Attributes:
-        caches: of each layer, with these entries.
-        waiting: of each layer, the states (1, T, H) before it of positions without an entry.
+        passes: of each layer, over a cache with these entries.
+        waiting: of each layer, the states (1, T, H) before it of positions without an entry, `rows` in all.
         position: of the body's next state; -1 while layers are fed, as after an interrupt nothing goes on from there.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, replay: StepReplay | None = None) -> None:
         self._model = model
         self._layers = mtp_layers(model)
+        self._replay = replay
         self.last = len(self._layers.layers) - 1
-        self.caches = [_layer_cache(model, number) for number in range(self.last + 1)]
-        self.waiting: list[list[torch.Tensor]] = [[] for _ in self.caches]
+        self.passes = [CachedPasses(_layer_cache(model, number), replay) for number in range(self.last + 1)]
+        self.waiting: list[list[torch.Tensor]] = [[] for _ in self.passes]
+        self.rows = [0] * (self.last + 1)
         self.position = 0
 
-    def rows(self, number: int) -> int:
-        return sum(each.shape[1] for each in self.waiting[number])
+    @property
+    def caches(self) -> list[Any]:
+        """Those of the layers, with all entries."""
+        for passes in self.passes:
+            passes.close()
+        return [passes.cache for passes in self.passes]
 
     def add(self, states: torch.Tensor, position: int) -> None:
         """Add states (1, T, H) of the body, after which `position` is that of its next one."""
         self.waiting[0].append(states)
+        self.rows[0] += states.shape[1]
         self.position = position
 
     def go_back_to(self, position: int) -> bool:
         """Remove what was computed of tokens from `position` on; return False where windows or states do not allow it."""
-        layers: list[Any] = [cache.layers[-1] for cache in self.caches]
-        if position >= self.position or any(type(layer) is not DynamicLayer for layer in layers):
-            return position == self.position
-        end = self.position
-        for number, layer in enumerate(layers):
-            end -= self.rows(number)
-            if (extra := min(end - (position - 1 - number), layer.get_seq_length())) > 0:
-                layer.crop(-extra)
-        self.waiting, self.position = [[] for _ in self.caches], position
+        caches = self.caches
+        layers: list[Any] = [cache.layers[-1] for cache in caches]
+        if position > self.position or (position < self.position and any(type(layer) is not DynamicLayer for layer in layers)):
+            return False
+        if position < self.position:
+            end = self.position
+            for number, layer in enumerate(layers):
+                end -= self.rows[number]
+                if (extra := min(end - (position - 1 - number), layer.get_seq_length())) > 0:
+                    layer.crop(-extra)
+            self.waiting, self.rows, self.position = [[] for _ in caches], [0] * len(caches), position
         return True
+
+    def go_on(self, replay: StepReplay | None) -> None:
+        """Begin to extend the sequence in another call."""
+        self._replay, self.passes = replay, [CachedPasses(cache, replay) for cache in self.caches]
 
     def settle(self, ids: torch.Tensor) -> None:
         """Feed the layers the states whose tokens are in a sequence `ids` (1, L) before its last token, but the latest one of each."""
         position, self.position = self.position, -1
         for number in range(self.last + 1):
-            size = self.rows(number) - 1
+            size = self.rows[number] - 1
             if size < 1:
                 continue
             before = torch.cat(self.waiting[number], dim=1)
-            mark = CacheMark(self.caches[number], MANY + self.last) if size <= MANY else None
-            states, _ = self.feed(number, before[:, :size], ids[:, :-1])
-            if mark is not None:
-                mark.rewind(keep=size)
+            if size <= MANY:
+                self.passes[number].mark(MANY + self.last, singly=True)
+            states, _ = self.feed(number, before[:, :size], ids[0, -1 - size : -1].tolist(), ids.shape[1] - 1, steps=False)
+            if size <= MANY:
+                self.passes[number].rewind(keep=size)
+                self.passes[number].unmark()
             self.entered(number, before[:, size:], states)
         self.position = position
 
     def entered(self, number: int, left: torch.Tensor, states: torch.Tensor) -> None:
         """Note that layer `number` has entries of all states before it but those `left`, and gives the next layer `states`."""
-        self.waiting[number] = [left] if left.shape[1] else []
+        self.waiting[number], self.rows[number] = [left] if left.shape[1] else [], left.shape[1]
         if number < self.last and states.shape[1]:
             self.waiting[number + 1].append(states)
+            self.rows[number + 1] += states.shape[1]
 
     def feed(
-        self, number: int, states: torch.Tensor, ids: torch.Tensor, replay: StepReplay | None = None
+        self, number: int, states: torch.Tensor, tokens: Sequence[int], end: int, *, steps: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed a layer states (1, T, H), each with one of the last T tokens of `ids`.
+        """Feed a layer states (1, T, H), each with one of T tokens, after which `end` is the position of the next one.
+
+        Args:
+            steps: whether such a pass is a step that may be replayed.
 
         Returns:
-            Its own states, and the logits after the last one, (V,) float32.
+            Its own states, and the logits after the last one, (V,) float32 until the next such pass.
         """
-        end, size = ids.shape[1], states.shape[1]
+        passes, size = self.passes[number], len(tokens)
+        if steps and (followed := passes.follow(tokens, states)) is not None:
+            assert passes.hidden_states is not None, "the output of every pass of a layer"
+            return passes.hidden_states, followed[-1]
+        passes.leave()
         arguments = {
-            "input_ids": ids[:, -size:],
+            "input_ids": torch.tensor([tokens], device=states.device),
             "states": states,
-            "position_ids": torch.arange(end - size, end, device=ids.device)[None],
+            "position_ids": torch.arange(end - size, end, device=states.device)[None],
             "layer": number,
-            "past_key_values": self.caches[number],
+            "past_key_values": passes.cache,
         }
         found: Any = (
-            self._step(**arguments) if replay is None else replay.forward(self._model, self._step, (), arguments, between_steps=True)
+            self._replay.forward(self._model, self._step, (), arguments, between_steps=True)
+            if steps and self._replay is not None
+            else self._step(**arguments)
         )
+        passes.note(size)
         return found.hidden_states[-1], found.logits[0, -1].to(torch.float32)
 
     def _step(
@@ -142,10 +172,13 @@ class MtpStreams:
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values, hidden_states=(made,))
 
 
-def _streams_of(model: PreTrainedModel, cache: Any, position: int) -> MtpStreams:
+def _streams_of(model: PreTrainedModel, cache: Any, position: int, replay: StepReplay | None = None) -> MtpStreams:
     """Return what was computed of the first `position` tokens of a cache, which the caller owns from then on; else empty streams."""
     earlier: MtpStreams | None = mtp_layers(model).streams.pop(cache, None)
-    return earlier if earlier is not None and earlier.go_back_to(position) else MtpStreams(model)
+    if earlier is None or not earlier.go_back_to(position):
+        return MtpStreams(model, replay)
+    earlier.go_on(replay)
+    return earlier
 
 
 def read_chunk(model: PreTrainedModel, cache: Any, ids: torch.Tensor, states: torch.Tensor) -> None:
@@ -181,24 +214,27 @@ class MtpDrafter(Drafter):
         self._switch = switch
         self._replay = replay
         self._streams: MtpStreams | None = None
+        self._longest: int | None = None  # draft that can be removed from the last layer's cache
+        self._has_states = False
 
     def begin(self, sequence: DecodedSequence) -> None:
         states = sequence.hidden_states
         assert states is not None, "the sequence was asked for them"
-        self._streams = _streams_of(self._model, sequence.cache, sequence.length - 1 - states.shape[1])
+        self._streams = _streams_of(self._model, sequence.cache, sequence.length - 1 - states.shape[1], self._replay)
         self.keep(sequence, states.shape[1])
-        if self._streams.rows(0) > MANY:  # now: a round that measures drafts does not measure the prompt
-            self._streams.settle(sequence.input_ids)
+        self._longest = longest_rewind(self._streams.caches[-1])
+        self._has_states = any(has_states(cache.layers[-1]) for cache in self._streams.caches)
 
     def keep(self, sequence: DecodedSequence, tokens: int) -> None:
         streams, states = self._streams, sequence.hidden_states
         assert streams is not None and states is not None, "the sequence was asked for them"
         streams.add(states[:, :tokens], sequence.length - 1)
-        if streams.rows(0) > MOST_WAITING:
+        if streams.rows[0] > MOST_WAITING:
             streams.settle(sequence.input_ids)
 
     def end(self, sequence: DecodedSequence) -> None:
-        if sequence.cache is not None:
+        if sequence.cache is not None and self._streams is not None:
+            self._streams.go_on(None)
             mtp_layers(self._model).streams[sequence.cache] = self._streams
 
     def draft(
@@ -206,37 +242,38 @@ class MtpDrafter(Drafter):
     ) -> list[DraftToken]:
         streams = self._streams
         assert streams is not None, "the sequence has begun"
-        last, caches = streams.last, streams.caches
-        longest = longest_rewind(caches[last])
-        if longest is not None:
-            length = min(length, longest - last)
-        if last and any(has_states(cache.layers[-1]) for cache in caches):
+        last = streams.last
+        length = length if self._longest is None else min(length, self._longest - last)
+        if self._has_states and last:
             length = min(length, last + 1)  # states after a pass over several tokens are those before its first
         if length < 1:
             return []
-        if any(streams.rows(number) > MANY for number in range(last + 1)):  # after plain steps: the next draft will take less time
+        if max(streams.rows) > MANY:  # the prompt, or plain steps: the next draft will take less time
             self._switch.preparations += 1
             streams.settle(sequence.input_ids)
-        marks: list[tuple[CacheMark, int]] = []
+        marked: dict[int, int] = {}  # entries that layers keep, of those that the draft adds
         drafted: torch.Tensor | None = None  # (1, at most k, H), the states of a layer whose tokens are drafts
 
         def logits_after(tokens: Sequence[int]) -> torch.Tensor:
             nonlocal drafted
-            depth, ids = len(tokens), sequence.followed_by(tokens)
+            depth, end = len(tokens), sequence.length + len(tokens)
             if depth > last:
                 assert drafted is not None, "the last layer was fed"
                 if not last and depth == 1:
-                    marks.append((CacheMark(caches[last], 2), 0))
-                drafted, logits = streams.feed(last, drafted[:, -1:], ids, self._replay)
+                    streams.passes[last].mark(2, singly=True)
+                    marked[last] = 0
+                drafted, logits = streams.feed(last, drafted[:, -1:], tokens[-1:], end)
                 return logits
             fed = torch.cat([*streams.waiting[depth], *([] if drafted is None else [drafted])], dim=1)
-            waiting, kept = streams.rows(depth), max(fed.shape[1] - depth, 0)
-            mark = CacheMark(caches[depth], MANY + last, singly=fed.shape[1] == 1)
+            waiting, kept = streams.rows[depth], max(fed.shape[1] - depth, 0)
+            passes = streams.passes[depth]
+            passes.mark(MANY + last, singly=fed.shape[1] == 1)
             if depth:
-                marks.append((mark, kept))
-            states, logits = streams.feed(depth, fed, ids, self._replay)
+                marked[depth] = kept
+            states, logits = streams.feed(depth, fed, sequence.latest(tokens, fed.shape[1]), end)
             if not depth:
-                mark.rewind(keep=kept)
+                passes.rewind(keep=kept)
+                passes.unmark()
             streams.entered(depth, fed[:, kept:waiting], states[:, :kept])
             drafted = states[:, kept if last else -1 :]
             return logits
@@ -247,5 +284,6 @@ class MtpDrafter(Drafter):
             streams.position = position
             return drafts
         finally:
-            for mark, kept in marks:
-                mark.rewind(keep=kept)
+            for number, kept in marked.items():
+                streams.passes[number].rewind(keep=kept)
+                streams.passes[number].unmark()

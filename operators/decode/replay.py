@@ -209,8 +209,8 @@ class StepReplay(ABC):
         """Compute as a replay does, layer by layer, while the body runs."""
         return nullcontext()
 
-    def continuation(self, cache: Cache | None) -> Continuation | None:
-        """Return the steps that may follow the latest one, if that was replayed over `cache` for a token of each sequence, else None."""
+    def continuation(self, cache: Cache) -> Continuation | None:
+        """Return the steps that may follow each other over a cache without forward passes in between; None where none do."""
         return None
 
     def continued(self, tokens: int) -> None:

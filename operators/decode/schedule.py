@@ -191,7 +191,7 @@ class MarginalSchedule(DraftSchedule):
 
     The schedule counts the time that rounds lose against plain steps at their least likely mean. Rounds that save time, and an allowance
     of a hundredth of each step, reduce the count. At its maximum nothing is drafted, which bounds the cost of wrong estimates: a draft
-    that does not pay is switched off except for probes. Rounds that prepared a program are lost time, but no estimate of the costs.
+    that does not pay is switched off except for probes. Rounds that prepared a program count as expected, and are no estimate of the costs.
     """
 
     def __init__(self, max_draft: int) -> None:
@@ -262,7 +262,9 @@ class MarginalSchedule(DraftSchedule):
 
     def record(self, done: Round) -> None:
         length = len(done.confidences)
-        max_ms = MAX_TIMES_EXPECTED * self._round_ms(length) if length and self._costs.measured else math.inf
+        max_ms = math.inf
+        if length and (done.prepared or self._costs.measured):  # a program is prepared once, for all texts
+            max_ms = self._round_ms(length) * (1.0 if done.prepared else MAX_TIMES_EXPECTED)
         if not done.prepared:
             self._costs.add(length, done.draft_ms, done.verify_ms)
         self._rates.add(done)

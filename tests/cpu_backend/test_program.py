@@ -983,15 +983,58 @@ def test_a_loop_of_several_sequences(threaded: dict[int, Runtime]) -> None:
     rig.program.end_stage()
     rig.program.set_loop([rig.operand(each) for each in (logits, tokens, positions)])
     rig.program.check(0, 100, 0)
+    rig.program.run(5, 0, 1)
     found = np.empty((3, 5), np.float32)
     rig.program.follow(6, [5, 0, 6], found)
     assert torch.equal(torch.from_numpy(found), table[[5, 0, 6]].float())
     assert (tokens.tolist(), positions.tolist()) == ([5, 0, 6], [5, 10, 3])
     for wrong in ([1, 2], [1, 2, 3, 4], []):
-        with pytest.raises(ValueError, match="one for each sequence"):
+        with pytest.raises(ValueError, match="as many as the loop feeds"):
             rig.program.follow(6, wrong, found)
     with pytest.raises(ValueError, match="of one sequence"):
         rig.program.greedy(6, 0, 1, [], 10**12)
+
+
+def test_a_loop_may_go_back_and_gives_logits_of_some_tokens(threaded: dict[int, Runtime]) -> None:
+    """As a draft is drawn, and drawn again behind the tokens that stand: three tokens, of which the last one has logits."""
+    table = random((7, 5), torch.float32, 3)
+    rig = Rig(threaded[2])
+    tokens, positions, rows = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.empty(3, 5)
+    logits = torch.empty(1, 5)
+    rig.small("embedding", rows, table, tokens)
+    rig.small("copy", logits, rows[2:])
+    rig.program.end_stage()
+    rig.program.set_loop([rig.operand(each) for each in (logits, tokens, positions)])
+    rig.program.check(0, 100, 0)
+    rig.program.run(0, 0, 1)
+    found = np.empty((1, 5), np.float32)
+    for position in (1, 4, 2, 2, 40):
+        rig.program.follow(position, [5, 0, position % 7], found)
+        assert torch.equal(torch.from_numpy(found), table[[position % 7]])
+        assert (tokens.tolist(), positions.tolist()) == ([5, 0, position % 7], [position, position + 1, position + 2])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_a_loop_gives_the_states_of_each_step(threaded: dict[int, Runtime], dtype: torch.dtype) -> None:
+    states, table = random((5, 3), dtype, 1), torch.zeros(5, 5)
+    table[torch.arange(5), (torch.arange(5) + 1) % 5] = 1.0  # each token is followed by the next one
+    rig = Rig(threaded[1])
+    token, hidden, logits = torch.zeros(1, dtype=torch.int64), torch.empty(1, 3, dtype=dtype), torch.empty(1, 5)
+    rig.small("embedding", hidden, states, token)
+    rig.small("embedding", logits, table, token)
+    rig.program.end_stage()
+    rig.program.set_loop([rig.operand(each) for each in (logits, token)], rig.operand(hidden))
+    rig.program.check(0, 100, 0)
+    found = torch.full((1, 8, 3), 7.0, dtype=dtype)
+    assert rig.program.greedy(0, 3, 7, [], 10**12, found.view(torch.uint8).flatten()) == [4, 0, 1, 2, 3, 4, 0]
+    assert torch.equal(found[0, :7], states[[3, 4, 0, 1, 2, 3, 4]])
+    assert found[0, 7].tolist() == [7.0] * 3, "as many as were asked for"
+    with pytest.raises(ValueError, match="bytes for the states of each step"):
+        rig.program.greedy(0, 3, 9, [], 10**12, found.view(torch.uint8).flatten())
+    assert rig.program.greedy(0, 3, 2, [], 10**12) == [4, 0], "without them"
+    plain = LoopRig(threaded[1], table)
+    with pytest.raises(ValueError, match="no hidden states"):
+        plain.program.greedy(0, 3, 1, [], 10**12, found.view(torch.uint8).flatten())
 
 
 def test_a_loop_that_fails(threaded: dict[int, Runtime]) -> None:

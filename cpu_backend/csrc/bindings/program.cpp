@@ -101,20 +101,33 @@ class PyProgram {
     py::gil_scoped_release release;
     program_.run(position, first, end);
   }
-  void set_loop(const py::sequence& operands) { program_.set_loop(parse_operands(operands)); }
+  void set_loop(const py::sequence& operands, const py::object& hidden) {
+    std::vector<Operand> found = parse_operands(operands);
+    if (!hidden.is_none()) found.insert(found.begin(), parse_operand(hidden));
+    program_.set_loop(std::move(found), !hidden.is_none());
+  }
   void follow(std::int64_t position, const std::vector<std::int64_t>& tokens, py::array_t<float, py::array::c_style> logits) {
-    if (program_.loop_sequences() == 0) raise_value_error("the program has no loop");
-    if (static_cast<std::int64_t>(tokens.size()) != program_.loop_sequences()) raise_value_error("tokens are one for each sequence");
-    if (logits.ndim() != 2 || logits.shape(0) != program_.loop_sequences() || logits.size() != program_.loop_logits())
-      raise_value_error("logits are (B, V) float32");
+    if (program_.loop_tokens() == 0) raise_value_error("the program has no loop");
+    if (static_cast<std::int64_t>(tokens.size()) != program_.loop_tokens()) raise_value_error("tokens are as many as the loop feeds");
+    if (logits.ndim() != 2 || logits.shape(1) != program_.loop_vocabulary() || logits.size() != program_.loop_logits())
+      raise_value_error("logits are (R, V) float32");
     float* const out = logits.mutable_data();
     py::gil_scoped_release release;
     program_.follow(position, tokens.data(), out);
   }
   std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, std::int64_t count, std::vector<std::int64_t> ends,
-                                   std::int64_t longest_ns) {
+                                   std::int64_t longest_ns, const py::object& hidden) {
+    std::byte* states = nullptr;
+    if (!hidden.is_none()) {
+      const TensorView view(hidden, "hidden");
+      if (program_.loop_hidden_bytes() == 0) raise_value_error("the loop has no hidden states");
+      view.require_writable();
+      if (view.dims() != 1 || view.shape(0) < count * program_.loop_hidden_bytes())
+        raise_value_error("hidden has bytes for the states of each step");
+      states = view.data();
+    }
     py::gil_scoped_release release;
-    return program_.greedy(position, token, {count, std::move(ends), longest_ns});
+    return program_.greedy(position, token, {count, std::move(ends), longest_ns, states});
   }
   std::vector<std::int64_t> step_ns() const { return program_.step_ns(); }
   std::int64_t fed() const { return program_.fed(); }
@@ -154,9 +167,9 @@ void bind_program(py::module_& module) {
       .def("bind", "buffer, bytes, origin=0", &PyProgram::bind)
       .def("check", "first, last, room", &PyProgram::check)
       .def("run", "position, first, end", &PyProgram::run)
-      .def("set_loop", "operands", &PyProgram::set_loop)
+      .def("set_loop", "operands, hidden=None", &PyProgram::set_loop)
       .def("follow", "position, tokens, logits", &PyProgram::follow)
-      .def("greedy", "position, token, count, ends, longest_ns", &PyProgram::greedy)
+      .def("greedy", "position, token, count, ends, longest_ns, hidden=None", &PyProgram::greedy)
       .property("step_ns", &PyProgram::step_ns)
       .property("fed", &PyProgram::fed)
       .def("spans", "", &PyProgram::spans)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 namespace moegraft {
@@ -22,18 +23,17 @@ constexpr std::int64_t kIntervalNs = 160'000'000, kLongestIntervalNs = 640'000'0
 // What a loop reads and writes: contiguous, with at least one element.
 class Loop final : public Operation {
  public:
-  explicit Loop(std::vector<Operand> operands) : Operation(std::move(operands)) {
-    if (operands_.size() < 2) throw std::invalid_argument("a loop has logits, a token and what counts positions");
-    for (std::size_t i = 0; i < operands_.size(); ++i) {
-      if (operands_[i].buffer < 0 || (i > 0 && operands_[i].type != ElementType::kInt64))
-        throw std::invalid_argument("a loop's token and positions are not int64");
+  Loop(std::vector<Operand> operands, int first) : Operation(std::move(operands)) {
+    if (static_cast<int>(operands_.size()) < first + 2) throw std::invalid_argument("a loop has logits, tokens and what counts positions");
+    for (int i = 0; i < static_cast<int>(operands_.size()); ++i) {
+      if (operands_[i].buffer < 0 || (i > first && operands_[i].type != ElementType::kInt64))
+        throw std::invalid_argument("a loop's tokens and positions are not int64");
     }
-    activation_of(operands_[0].type);
+    activation_of(operands_[first].type);
   }
   void resolved() override {
     for (const View& view : views_)
       if (!view.contiguous() || view.elements() < 1) throw std::invalid_argument("the operands of a loop are contiguous");
-    if (views_[0].elements() % views_[1].elements() != 0) throw std::invalid_argument("a loop has logits for each token");
   }
 };
 
@@ -293,36 +293,53 @@ void Program::run(std::int64_t position, int first, int end) {
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-void Program::set_loop(std::vector<Operand> operands) {
-  loop_ = std::make_unique<Loop>(std::move(operands));
+void Program::set_loop(std::vector<Operand> operands, bool hidden) {
+  loop_ = std::make_unique<Loop>(std::move(operands), hidden ? 1 : 0);
+  loop_hidden_ = hidden;
   checked_last_ = checked_first_ - 1;
 }
 
-std::int64_t Program::loop_sequences() const { return loop_ ? loop_->views()[1].elements() : 0; }
+const View& Program::loop_view(int place) const { return loop_->views()[static_cast<std::size_t>(place + (loop_hidden_ ? 1 : 0))]; }
 
-std::int64_t Program::loop_logits() const { return loop_ ? loop_->views()[0].elements() : 0; }
+std::int64_t Program::loop_tokens() const { return loop_ ? loop_view(1).elements() : 0; }
+
+std::int64_t Program::loop_logits() const { return loop_ ? loop_view(0).elements() : 0; }
+
+std::int64_t Program::loop_vocabulary() const {
+  const int dims = loop_ ? loop_view(0).dims : 0;
+  return dims == 0 ? 1 : loop_view(0).sizes[static_cast<std::size_t>(dims) - 1];
+}
+
+std::int64_t Program::loop_hidden_bytes() const {
+  if (!loop_ || !loop_hidden_) return 0;
+  const View& states = loop_->views()[0];
+  return states.elements() * static_cast<std::int64_t>(bytes_of(states.type));
+}
 
 void Program::feed(std::int64_t position, const std::int64_t* tokens) {
   if (!loop_) throw std::invalid_argument("the program has no loop");
   if (position < checked_first_ || position > checked_last_)
     throw std::invalid_argument("position " + std::to_string(position) + " was not checked");
   if (!loop_->is_fixed()) resolve(*loop_, position);
-  for (std::size_t i = 1; i < loop_->views().size(); ++i) {
-    auto* const numbers = reinterpret_cast<std::int64_t*>(loop_->views()[i].data);
-    for (std::int64_t k = 0; k < loop_->views()[i].elements(); ++k) numbers[k] = i == 1 ? tokens[k] : numbers[k] + 1;
+  const std::int64_t moved = position - position_;
+  for (int i = 1; i < static_cast<int>(loop_->views().size()) - (loop_hidden_ ? 1 : 0); ++i) {
+    const View& view = loop_view(i);
+    auto* const numbers = reinterpret_cast<std::int64_t*>(view.data);
+    for (std::int64_t k = 0; k < view.elements(); ++k) numbers[k] = i == 1 ? tokens[k] : numbers[k] + moved;
   }
+  position_ = position;  // what `moved` is relative to, whether or not the run succeeds
   run(position, 0, stages());
   ++fed_;
 }
 
 void Program::follow(std::int64_t position, const std::int64_t* tokens, float* logits) {
   feed(position, tokens);
-  const View& found = loop_->views()[0];
+  const View& found = loop_view(0);
   machine_.kernels.widen(activation_of(found.type), found.data, logits, static_cast<int>(found.elements()));
 }
 
 std::int64_t Program::likeliest() const {
-  const View& found = loop_->views()[0];
+  const View& found = loop_view(0);
   const std::int64_t count = found.elements();
   Largest largest;
   alignas(64) float strip[kLogitsStrip];
@@ -336,13 +353,16 @@ std::int64_t Program::likeliest() const {
 }
 
 std::vector<std::int64_t> Program::greedy(std::int64_t position, std::int64_t token, const Limits& limits) {
-  if (loop_sequences() > 1) throw std::invalid_argument("greedy decoding is of one sequence");
+  if (loop_tokens() > 1) throw std::invalid_argument("greedy decoding is of one sequence");
   std::int64_t began_ns = now_ns();
   const std::int64_t last_ns = began_ns + limits.longest_ns;
   std::vector<std::int64_t> tokens;
   step_ns_.clear();
   while (static_cast<std::int64_t>(tokens.size()) < limits.count && (tokens.empty() || began_ns < last_ns)) {
     feed(position++, &token);
+    if (limits.hidden != nullptr)
+      std::memcpy(limits.hidden + static_cast<std::int64_t>(tokens.size()) * loop_hidden_bytes(), loop_->views()[0].data,
+                  static_cast<std::size_t>(loop_hidden_bytes()));
     tokens.push_back(token = likeliest());
     const std::int64_t ended_ns = now_ns();
     step_ns_.push_back(ended_ns - began_ns);

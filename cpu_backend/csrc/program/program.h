@@ -221,12 +221,15 @@ class Program final : public Job {
   // Stages [first, end) of the step at `position`, within the checked range. Throws what an operation throws.
   void run(std::int64_t position, int first, int end);
 
-  // The loop of decoding, over all stages: logits (B, V), the tokens that are fed (B), and what counts positions, the latter two int64.
-  // Throws std::invalid_argument.
-  void set_loop(std::vector<Operand> operands);
-  std::int64_t loop_sequences() const;
-  std::int64_t loop_logits() const;  // their number, B V
-  // Feeds a token of each sequence at `position`, and adds one to what counts positions; `logits` is (B, V), widened.
+  // The loop of decoding, over all stages: logits (R, V) of some of the tokens that are fed, these tokens (T), and what counts positions,
+  // the latter two int64; or, with `hidden`, the states of the tokens before these operands. Throws std::invalid_argument.
+  void set_loop(std::vector<Operand> operands, bool hidden);
+  std::int64_t loop_tokens() const;
+  std::int64_t loop_logits() const;  // their number, R V
+  std::int64_t loop_vocabulary() const;  // V
+  std::int64_t loop_hidden_bytes() const;
+  // Feeds tokens at `position`, and adds to what counts positions by as many as it is after that of the last run; `logits` is (R, V),
+  // widened.
   void follow(std::int64_t position, const std::int64_t* tokens, float* logits);
   // Of one sequence: feeds a token, the likeliest one after it, and so on, for at most `limits.count` positions; returns the likeliest
   // after each.
@@ -234,6 +237,7 @@ class Program final : public Job {
     std::int64_t count;
     std::vector<std::int64_t> ends;  // tokens after which no other follows
     std::int64_t longest_ns;  // after which no step begins
+    std::byte* hidden;  // receives the states of each step, if not null
   };
   std::vector<std::int64_t> greedy(std::int64_t position, std::int64_t token, const Limits& limits);
   const std::vector<std::int64_t>& step_ns() const { return step_ns_; }  // what each token of the latest call of `greedy` took
@@ -271,6 +275,7 @@ class Program final : public Job {
   void resolve(Operation& operation, std::int64_t position) const;
   void check_operand(const Operand& operand, std::int64_t position) const;
   void run_small(Stage& stage, Stage* before);
+  const View& loop_view(int place) const;  // of the logits, the tokens, then what counts positions
   void feed(std::int64_t position, const std::int64_t* tokens);
   std::int64_t likeliest() const;
 
@@ -279,11 +284,12 @@ class Program final : public Job {
   const ProgramMachine machine_;
   std::vector<std::unique_ptr<Stage>> stages_;
   std::unique_ptr<Operation> loop_;
+  bool loop_hidden_ = false;  // whether its first operand is of hidden states
   std::int64_t fed_ = 0;
   std::vector<std::int64_t> step_ns_;
   bool open_ = false;  // the last stage takes more operations
   std::vector<Buffer> buffers_;
-  std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0, position_ = 0;
+  std::int64_t checked_first_ = 0, checked_last_ = -1, room_ = 0, position_ = -1;
   int first_ = 0, end_ = 0;
   std::int64_t kernel_ns_ = 0;
   std::atomic<bool> failed_{false};

@@ -249,7 +249,7 @@ class SequencePool:
         continuation, self._continuation = self._continuation, None
         if self._steps is not None and continuation is not None and self._stepped == list(sequences):
             self._begin(sequences, 1)
-            continued: torch.Tensor | None = continuation.step(tokens) if continuation.position == self._cache.longest else None
+            continued: torch.Tensor | None = continuation.step(self._cache.longest, tokens)
             if continued is not None:
                 self._cache.finish()
                 self._continuation = continuation
@@ -262,6 +262,8 @@ class SequencePool:
         if self._steps is not None:
             self._stepped = list(sequences)
             self._continuation = self._steps.continuation(self._cache)
+            if self._continuation is not None:
+                self._continuation.note()
         return logits
 
     def mark(self, sequences: Sequence[PagedSequence]) -> None:

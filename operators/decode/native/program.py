@@ -15,7 +15,9 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_leaves, tree_unflatten
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
@@ -102,14 +104,13 @@ class NativeStep:
             return ARENA, offset
         return self.buffers.setdefault(place.storage, len(self.buffers) + 1), 0
 
-    def set_loop(self, logits: Place, tokens: Place, positions: Sequence[Place]) -> bool:
-        """Let the native program feed a token of each sequence by itself; return False where a step is more than that."""
-        batch, length = tokens.sizes
-        fixed = [size.slope == size.capacity == 0 for size in logits.sizes]
-        form = logits.sizes[:-1] == (batch, length) and length == _ONE and all(fixed) and logits.strides[::2] == (logits.sizes[-1], _ONE)
-        if not form or len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (tokens, *positions)):
+    def set_loop(self, logits: Place, hidden: Place | None, tokens: Place, positions: Sequence[Place]) -> bool:
+        """Let the native program feed tokens by itself; return False where a step is more than that."""
+        places = [*([] if hidden is None else [hidden]), logits, tokens, *positions]
+        if len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (tokens, *positions)) or not all(map(_is_packed, places)):
             return False
-        self.native.set_loop([self.operand(place) for place in (logits, tokens, *positions)])
+        operands = [self.operand(place) for place in (logits, tokens, *positions)]
+        self.native.set_loop(operands, None if hidden is None else self.operand(hidden))
         return True
 
     def _emit(self, node: Node) -> None:
@@ -190,6 +191,16 @@ class NativeStep:
                 target.copy_(result)
 
 
+def _is_packed(place: Place) -> bool:
+    """Whether a place is contiguous and has a fixed size."""
+    stride = 1
+    for size, own in zip(reversed(place.sizes), reversed(place.strides), strict=True):
+        if size.slope or size.capacity or (size != _ONE and own != Affine(stride)):
+            return False
+        stride *= size.base
+    return True
+
+
 class StepProgram:
     """The native program of one kind of step, bound to one cache at a time.
 
@@ -197,6 +208,10 @@ class StepProgram:
         output_type: of the model's outputs.
         position: tokens in the cache of the recording.
         period: tokens of a group that the model pools, else 1; programs count groups.
+
+    Attributes:
+        rewinds: whether a step does nothing but append to the cache, so that it may be run again at an earlier position.
+        goes_on: whether `follow` can run steps.
     """
 
     def __init__(self, fitted: FittedStep, runtime: Runtime, output_type: type[ModelOutput], position: int, period: int) -> None:
@@ -214,6 +229,11 @@ class StepProgram:
             fixed = not any(number.slope for number in (*before.sizes, *before.strides, before.offset))
             if not fixed or (after.sizes, after.dtype) != (before.sizes, before.dtype) or after.storage not in fitted.produced:
                 raise NotRecordableError(f"a tensor of the cache ({name[1]}) is replaced by one of another form in each step")
+        self._tokens = fitted.inputs["input_ids"].sizes[1].base  # of each sequence
+        added = [each.added for each in self._grown] + list(fitted.counts.values())
+        appends = all(each.added and not each.start_slope and not each.drained for each in self._grown)
+        others_stay = not self._states and not self.replaced and not any(count % self._tokens for count in added)
+        self.rewinds = bool(self._grown) and appends and others_stay
         self._lowering = Lowering(fitted, self._grown, self.replaced)
         self.exact = all(
             weights in ("float32", "float64")
@@ -292,7 +312,7 @@ class StepProgram:
                 native.native.run(position, *part)
         self.kernels_ns = native.native.kernel_ns - before_ns
         if advance:
-            self.advance(cache, buffers, 1)
+            self.advance(cache, buffers, tokens)
         logits = binding.logits
         logits = (native.view(self._logits, binding.tensors, position, buffers.room) if logits is None else logits).clone()
         # As the type's own constructor does it, which takes 15 us to look its fields up again for each of them.
@@ -300,46 +320,82 @@ class StepProgram:
         vars(outputs).update(self._no_outputs)
         made: dict[str, Any] = {"logits": logits}
         if self._hidden is not None:
-            made[HIDDEN_STATES] = (self.hidden_states(held_tokens, buffers.room),)
+            hidden = binding.hidden
+            hidden = native.view(self._hidden, binding.tensors, position, buffers.room) if hidden is None else hidden
+            made[HIDDEN_STATES] = (hidden.clone(),)
         for name in self._fitted.outputs:
             vars(outputs)[name] = made.get(name, cache)
             OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
         return outputs
 
-    def hidden_states(self, position: int, room: int) -> torch.Tensor | None:
-        """Return a copy of the last hidden states of the step after `position` tokens, which has just run; None if recorded without."""
-        if self._hidden is None:
-            return None
-        assert self._binding is not None, "a step has run"
-        return self._native.view(self._hidden, self._binding.tensors, position // self._period, room).clone()
-
-    @property
-    def native(self) -> Program:
-        return self._native.native
-
     @property
     def fed(self) -> tuple[int, int]:
-        """How many tokens the program has fed by itself, and the nanoseconds that its kernels took, since it was built."""
+        """How many steps the program has run by itself, and the nanoseconds that its kernels took, since it was built."""
         return self._native.native.fed, self._native.native.kernel_ns
 
-    def advance(self, cache: Any, buffers: CacheBuffers, steps: int) -> None:
-        """Let a cache have the tokens of `steps` steps."""
-        buffers.advance(cache, self._grown, self._fitted.counts, steps)
+    def rebind(self, cache: Cache, buffers: CacheBuffers, position: int) -> bool:
+        """Prepare for `follow` over a cache with `position` tokens; return False where another run must come first.
+
+        Raises:
+            ForeignCacheError: the program is not for this cache.
+        """
+        if self.is_bound(buffers):
+            buffers.hold(cache, self._grown, self._tokens, position, position)
+        return self.is_bound(buffers)
+
+    def follow(self, position: int, tokens: Sequence[int], states: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the step of some tokens, of one sequence or one of each of several, at a position for which there is room.
+
+        Args:
+            states: what an MTP layer is given beside the tokens, (1, T, H).
+
+        Returns:
+            Logits, (R, V) float32 until the next step, and a copy of the last hidden states, (B, T, H), if it was recorded with them.
+        """
+        if states is not None:
+            self._inputs["states"].copy_(states.reshape(-1))
+        if self._followed is None:
+            rows, vocabulary = math.prod(size.base for size in self._logits.sizes[:-1]), self._logits.sizes[-1].base
+            logits = np.empty((rows, vocabulary), np.float32)
+            self._followed = logits, torch.from_numpy(logits)
+        self._native.native.follow(position, tokens, self._followed[0])
+        hidden = None if self._binding is None or self._binding.hidden is None else self._binding.hidden.clone()
+        return self._followed[1], hidden
+
+    def greedy(
+        self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int, *, hidden: bool
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """Run the steps of a token, of the likeliest one after it, and so on, as `Program.greedy`; return these tokens.
+
+        Args:
+            hidden: whether to return the last hidden states as well, (1, steps, H).
+        """
+        if not hidden or self._hidden is None:
+            return self._native.native.greedy(position, token, count, ends, longest_ns), None
+        states = torch.empty((1, count, self._hidden.sizes[-1].base), dtype=self._hidden.dtype)
+        found = self._native.native.greedy(position, token, count, ends, longest_ns, states.view(torch.uint8).flatten())
+        return found, states[:, : len(found)]
 
     @property
-    def logits_sizes(self) -> tuple[int, int]:
-        """B, V."""
-        batch, _, vocabulary = self._logits.sizes
-        return batch.base, vocabulary.base
+    def step_ns(self) -> Sequence[int]:
+        """The time of each step of the latest `greedy`."""
+        return self._native.native.step_ns
+
+    def advance(self, cache: Any, buffers: CacheBuffers, tokens: int) -> None:
+        """Let a cache have `tokens` more tokens of each sequence, which steps have computed."""
+        buffers.advance(cache, self._grown, self._fitted.counts, tokens, self._tokens)
 
     def is_bound(self, buffers: CacheBuffers) -> bool:
         binding = self._binding
         return binding is not None and binding.buffers() is buffers and binding.version == buffers.version
 
-    def steps_left(self, buffers: CacheBuffers, position: int) -> int:
-        """Return how many steps of one token from `position` on fit the buffers, and were checked."""
+    def positions(self, buffers: CacheBuffers, position: int) -> range:
+        """Return the positions that were checked, and for which the buffers of a cache with `position` tokens have room."""
         binding = self._binding
-        return 0 if binding is None else min(binding.checked[1] - position, buffers.steps_left(1)) + 1
+        if binding is None:
+            return range(0)
+        first, last = binding.checked
+        return range(first, min(last, position + buffers.steps_left(self._tokens)) + 1)
 
     def add_spans(self, timeline: Timeline) -> None:
         """Add the kernels of the last step to the lane `CPU`."""
@@ -362,7 +418,10 @@ class StepProgram:
         }
         inputs = dict(self._fitted.inputs)
         token = inputs.pop("input_ids")
-        self.goes_on = self._native.set_loop(self._logits, token, list(inputs.values())) and not self.sized_by_values
+        inputs.pop("states", None)  # `follow` copies them
+        self.goes_on = self._native.set_loop(self._logits, self._hidden, token, list(inputs.values())) and not self.sized_by_values
+        self.goes_on &= (self._tokens == 1 or self.rewinds) and (self._hidden is None or self._native.stays(self._hidden))
+        self._followed: tuple[NDArray[np.float32], torch.Tensor] | None = None
         self._binding = None
 
     def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> _Binding:
@@ -392,9 +451,12 @@ class StepProgram:
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
         last = min(position + buffers.steps_left(tokens) // self._period, self._last_position)
         native.native.check(position, max(last, position), buffers.room)
-        logits = native.view(self._logits, tensors, position, buffers.room) if native.stays(self._logits) else None
+        logits, hidden = (
+            native.view(place, tensors, position, buffers.room) if place is not None and native.stays(place) else None
+            for place in (self._logits, self._hidden)
+        )
         reference = weakref.ref(buffers, partial(_unbind, weakref.ref(self)))
-        self._binding = binding = _Binding(reference, buffers.version, tensors, self.states(cache), logits, (position, last))
+        self._binding = binding = _Binding(reference, buffers.version, tensors, self.states(cache), logits, hidden, (position, last))
         return binding
 
     def _bind_states(self, binding: _Binding, states: Sequence[torch.Tensor], room: int) -> _Binding:
@@ -432,7 +494,7 @@ class _Binding:
         version: of the buffers.
         tensors: the bytes of each of the program's buffers.
         states: those of the cache that a step changes in place.
-        logits: over the program's memory, where they are at the same place in each step.
+        logits, hidden: over the program's memory, where they are at the same place in each step.
         checked: the first and the last position for which all places are within this memory.
     """
 
@@ -441,6 +503,7 @@ class _Binding:
     tensors: dict[int, torch.Tensor]
     states: Sequence[torch.Tensor]
     logits: torch.Tensor | None
+    hidden: torch.Tensor | None
     checked: tuple[int, int]
 
     def holds(self, buffers: CacheBuffers, position: int) -> bool:

@@ -12,11 +12,10 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
@@ -39,13 +38,14 @@ from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.decode.states import is_past, past_tokens
-from moegraft.operators.draft import DraftSwitch
+from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.sparsity import SparseLayers
 
 logger = logging.getLogger(__name__)
 MAX_TOKENS = 8  # of each sequence in a step; more is a prompt
 RECORDINGS = 4  # of one kind before it is given up
-MAX_CONTINUED = 64  # steps, after which a model is looked at again
+MAX_CONTINUED = 64  # tokens, after which a model is looked at again
+_LONG = 1 << 30
 LONGEST_NS = 50_000_000  # of steps without a look at signals
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
 ROUNDED_TOLERANCE = 2e-2  # 8-bit activations turn a last bit of a norm into 8e-3 (measured on tiny models)
@@ -82,7 +82,7 @@ class NativePrograms(StepReplay):
         self._config: PretrainedConfig | None = None
         self._config_tables: list[dict[str, Any]] = []  # the members of the configuration and of its part about text
         self._boundaries: Boundaries | None = None
-        self._latest: tuple[weakref.ref[Cache], StepProgram, int, int] | None = None  # a step that others may follow
+        self._latest: tuple[weakref.ref[Cache], int, _Following] | None = None  # a step that others may follow: its tokens, its program
         self._kernels_ns = 0
 
     def describe(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> Step | str | None:
@@ -243,38 +243,39 @@ class NativePrograms(StepReplay):
                 put_back()
         if keep:
             self.continued(ids.numel())
-            if replay.goes_on and step.inputs.keys() <= {"input_ids", "position_ids"} and ids.shape[1] == step.period == 1:
-                self._latest = weakref.ref(cache), replay, step.position, kind.verified_until
+            if replay.goes_on and step.inputs.keys() <= {"input_ids", "position_ids", "states"} and step.period == 1:
+                assert self._frozen is not None and self._boundaries is not None, "the step was described"
+                regime = self._boundaries.regime(step.position, step.position + ids.shape[1])
+                following = _Following(replay, self._frozen, ids.shape[1], regime, kind.verified_until)
+                self._latest = weakref.ref(cache), ids.numel(), following
         return outputs
 
     def tolerance(self, replay: StepProgram) -> float:
         return EXACT_TOLERANCE if replay.exact else ROUNDED_TOLERANCE
 
-    def continuation(self, cache: Cache | None) -> Continuation | None:
+    def continuation(self, cache: Cache) -> Continuation:
+        return Continuation(self, cache)
+
+    def latest(self, cache: Cache) -> tuple[int, _Following] | None:
+        """Return the number of tokens and the program of the latest step, if others over `cache` may follow it; not to be asked twice."""
         if self.lock.locked():  # by another thread, or by a step in which this text is generated
             return None
         with self.lock:
-            (latest, self._latest), boundaries = (self._latest, None), self._boundaries
-            if latest is None or cache is None or latest[0]() is not cache or boundaries is None:
-                return None
-            _, program, before, verified_until = latest
-            buffers, position = _memory(cache), before + 1
-            assert buffers is not None, "a step over this cache was replayed"
-            regime = boundaries.regime(before, position)
-            following = range(position, min(verified_until + 1, position + MAX_CONTINUED))
-            alike = len(list(itertools.takewhile(lambda each: boundaries.regime(each, each + 1) == regime, following)))
-            windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-            left = [layer.sliding_window - layer.cumulative_length for layer in windows]  # until a window is full, and the next token
-            count = min(alike, program.steps_left(buffers, position), *(each - 1 for each in left if each > 0))
-            return Continuation(self, program, cache, buffers, position, count) if count > 0 else None
+            latest, self._latest = self._latest, None
+            return None if latest is None or latest[0]() is not cache else latest[1:]
 
-    def fed(self, continuation: Continuation, before: tuple[int, int], started_ns: int) -> None:
-        """Count the tokens that a program has fed by itself since `before`, and the time that it took."""
-        program = continuation.program
-        tokens, kernel_ns = program.fed
-        program.kernels_ns, done = kernel_ns - before[1], tokens - before[0]
-        continuation.done += done
-        self._count(program, started_ns, continuation.position - 1, done)
+    def may_follow(self, following: _Following, position: int) -> bool:
+        """Whether a program may compute the tokens at `position`, for all that is known of the model and of the program."""
+        if following.frozen is not self._frozen or position > following.verified_until or self._boundaries is None:
+            return False
+        return self._boundaries.regime(position, position + following.tokens) == following.regime
+
+    def fed(self, program: StepProgram, before: tuple[int, int], started_ns: int, position: int) -> int:
+        """Count the steps that a program has run by itself since `before`, and the time that they took; return their number."""
+        steps, kernel_ns = program.fed
+        program.kernels_ns, done = kernel_ns - before[1], steps - before[0]
+        self._count(program, started_ns, position + done - 1, done)
+        return done
 
     def continued(self, tokens: int) -> None:
         if self._sparse is not None:
@@ -298,89 +299,163 @@ class NativePrograms(StepReplay):
         return {**super().statistics(), "programs": programs, "outside_kernels_us": round(outside, 1)}
 
 
-class Continuation:
-    """Steps of one token of each sequence, each after the other, in the program of the step before them.
-
-    A decoding loop does nothing else to the cache between two of them: neither the arguments nor the model are looked at again, and the
-    cache receives the tokens by `close` alone. A forward pass of another thread may end a continuation at any time, and so does a draft,
-    or its end, as fewer experts run in it.
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A program whose steps may follow each other.
 
     Attributes:
-        hidden_states: the last ones of the latest `step`, (B, 1, H); None where the program was recorded without them.
+        frozen: the state of the model for which it is.
+        tokens: of each sequence in a step.
+        regime: of the recorded steps: see `Boundaries`.
+        verified_until: the last position of a step.
+    """
+
+    program: StepProgram
+    frozen: FrozenModel
+    tokens: int
+    regime: object
+    verified_until: int
+
+
+class Continuation:
+    """The steps over one cache that follow each other in native programs, without a forward pass of the model in between.
+
+    A number of tokens is computed here once a pass over as many was replayed in the model (`note`). Between two steps nothing else happens
+    to the cache but what this class does: neither the arguments nor the model are looked at again, for at most `MAX_CONTINUED` tokens, and
+    the cache receives the tokens by `advance` alone. So steps that only append to it may go back: those that verify a draft are followed by
+    others behind the tokens that stand. A forward pass of another thread may end a continuation at any time.
+
+    Attributes:
+        position: tokens that are computed, and may be kept.
+        hidden_states: the last ones of the latest step, (B, T, H); None where its program was recorded without them.
         step_ns: the time of each step of the latest `greedy`.
     """
 
-    def __init__(self, replay: NativePrograms, program: StepProgram, cache: Cache, buffers: CacheBuffers, first: int, count: int) -> None:
+    def __init__(self, replay: NativePrograms, cache: Cache) -> None:
         self._replay = replay
-        self.program = program
         self._cache = cache
-        self.buffers = buffers
-        self._first, self._count = first, count
-        self.done = 0  # steps
+        self._programs: dict[tuple[int, DraftSettings | None], _Following] = {}  # by tokens of a step, and how experts draft in it
+        self._program: StepProgram | None = None  # of the latest step since the cache had all tokens
+        self._buffers: CacheBuffers | None = None
+        self._left = 0  # tokens until the model is looked at again
+        self._held = 0  # tokens that the cache has
+        self._window_end = 0
+        self._fed = 0  # tokens since the cache had all of them
+        self.position = cache.get_seq_length() if cache.layers else 0
         self.hidden_states: torch.Tensor | None = None
         self.step_ns: Sequence[int] = ()
-        self._draft_settings = replay.draft.settings
-        self._logits: NDArray[np.float32] = np.empty(program.logits_sizes, np.float32)
-        self._logits_tensor = torch.from_numpy(self._logits)
 
-    @property
-    def position(self) -> int:
-        """Tokens before the next one."""
-        return self._first + self.done
+    def note(self) -> None:
+        """Note that the model has computed a pass over the cache."""
+        self._left = MAX_CONTINUED
+        latest = self._replay.latest(self._cache)
+        if latest is not None:
+            self._programs[latest[0], self._replay.draft.settings] = latest[1]
 
-    def step(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Feed a token of each sequence; return the logits, (B, V) float32 until the next step, or None where a forward pass is needed."""
+    def step(
+        self, position: int, tokens: Sequence[int], states: torch.Tensor | None = None, *, rewinds: bool = False
+    ) -> torch.Tensor | None:
+        """Feed some tokens of one sequence, or one of each of several, at a position.
+
+        Args:
+            position: tokens of the longest sequence before them.
+            states: what an MTP layer is given beside the tokens, (1, T, H).
+            rewinds: whether a later step may begin before the end of this one.
+
+        Returns:
+            The logits, (R, V) float32 until the next step; None where a forward pass is needed.
+        """
         started_ns, replay = time.perf_counter_ns(), self._replay
-        if self._is_over():
+        following = self._following(position, len(tokens))
+        if following is None or (rewinds and not following.program.rewinds):
             return None
+        program = following.program
         with replay.lock:
-            if not self.program.is_bound(self.buffers):
+            if self._buffers is None or not program.is_bound(self._buffers):
                 return None
-            before = self.program.fed
+            before = program.fed
             try:
-                self.program.native.follow(self.position, tokens, self._logits)
+                logits, self.hidden_states = program.follow(position, tokens, states)
             finally:  # Python raises an interrupt as soon as a native call returns
-                replay.fed(self, before, started_ns)
-            self.hidden_states = self.program.hidden_states(self.position - 1, self.buffers.room)
-        return self._logits_tensor
+                self._went_on(following, position, replay.fed(program, before, started_ns, position))
+        return logits
 
-    def greedy(self, token: int, count: int, ends: Sequence[int]) -> list[int]:
+    def greedy(self, position: int, token: int, count: int, ends: Sequence[int], *, hidden: bool) -> list[int]:
         """Of one sequence: feed a token, the likeliest one after it, and so on; return the likeliest after each.
 
         At most `count`, none after one of `ends`, and as many as a user who interrupts them does not wait for; none at all where a whole
-        forward pass is needed.
+        forward pass is needed. `hidden`: whether `hidden_states` has those of each step, (1, T, H).
         """
         started_ns, replay = time.perf_counter_ns(), self._replay
-        if self._is_over():
+        following = self._following(position, 1)
+        if following is None:
             return []
+        program = following.program
         with replay.lock:
-            if not self.program.is_bound(self.buffers):
+            if self._buffers is None or not program.is_bound(self._buffers):
                 return []
-            before = self.program.fed
-            most = 1 if replay.timeline is not None else min(count, self._count - self.done)  # a timeline has each step
+            before = program.fed
+            end = min(position + min(count, self._left), self._window_end, program.positions(self._buffers, self._held).stop)
+            most = 1 if replay.timeline is not None else end - position  # a timeline has each step
+            alike = len(list(itertools.takewhile(lambda each: replay.may_follow(following, each), range(position, position + most))))
             try:
-                tokens: list[int] = self.program.native.greedy(self.position, token, most, ends, LONGEST_NS)
+                tokens, self.hidden_states = program.greedy(position, token, alike, ends, LONGEST_NS, hidden=hidden)
             finally:  # as above
-                replay.fed(self, before, started_ns)
-            self.step_ns = self.program.native.step_ns
+                self._went_on(following, position, replay.fed(program, before, started_ns, position))
+            self.step_ns = program.step_ns
         return tokens
 
-    def _is_over(self) -> bool:
-        """Whether a forward pass is needed: at the end, and while another thread computes a step, which nothing waits for."""
+    def _following(self, position: int, tokens: int) -> _Following | None:
+        """Return the program for a step; None while another thread computes one, which nothing waits for."""
         replay = self._replay
-        return (
-            self.done >= self._count
-            or replay.lock.locked()
-            or replay.draft.settings is not self._draft_settings
-            or torch._C._len_torch_dispatch_stack() > 0
-        )
+        found = self._programs.get((tokens, replay.draft.settings))
+        if found is None or self._left < 1 or replay.lock.locked() or torch._C._len_torch_dispatch_stack():
+            return None
+        if not replay.may_follow(found, position):
+            return None
+        if self._program is None and not self._begin(found.program):
+            return None
+        if self._buffers is None or not (self._held <= position <= self.position if found.program.rewinds else position == self.position):
+            return None
+        fits = position + found.tokens <= self._window_end and position in found.program.positions(self._buffers, self._held)
+        return found if fits else None
 
-    def close(self) -> None:
-        """Let the cache have the tokens."""
-        done, self.done, self._count = self.done, 0, 0
-        if done:
-            self.program.advance(self._cache, self.buffers, done)
-            self._replay.continued(done)
+    def _begin(self, program: StepProgram) -> bool:
+        """Look at the cache, which has all tokens."""
+        self._buffers = buffers = _memory(self._cache)
+        self._held = self.position = self._cache.get_seq_length()
+        layers = [layer for layer in self._cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        left = [layer.sliding_window - 1 - layer.cumulative_length for layer in layers]  # until a window is full
+        self._window_end = self._held + min((each for each in left if each >= 0), default=_LONG)
+        try:
+            return buffers is not None and program.rebind(self._cache, buffers, self._held)
+        except ForeignCacheError:
+            return False
+
+    def _went_on(self, following: _Following, position: int, steps: int) -> None:
+        if steps:
+            self._program, self.position = following.program, position + steps * following.tokens
+            self._left -= steps * following.tokens
+            self._fed += steps * following.tokens
+
+    def advance(self, position: int) -> None:
+        """Let the cache have the computed tokens before `position`: all of them where steps do more than append to the cache."""
+        program = self._program
+        if program is None or self._buffers is None:
+            return
+        end = max(self._held, min(position, self.position)) if program.rewinds else self.position
+        new, self._held = end - self._held, end
+        if new:
+            program.advance(self._cache, self._buffers, new)
+
+    def close(self, position: int) -> None:
+        """As `advance`, before anything else may happen to the cache."""
+        self.advance(position)
+        self._program = None
+        self._programs = {key: each for key, each in self._programs.items() if each.program.rewinds}  # others only follow their own steps
+        fed, self._fed = self._fed, 0
+        if fed:
+            self._replay.continued(fed)
 
 
 def _memory(cache: Cache) -> CacheBuffers | None:

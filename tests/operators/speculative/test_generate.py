@@ -20,6 +20,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
+from moegraft.injection import new_cache
+from moegraft.operators.decode.native.program import StepProgram
 from moegraft.operators.decode.native.steps import Continuation, NativePrograms
 from moegraft.operators.decode.schedule import DraftSchedule, Round
 
@@ -309,8 +311,8 @@ def test_steps_that_stay_plain_follow_each_other_in_one_call(
     model, twin, ids = drafting("mixtral", draft=draft), stock("mixtral"), prompt(9)
     greedy, calls = Continuation.greedy, []
 
-    def noted(self: Continuation, *arguments: Any) -> list[int]:
-        tokens = greedy(self, *arguments)
+    def noted(self: Continuation, *arguments: Any, **kwargs: Any) -> list[int]:
+        tokens = greedy(self, *arguments, **kwargs)
         calls.append(len(tokens))
         return tokens
 
@@ -329,7 +331,9 @@ def test_steps_that_stay_plain_follow_each_other_in_one_call(
     assert torch.equal(found, expected)
     assert sum(done.generated for done in schedule.rounds) == found.shape[1] - ids.shape[1] - 1
     assert all(done.generated == 1 and done.verify_ms > 0 for done in schedule.rounds if not done.confidences)
-    assert max(calls) == (1 if end in ("criterion", "streamer") else 7)  # after a draft, one step begins the calls
+    assert max(calls) == (
+        1 if end in ("criterion", "streamer") else 7
+    )  # a window is full: after a draft, a pass of the model begins the calls
 
 
 def test_steps_of_one_token_have_one_program_with_past_states_and_without(drafting: Any) -> None:
@@ -347,10 +351,9 @@ def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, mon
     pair = drafting("mixtral"), stock("mixtral")
     fed, steps = NativePrograms.fed, []
 
-    def noted(self: NativePrograms, continuation: Any, *numbers: Any) -> None:
-        before = continuation.done
-        fed(self, continuation, *numbers)
-        steps.append(continuation.done - before)
+    def noted(self: NativePrograms, *arguments: Any) -> int:
+        steps.append(fed(self, *arguments))
+        return steps[-1]
 
     monkeypatch.setattr(NativePrograms, "fed", noted)
     marks = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400, 836])
@@ -362,3 +365,56 @@ def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, mon
                 texts.append(model.generate(prompt(9, seed=seed), max_new_tokens=60, watermarking_config=marks, **arguments))
             assert torch.equal(*texts)
     assert sum(steps) > 100
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", ["experts", "ngram", "mtp"])
+def test_rounds_follow_each_other_without_a_pass_of_the_model(
+    draft: str, arguments: dict[str, Any], drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts and their verification, after the first ones of each length; the cache is that of plain decoding at the end."""
+    model, twin, ids = drafting("demo", draft=draft), stock("demo"), prompt(24)
+    arguments |= {"max_new_tokens": 150, "eos_token_id": VOCAB_SIZE - 1}  # which hardly comes
+    describe, passes = NativePrograms.describe, 0
+
+    def noted(self: NativePrograms, *arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return describe(self, *arguments)
+
+    monkeypatch.setattr(NativePrograms, "describe", noted)
+    caches = [DynamicCache(config=twin.config), new_cache(model)]
+    expected = twin.generate(ids, past_key_values=caches[0], **arguments)
+    model.generate(ids, **arguments)  # makes the programs
+    before, passes = model.moegraft.model_operator.statistics()["rounds"], 0
+    assert torch.equal(model.generate(ids, past_key_values=caches[1], **arguments), expected)
+    rounds = model.moegraft.model_operator.statistics()["rounds"] - before
+    assert rounds > 30
+    assert passes < rounds / 2, "a few in 64 tokens"
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert other.get_seq_length() == one.get_seq_length() == expected.shape[1] - 1
+        torch.testing.assert_close(other.keys, one.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(other.values, one.values, atol=1e-4, rtol=1e-4)
+
+
+def test_an_interrupted_round_is_taken_back_from_native_passes(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin, ids = drafting("demo"), stock("demo"), prompt(24)
+    model.generate(ids, max_new_tokens=60, do_sample=False)  # makes the programs
+    follow, calls, cache = StepProgram.follow, 0, new_cache(model)
+
+    def interrupted(self: StepProgram, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = follow(self, *arguments)
+        if calls == 33:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(StepProgram, "follow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, max_new_tokens=150, do_sample=False, past_key_values=cache)
+    assert calls == 33
+    whole = twin.generate(ids, max_new_tokens=150, do_sample=False)
+    text = whole[:, : cache.get_seq_length() + 1]
+    assert ids.shape[1] < text.shape[1] < whole.shape[1]
+    assert torch.equal(model.generate(text, max_length=whole.shape[1], do_sample=False, past_key_values=cache), whole)

@@ -298,12 +298,12 @@ def test_an_interrupted_draft_leaves_nothing_to_go_on_with(checkpoints: Folders,
     model = load(folder)
     cache, feed, calls = new_cache(model), mtp.MtpStreams.feed, 0
 
-    def interrupted(self: Any, *args: Any) -> Any:
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 9:
             raise KeyboardInterrupt
-        return feed(self, *args)
+        return feed(self, *args, **kwargs)
 
     monkeypatch.setattr(mtp.MtpStreams, "feed", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -120,7 +120,10 @@ def test_rounds_that_prepare_programs_are_no_estimate() -> None:
     assert paying.run(schedule) < 0.9 * PLAIN_MS
     assert schedule._costs.plain.mean_ms == PLAIN_MS
     assert schedule._costs.verify_ms(3) == PLAIN_MS + 3 * paying.token_ms
-    # What they cost is lost like that of other drafts.
+    # A long preparation is made once, and does not put measuring off for thousands of tokens.
+    schedule = MarginalSchedule(max_draft=5)
+    replace(PAYING[0], prepared_ms=100 * PLAIN_MS).run(schedule, tokens=1000)
+    assert "tokens per draft" in schedule.state()
     hopeless = replace(HOPELESS[1], prepared_ms=3 * PLAIN_MS)
     assert hopeless.run(MarginalSchedule(max_draft=5)) <= 1.03 * PLAIN_MS
 
