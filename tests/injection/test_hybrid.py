@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
-from support.family_rows import FamilyCase
+from support.families import build_model, case_of, prompt
 from support.gpus import emulated_only, limit, placed, where
 from transformers import PreTrainedModel
 
@@ -28,10 +27,6 @@ rules:
 """
 # Each a form of routing and of storage of its own.
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "nemotron_h", "minimax", "glm4_moe")
-
-
-def case_of(model_type: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == model_type)
 
 
 @pytest.fixture

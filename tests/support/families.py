@@ -66,6 +66,10 @@ def served_cases() -> list[FamilyCase]:
     return [case for case in family_cases() if case.reason is None]
 
 
+def case_of(model_type: str) -> FamilyCase:
+    return next(case for case in family_cases() if case.model_type == model_type)
+
+
 def model_class(case: FamilyCase) -> type[PreTrainedModel]:
     module = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
     found = getattr(module, case.model_class)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from support.gpus import CUDA_GPU, limit, placed
 from support.sparse_models import left_out
 from support.virtual_device import VirtualDevice
@@ -33,7 +33,7 @@ SHARE = 0.6
 def load(model_type: str, folder: Path, more: str, weights: str = "stored") -> PreTrainedModel:
     rules = folder / "rules.yaml"
     rules.write_text(RULES.format(weights=weights, more=more))
-    model = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    model = build_model(case_of(model_type))
     if CUDA_GPU in more:
         model = placed(model, CUDA_GPU)
     return optimize_and_load(model, rules, progress=False, threads=1)
@@ -87,7 +87,7 @@ def engines_of(model: PreTrainedModel) -> list[EngineStatistics]:
 def test_every_family_is_the_reference(model_type: str, tmp_path: Path, gpu: str) -> None:
     alone = load(model_type, tmp_path, "gpu: none")
     thresholds = thresholds_for(alone)
-    stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    stock = build_model(case_of(model_type))
     with left_out(stock, thresholds):
         expected, answer = outputs(stock)
     take(alone, thresholds)
