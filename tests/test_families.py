@@ -5,9 +5,8 @@ The first two tests keep the table itself honest: none left out, and every case 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,42 +212,6 @@ def test_continuous_batching_equals_generate(model_type: str) -> None:
     batched = generate_batch(inputs=prompts, generation_config=settings, continuous_batching_config=small)
     found = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
     assert found == {tuple(ids): greedy(model, torch.tensor([ids]))[0][:16] for ids in prompts}
-
-
-def larger(model_type: str) -> FamilyCase:
-    case = case_of(model_type)
-    sizes = {"hidden_size": 96, "intermediate_size": 56, "moe_intermediate_size": 56, "num_local_experts": 9, "num_experts": 9}
-    return replace(case, text={**case.text, **{name: size for name, size in sizes.items() if name not in case.text}})
-
-
-@torch.no_grad()
-def steps(model: PreTrainedModel, ids: torch.Tensor) -> Iterator[int]:
-    """Greedy tokens one at a time, the caller deciding when each is computed."""
-    past = None
-    for _ in range(NEW_TOKENS):
-        out = model(input_ids=ids, past_key_values=past, use_cache=True)
-        past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        yield int(ids)
-
-
-SIZES = [("mixtral", "mixtral"), ("qwen3_moe", "gpt_oss"), ("nemotron_h", "mixtral")]  # one family twice, and two layouts
-
-
-@pytest.mark.parametrize(("one", "other"), SIZES)
-def test_two_models_interleaved_equal_each_alone(one: str, other: str) -> None:
-    stock = [build_model(case_of(one), seed=1), build_model(larger(other), seed=2)]
-    alone = [greedy(model, prompt(7))[0] for model in stock]
-    models = [inject(model) for model in stock]
-    pairs = list(zip(*(steps(model, prompt(7)) for model in models), strict=True))
-    assert [list(tokens) for tokens in zip(*pairs, strict=True)] == alone
-
-
-def test_two_models_in_two_threads_equal_each_alone() -> None:
-    stock = [build_model(case_of("mixtral"), seed=1), build_model(larger("gpt_oss"), seed=2)]
-    alone = [greedy(model, prompt(7)) for model in stock]
-    models = [inject(model) for model in stock]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        assert list(pool.map(lambda model: greedy(model, prompt(7)), models)) == alone
 
 
 @pytest.mark.parametrize("case", [case for case in family_cases() if case.reason and case.buildable], ids=ids_of)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.families import build_model, case_of, prompt
 from support.gpus import CUDA_GPU, limit, placed
 from support.sparse_models import left_out
@@ -103,19 +104,18 @@ def test_every_family_is_the_reference(model_type: str, tmp_path: Path, gpu: str
     assert sum(each.on_cpu for each in computed) > 0 and sum(each.used - each.on_cpu for each in computed) > 0, "both took a part"
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "cache: {slots: 0}, schedule: two_threshold",
-        "cache: {slots: 1}, schedule: greedy",
-        "cache: {ratio: 0.5}, schedule: on_demand, prefetch: {policy: next_layer}",
-        "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
-        "cache: {ratio: 0.6}, schedule: layer_map",
-        "cache: {ratio: 0.5}, schedule: all_cpu",
-    ],
-)
-@pytest.mark.parametrize("weights", ["stored", "int8"])
-def test_every_setting_is_the_cpu_alone(more: str, weights: str, tmp_path: Path, gpu: str) -> None:
+SETTINGS = [
+    "cache: {slots: 0}, schedule: two_threshold",
+    "cache: {slots: 1}, schedule: greedy",
+    "cache: {ratio: 0.5}, schedule: on_demand, prefetch: {policy: next_layer}",
+    "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
+    "cache: {ratio: 0.6}, schedule: layer_map",
+    "cache: {ratio: 0.5}, schedule: all_cpu",
+]
+
+
+@pytest.mark.parametrize(("weights", "more"), combinations(["stored", "int8"], SETTINGS))
+def test_every_setting_is_the_cpu_alone(weights: str, more: str, tmp_path: Path, gpu: str) -> None:
     alone = load("qwen3_moe", tmp_path, "gpu: none", weights)
     thresholds = thresholds_for(alone)
     take(alone, thresholds)

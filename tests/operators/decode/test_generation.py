@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.byte_tokenizer import byte_tokenizer
 from support.decoding import layer_by_layer, native_steps, new_model, replayed, shared_model
 from support.families import prompt
@@ -76,14 +77,13 @@ def assert_equal_text(model: PreTrainedModel, ids: torch.Tensor | None = IDS, **
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 30}
 
 
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_texts_of_every_family(family: str, sampled: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("sampled", "family"), combinations([False, True], FAMILIES))
+def test_texts_of_every_family(sampled: bool, family: str) -> None:
     """Over several continuations; the buffers of the cache grow at 256 tokens and more, and windows of 16 fill."""
     model = shared_model(family)
     with native_steps() as steps:
-        assert_equal_text(model, prompt(12, seed=3), **sampled)
-        assert_equal_text(model, prompt(230, seed=4), **sampled)
+        for ids in (prompt(12, seed=3), prompt(230, seed=4)):
+            assert_equal_text(model, ids, **(SAMPLED if sampled else {}))
     assert sum(steps) == 0 if family == "phimoe" else sum(steps) > TOKENS
 
 
@@ -133,10 +133,9 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("call", CALLS)
-def test_arguments(qwen: PreTrainedModel, call: str, sampled: dict[str, Any]) -> None:
-    assert_equal_text(qwen, **{**sampled, **CALLS[call]})
+@pytest.mark.parametrize(("sampled", "call"), combinations([True, False], list(CALLS)))
+def test_arguments(qwen: PreTrainedModel, sampled: bool, call: str) -> None:
+    assert_equal_text(qwen, **{**(SAMPLED if sampled else {}), **CALLS[call]})
 
 
 @pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -190,21 +189,19 @@ def assert_text_layer_by_layer(model: PreTrainedModel, ids: torch.Tensor = IDS, 
         assert torch.equal(generate(model, ids, **arguments), expected)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"inputs": prompt(7, batch=2)},
-        {"num_beams": 3},
-        {"num_beams": 2, "num_return_sequences": 2},
-        {"num_return_sequences": 2, **SAMPLED},
-        {"prompt_lookup_num_tokens": 3},
-        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+KINDS = [
+    {"inputs": prompt(7, batch=2)},
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"num_return_sequences": 2, **SAMPLED},
+    {"prompt_lookup_num_tokens": 3},
+    {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+]
+
+
+@pytest.mark.parametrize(("family", "arguments"), combinations(["qwen3_moe", "mixtral"], KINDS), ids=str)
 def test_calls_of_other_kinds(family: str, arguments: dict[str, Any]) -> None:
     """Through the window of 16."""
     given = dict(arguments)
@@ -341,9 +338,8 @@ def assert_equal_caches(found: DynamicCache, expected: DynamicCache) -> None:
     torch.testing.assert_close(*tensors, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long), 90])
-def test_a_cache_of_the_caller(family: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "family"), combinations([90, 1, 2, 8], FAMILIES))
+def test_a_cache_of_the_caller(tokens: int, family: str) -> None:
     """Its contents after a call, and texts that go on with it: one call after the other, greedy and sampled."""
     model = shared_model(family)
     own(model)
