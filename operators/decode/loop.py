@@ -42,6 +42,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
+from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.passes import CachedPasses
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class DecodedSequence:
     A context manager: while steps of one token follow each other in a native program, the cache receives them at the end (`flush`).
 
     Attributes:
-        keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm.
+        keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm or what a head reads.
     """
 
     def __init__(
@@ -324,11 +325,11 @@ class DecodedSequence:
     @property
     def _asked(self) -> dict[str, Any]:
         """The arguments of a pass whose hidden states are kept."""
-        return {"output_hidden_states": -1} if self.keeps_hidden_states else {}
+        return {"output_hidden_states": asked_states(self._model)} if self.keeps_hidden_states else {}
 
     def _note(self, outputs: Any) -> None:
         if self.keeps_hidden_states:
-            self.hidden_states = outputs.hidden_states[-1]
+            self.hidden_states = read_states(self._model, outputs)
 
     def prefill(self) -> torch.Tensor:
         """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""
@@ -384,8 +385,8 @@ class DecodedSequence:
         outputs = self._model(**inputs | self._asked, return_dict=True)
         self._passes.note(feed)
         self._note(outputs)
-        logits = outputs.logits[0, -feed:]
-        return logits.to(torch.float32)
+        computed: torch.Tensor = outputs.logits[0, -feed:]
+        return computed.to(torch.float32)
 
     def latest(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return the last `count` tokens of the sequence followed by `tokens`."""

@@ -245,8 +245,9 @@ class StepProgram:
         self.counters = [array for array in found if array is not None]  # of neurons
         self.sized_by_values = self._lowering.sized_by_values
         self._logits = self._fitted.outputs["logits"]
-        self._hidden: Place | None = self._fitted.outputs.get(HIDDEN_STATES)
+        self._hidden: list[Place] = list(self._fitted.outputs.get(HIDDEN_STATES, {}).values())
         self._binding: _Binding | None = None
+        self._followed: tuple[NDArray[np.float32], torch.Tensor] | None = None  # the logits of `follow`, in one memory
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
         self._build(-(-max(1024, 2 * position) // self._period))
@@ -319,14 +320,17 @@ class StepProgram:
         outputs = self._output_type.__new__(self._output_type)
         vars(outputs).update(self._no_outputs)
         made: dict[str, Any] = {"logits": logits}
-        if self._hidden is not None:
-            hidden = binding.hidden
-            hidden = native.view(self._hidden, binding.tensors, position, buffers.room) if hidden is None else hidden
-            made[HIDDEN_STATES] = (hidden.clone(),)
+        if (hidden := self._hidden_states(binding, position, buffers.room)) is not None:
+            made[HIDDEN_STATES] = (hidden,)
         for name in self._fitted.outputs:
             vars(outputs)[name] = made.get(name, cache)
             OrderedDict.__setitem__(outputs, name, vars(outputs)[name])
         return outputs
+
+    def _hidden_states(self, binding: _Binding, position: int, room: int) -> torch.Tensor | None:
+        """Return a copy of the hidden states of the latest step, (B, T, H of all that it returns); None if recorded without."""
+        states = binding.hidden or [self._native.view(place, binding.tensors, position, room) for place in self._hidden]
+        return None if not states else states[0].clone() if len(states) == 1 else torch.cat(states, dim=-1)
 
     @property
     def fed(self) -> tuple[int, int]:
@@ -359,8 +363,8 @@ class StepProgram:
             logits = np.empty((rows, vocabulary), np.float32)
             self._followed = logits, torch.from_numpy(logits)
         self._native.native.follow(position, tokens, self._followed[0])
-        hidden = None if self._binding is None or self._binding.hidden is None else self._binding.hidden.clone()
-        return self._followed[1], hidden
+        assert self._binding is not None, "the caller has asked"
+        return self._followed[1], self._hidden_states(self._binding, position, 0)
 
     def greedy(
         self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int, *, hidden: bool
@@ -368,11 +372,13 @@ class StepProgram:
         """Run the steps of a token, of the likeliest one after it, and so on, as `Program.greedy`; return these tokens.
 
         Args:
-            hidden: whether to return the last hidden states as well, (1, steps, H).
+            hidden: whether to return the last hidden states as well, (1, steps, H). Nothing is run where a step returns others.
         """
-        if not hidden or self._hidden is None:
+        if not hidden:
             return self._native.native.greedy(position, token, count, ends, longest_ns), None
-        states = torch.empty((1, count, self._hidden.sizes[-1].base), dtype=self._hidden.dtype)
+        if len(self._hidden) != 1:
+            return [], None
+        states = torch.empty((1, count, self._hidden[0].sizes[-1].base), dtype=self._hidden[0].dtype)
         found = self._native.native.greedy(position, token, count, ends, longest_ns, states.view(torch.uint8).flatten())
         return found, states[:, : len(found)]
 
@@ -408,8 +414,7 @@ class StepProgram:
         return any(name in tensor.names for tensor in self._grown)
 
     def _build(self, last_position: int) -> None:
-        kept = [self._logits] if self._hidden is None else [self._logits, self._hidden]
-        self._native = NativeStep(self._lowering, self._runtime, kept, last_position)
+        self._native = NativeStep(self._lowering, self._runtime, [self._logits, *self._hidden], last_position)
         self._last_position = last_position
         self._arena = torch.empty(self._native.arena_bytes, dtype=torch.uint8)
         self._inputs = {
@@ -419,9 +424,10 @@ class StepProgram:
         inputs = dict(self._fitted.inputs)
         token = inputs.pop("input_ids")
         inputs.pop("states", None)  # `follow` copies them
-        self.goes_on = self._native.set_loop(self._logits, self._hidden, token, list(inputs.values())) and not self.sized_by_values
-        self.goes_on &= (self._tokens == 1 or self.rewinds) and (self._hidden is None or self._native.stays(self._hidden))
-        self._followed: tuple[NDArray[np.float32], torch.Tensor] | None = None
+        hidden = self._hidden[0] if len(self._hidden) == 1 else None
+        self.goes_on = self._native.set_loop(self._logits, hidden, token, list(inputs.values())) and not self.sized_by_values
+        self.goes_on &= (self._tokens == 1 or self.rewinds) and all(map(self._native.stays, self._hidden))
+        self._followed = None
         self._binding = None
 
     def _bind(self, cache: Any, buffers: CacheBuffers, position: int, tokens: int) -> _Binding:
@@ -451,10 +457,9 @@ class StepProgram:
             native.native.bind(buffer, tensor, origins.get(buffer, 0))
         last = min(position + buffers.steps_left(tokens) // self._period, self._last_position)
         native.native.check(position, max(last, position), buffers.room)
-        logits, hidden = (
-            native.view(place, tensors, position, buffers.room) if place is not None and native.stays(place) else None
-            for place in (self._logits, self._hidden)
-        )
+        logits = native.view(self._logits, tensors, position, buffers.room) if native.stays(self._logits) else None
+        stay = all(map(native.stays, self._hidden))
+        hidden = [native.view(place, tensors, position, buffers.room) for place in self._hidden] if stay else []
         reference = weakref.ref(buffers, partial(_unbind, weakref.ref(self)))
         self._binding = binding = _Binding(reference, buffers.version, tensors, self.states(cache), logits, hidden, (position, last))
         return binding
@@ -503,7 +508,7 @@ class _Binding:
     tensors: dict[int, torch.Tensor]
     states: Sequence[torch.Tensor]
     logits: torch.Tensor | None
-    hidden: torch.Tensor | None
+    hidden: list[torch.Tensor]
     checked: tuple[int, int]
 
     def holds(self, buffers: CacheBuffers, position: int) -> bool:

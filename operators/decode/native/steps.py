@@ -82,7 +82,7 @@ class NativePrograms(StepReplay):
         self._config: PretrainedConfig | None = None
         self._config_tables: list[dict[str, Any]] = []  # the members of the configuration and of its part about text
         self._boundaries: Boundaries | None = None
-        self._latest: tuple[weakref.ref[Cache], int, _Following] | None = None  # a step that others may follow: its tokens, its program
+        self._latest: tuple[weakref.ref[Cache], _Form, _Following] | None = None  # a step that others may follow
         self._kernels_ns = 0
 
     def describe(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> Step | str | None:
@@ -122,7 +122,7 @@ class NativePrograms(StepReplay):
             if name in ("input_ids", CACHE) or value is None:
                 continue
             if name in _PLAIN_ARGUMENTS:
-                if value not in _PLAIN_ARGUMENTS[name]:
+                if value not in _PLAIN_ARGUMENTS[name] and type(value) is not tuple:
                     return None
                 settings[name] = value
             elif name == "attention_mask":
@@ -247,7 +247,7 @@ class NativePrograms(StepReplay):
                 assert self._frozen is not None and self._boundaries is not None, "the step was described"
                 regime = self._boundaries.regime(step.position, step.position + ids.shape[1])
                 following = _Following(replay, self._frozen, ids.shape[1], regime, kind.verified_until)
-                self._latest = weakref.ref(cache), ids.numel(), following
+                self._latest = weakref.ref(cache), _form(ids.numel(), step.inputs.get("states"), self.draft), following
         return outputs
 
     def tolerance(self, replay: StepProgram) -> float:
@@ -256,8 +256,8 @@ class NativePrograms(StepReplay):
     def continuation(self, cache: Cache) -> Continuation:
         return Continuation(self, cache)
 
-    def latest(self, cache: Cache) -> tuple[int, _Following] | None:
-        """Return the number of tokens and the program of the latest step, if others over `cache` may follow it; not to be asked twice."""
+    def latest(self, cache: Cache) -> tuple[_Form, _Following] | None:
+        """Return the latest step, if others over `cache` may follow it; not to be asked twice."""
         if self.lock.locked():  # by another thread, or by a step in which this text is generated
             return None
         with self.lock:
@@ -299,6 +299,14 @@ class NativePrograms(StepReplay):
         return {**super().statistics(), "programs": programs, "outside_kernels_us": round(outside, 1)}
 
 
+# Of a step: its tokens, the width of the states that it is given, and how experts draft in it.
+_Form = tuple[int, int, DraftSettings | None]
+
+
+def _form(tokens: int, states: torch.Tensor | None, draft: DraftSwitch) -> _Form:
+    return tokens, 0 if states is None else states.shape[-1], draft.settings
+
+
 @dataclass(frozen=True, slots=True)
 class _Following:
     """A program whose steps may follow each other.
@@ -334,7 +342,7 @@ class Continuation:
     def __init__(self, replay: NativePrograms, cache: Cache) -> None:
         self._replay = replay
         self._cache = cache
-        self._programs: dict[tuple[int, DraftSettings | None], _Following] = {}  # by tokens of a step, and how experts draft in it
+        self._programs: dict[_Form, _Following] = {}
         self._program: StepProgram | None = None  # of the latest step since the cache had all tokens
         self._buffers: CacheBuffers | None = None
         self._left = 0  # tokens until the model is looked at again
@@ -350,7 +358,7 @@ class Continuation:
         self._left = MAX_CONTINUED
         latest = self._replay.latest(self._cache)
         if latest is not None:
-            self._programs[latest[0], self._replay.draft.settings] = latest[1]
+            self._programs[latest[0]] = latest[1]
 
     def step(
         self, position: int, tokens: Sequence[int], states: torch.Tensor | None = None, *, rewinds: bool = False
@@ -366,7 +374,7 @@ class Continuation:
             The logits, (R, V) float32 until the next step; None where a forward pass is needed.
         """
         started_ns, replay = time.perf_counter_ns(), self._replay
-        following = self._following(position, len(tokens))
+        following = self._following(position, _form(len(tokens), states, replay.draft))
         if following is None or (rewinds and not following.program.rewinds):
             return None
         program = following.program
@@ -387,7 +395,7 @@ class Continuation:
         forward pass is needed. `hidden`: whether `hidden_states` has those of each step, (1, T, H).
         """
         started_ns, replay = time.perf_counter_ns(), self._replay
-        following = self._following(position, 1)
+        following = self._following(position, _form(1, None, replay.draft))
         if following is None:
             return []
         program = following.program
@@ -405,10 +413,10 @@ class Continuation:
             self.step_ns = program.step_ns
         return tokens
 
-    def _following(self, position: int, tokens: int) -> _Following | None:
+    def _following(self, position: int, form: _Form) -> _Following | None:
         """Return the program for a step; None while another thread computes one, which nothing waits for."""
         replay = self._replay
-        found = self._programs.get((tokens, replay.draft.settings))
+        found = self._programs.get(form)
         if found is None or self._left < 1 or replay.lock.locked() or torch._C._len_torch_dispatch_stack():
             return None
         if not replay.may_follow(found, position):
@@ -464,7 +472,7 @@ def _memory(cache: Cache) -> CacheBuffers | None:
 
 
 def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
-    """Return the outputs of a model with Memory for the logits, and for its last hidden states where it returns no others.
+    """Return the outputs of a model with Memory for the logits, and for hidden states, if these were asked for after single layers.
 
     Raises:
         NotRecordableError: they have other tensors.
@@ -475,8 +483,9 @@ def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
     for name, value in outputs.items():
         if name == "logits":
             found[name] = recorder.memory(value, produced=True)
-        elif name == HIDDEN_STATES and isinstance(value[-1], torch.Tensor) and not any(each is not None for each in value[:-1]):
-            found[name] = recorder.memory(value[-1], produced=True)
+        elif name == HIDDEN_STATES and (len(value) == 1 or any(each is None for each in value)):
+            states = [each for each in value if each is not None]
+            found[name] = {number: recorder.memory(each, produced=True) for number, each in enumerate(states)}
         elif value is cache:
             found[name] = None
         else:
