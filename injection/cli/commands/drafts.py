@@ -43,9 +43,9 @@ def drafts(
 ) -> None:
     """Measure drafting and verifying 1 to N tokens, and show the acceptance at which each length of draft is as fast as plain decoding.
 
-    The drafters are n-grams, the MTP layers that the rules load, and fewer experts as the rules' speculative_draft has them, or one expert
-    for each token without one. The text is given, so that every draft is accepted: what a model's own drafts gain follows from the share of
-    accepted tokens, which /stats of local_chat shows. Measure while no other programs run.
+    The drafters are n-grams, the MTP layers or the EAGLE-3 head that the rules load, and fewer experts as the rules' speculative_draft has
+    them, or one expert for each token without one. The text is given, so that every draft is accepted: what a model's own drafts gain
+    follows from the share of accepted tokens, which /stats of local_chat shows. Measure while no other programs run.
     """
     options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text.read_bytes() if text is not None else None
