@@ -99,6 +99,8 @@ class Drafting:
             if planned > 0 and self.drafter.feeds:
                 with self.trace("rollback"):
                     sequence.rewind()
+            if not drafts:
+                sequence.unmark()
             with self.trace("verify" if drafts else "plain step") as details:
                 compared = accepted = 0
                 if drafts:
@@ -118,8 +120,7 @@ class Drafting:
                     details["kept"] = generated
                     sequence.rewind(keep=generated)
         except BaseException:  # Ctrl-C too: the caller's cache is restored to its state before the round
-            if planned > 0:
-                sequence.rewind()
+            sequence.rewind()
             raise
         finally:
             sequence.unmark()

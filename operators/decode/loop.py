@@ -347,15 +347,19 @@ class DecodedSequence:
         Returns:
             The ns that each took; none where no token can be computed so.
         """
-        if self._direct != () or self._with_scores or self._with_logits:
+        continuation = self._passes.continuation
+        if continuation is None or self._direct != () or self._with_scores or self._with_logits:
             return ()
         single = self._always or self._streamer is not None or self.length >= self._open_length
         most = 1 if single else min(most, self._open_length - self.length)
-        tokens = self._passes.extend(self._last, most, self._ends, hidden=self.keeps_hidden_states)
-        self.hidden_states = self._passes.hidden_states
+        try:
+            tokens = continuation.greedy(self._passes.length, self._last, most, self._ends, hidden=self.keeps_hidden_states)
+        finally:
+            self._passes.count()
+        self.hidden_states = continuation.hidden_states
         for token in tokens:
             self.append(token)
-        return self._passes.step_ns if tokens else ()
+        return continuation.step_ns if tokens else ()
 
     def mark(self, longest: int, *, singly: bool) -> None:
         """Let `rewind` take back what is fed from now on: see `CachedPasses`."""

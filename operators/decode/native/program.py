@@ -366,26 +366,15 @@ class StepProgram:
         assert self._binding is not None, "the caller has asked"
         return self._followed[1], self._hidden_states(self._binding, position, 0)
 
-    def greedy(
-        self, position: int, token: int, count: int, ends: Sequence[int], longest_ns: int, *, hidden: bool
-    ) -> tuple[list[int], torch.Tensor | None]:
-        """Run the steps of a token, of the likeliest one after it, and so on, as `Program.greedy`; return these tokens.
-
-        Args:
-            hidden: whether to return the last hidden states as well, (1, steps, H). Nothing is run where a step returns others.
-        """
-        if not hidden:
-            return self._native.native.greedy(position, token, count, ends, longest_ns), None
-        if len(self._hidden) != 1:
-            return [], None
-        states = torch.empty((1, count, self._hidden[0].sizes[-1].base), dtype=self._hidden[0].dtype)
-        found = self._native.native.greedy(position, token, count, ends, longest_ns, states.view(torch.uint8).flatten())
-        return found, states[:, : len(found)]
-
     @property
-    def step_ns(self) -> Sequence[int]:
-        """The time of each step of the latest `greedy`."""
-        return self._native.native.step_ns
+    def native(self) -> Program:
+        return self._native.native
+
+    def states_of(self, steps: int) -> torch.Tensor | None:
+        """Return memory for the hidden states of some steps of a token, (1, steps, H); None where each step returns several, or none."""
+        if len(self._hidden) != 1:
+            return None
+        return torch.empty((1, steps, self._hidden[0].sizes[-1].base), dtype=self._hidden[0].dtype)
 
     def advance(self, cache: Any, buffers: CacheBuffers, tokens: int) -> None:
         """Let a cache have `tokens` more tokens of each sequence, which steps have computed."""

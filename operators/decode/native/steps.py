@@ -406,11 +406,16 @@ class Continuation:
             end = min(position + min(count, self._left), self._window_end, program.positions(self._buffers, self._held).stop)
             most = 1 if replay.timeline is not None else end - position  # a timeline has each step
             alike = len(list(itertools.takewhile(lambda each: replay.may_follow(following, each), range(position, position + most))))
+            states = program.states_of(alike) if hidden else None
+            if hidden and states is None:
+                return []
+            into = None if states is None else states.view(torch.uint8).flatten()
             try:
-                tokens, self.hidden_states = program.greedy(position, token, alike, ends, LONGEST_NS, hidden=hidden)
+                tokens: list[int] = program.native.greedy(position, token, alike, ends, LONGEST_NS, into)
             finally:  # as above
                 self._went_on(following, position, replay.fed(program, before, started_ns, position))
-            self.step_ns = program.step_ns
+            self.hidden_states = None if states is None else states[:, : len(tokens)]
+            self.step_ns = program.native.step_ns
         return tokens
 
     def _following(self, position: int, form: _Form) -> _Following | None:

@@ -391,7 +391,7 @@ def test_rounds_follow_each_other_without_a_pass_of_the_model(
     assert torch.equal(model.generate(ids, past_key_values=caches[1], **arguments), expected)
     rounds = model.moegraft.model_operator.statistics()["rounds"] - before
     assert rounds > 30
-    assert passes < rounds / 2, "a few in 64 tokens"
+    assert passes < rounds, "a few in 64 tokens, instead of one for each drafted token and verification"
     for one, other in zip(*(cache.layers for cache in caches), strict=True):
         assert other.get_seq_length() == one.get_seq_length() == expected.shape[1] - 1
         torch.testing.assert_close(other.keys, one.keys, atol=1e-4, rtol=1e-4)
@@ -400,22 +400,23 @@ def test_rounds_follow_each_other_without_a_pass_of_the_model(
 
 def test_an_interrupted_round_is_taken_back_from_native_passes(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, ids = drafting("demo"), stock("demo"), prompt(24)
-    model.generate(ids, max_new_tokens=60, do_sample=False)  # makes the programs
+    arguments: dict[str, Any] = {"do_sample": False, "eos_token_id": VOCAB_SIZE - 1}  # which hardly comes
+    model.generate(ids, max_new_tokens=150, **arguments)  # makes the programs
     follow, calls, cache = StepProgram.follow, 0, new_cache(model)
 
     def interrupted(self: StepProgram, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         found = follow(self, *arguments)
-        if calls == 33:
+        if calls == 23:
             raise KeyboardInterrupt
         return found
 
     monkeypatch.setattr(StepProgram, "follow", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, max_new_tokens=150, do_sample=False, past_key_values=cache)
-    assert calls == 33
-    whole = twin.generate(ids, max_new_tokens=150, do_sample=False)
+        model.generate(ids, max_new_tokens=150, past_key_values=cache, **arguments)
+    assert calls == 23
+    whole = twin.generate(ids, max_new_tokens=150, **arguments)
     text = whole[:, : cache.get_seq_length() + 1]
     assert ids.shape[1] < text.shape[1] < whole.shape[1]
-    assert torch.equal(model.generate(text, max_length=whole.shape[1], do_sample=False, past_key_values=cache), whole)
+    assert torch.equal(model.generate(text, max_length=whole.shape[1], past_key_values=cache, **arguments), whole)
