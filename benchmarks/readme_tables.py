@@ -40,7 +40,7 @@ def default_rows(rows: Iterable[Row]) -> list[Row]:
             continue
         ours = row["provider"].startswith("ours")
         if not ours or defaults.setdefault(row["weights"], row["provider"]) == row["provider"]:
-            found.append({**row, "provider": "moegraft"} if ours else row)
+            found.append({**row, "provider": "moegraft", "isa": row["provider"].removeprefix("ours-")} if ours else row)
     return found
 
 
@@ -56,11 +56,13 @@ def cpu_experts() -> str:
         figures = [f"{float(cell['p50_ms']):.2f}" if cell else "-" for cell in cells]
         body.append([provider.replace("moegraft", "**moegraft**"), weights, *figures])
     read_share = [float(row["read_share"]) for row in rows if (row["provider"], row["tokens"]) == ("moegraft", "1")]
+    widest = found["moegraft", "bfloat16", tokens[-1]]
     return (
         "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 per token), milliseconds, medians, "
         f"{rows[0]['threads']} threads:\n\n{table(['', 'weights', *(f'T={count}' for count in tokens)], body)}\n\n"
-        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth of a read probe in the same "
-        f"run. {provenance(rows)}"
+        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth that a probe reads with between "
+        f"the rounds, and T={tokens[-1]} in bfloat16 at {float(widest['read_share']):.0%} of {widest['read_probe_gb_s']} GB/s. Kernels of "
+        f"`{widest['isa']}`. {provenance(rows)}"
     )
 
 
