@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
@@ -224,7 +225,7 @@ class SequencePool:
         """
         self._stepped, self._continuation = [], None  # another pass may come between two steps
         if self.streams is not None:
-            extra["output_hidden_states"] = -1
+            extra["output_hidden_states"] = asked_states(self._model)
         self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
         device = self._model.device
         output = self._model(
@@ -236,7 +237,7 @@ class SequencePool:
         )
         self._cache.finish()
         if self.streams is not None:
-            self.streams.note(sequences, token_ids, output.hidden_states[-1])
+            self.streams.note(sequences, token_ids, read_states(self._model, output))
         logits: torch.Tensor = output.logits
         return logits
 
@@ -523,7 +524,8 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
                 pool.forward([sequence], [prompt[:-3]])
             pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
             found = pool.step(sequences, [prompt[-1] for prompt in prompts])
-            finite = pool.streams is None or bool(pool.draft(sequences, [[*prompt, 0] for prompt in prompts]).isfinite().all())
+            # Tokens that a head cannot draft have -inf.
+            finite = pool.streams is None or bool((pool.draft(sequences, [[*prompt, 0] for prompt in prompts]) < math.inf).all())
     finally:
         for sequence in sequences:
             pool.end(sequence)
