@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.families import VOCAB_SIZE, prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -233,9 +234,9 @@ class BreaksAt:
         return scores
 
 
-@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [2, 4, 6, 7, 9])  # the first is the prompt's; then drafts, then verification
-def test_an_interrupted_round_restores_cache_and_experts(pair: Any, call: int, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(("error", "call"), combinations([Broken, KeyboardInterrupt], [2, 4, 6, 7, 9]))
+def test_an_interrupted_round_restores_cache_and_experts(pair: Any, error: type[BaseException], call: int) -> None:
+    """The first call is the prompt's; then drafts, then verification."""
     model, stock = pair
     cache = DynamicCache(config=model.config)
     with pytest.raises(error):
