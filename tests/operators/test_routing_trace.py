@@ -128,9 +128,12 @@ def test_uses_and_loads_are_counted() -> None:
     np.testing.assert_array_equal(trace.used()[1], [[False, True, True, False], [False, True, False, False]])
 
 
-def test_recall_matches_hand_computed_shares() -> None:
+def test_reuse_and_recall_match_hand_computed_shares() -> None:
+    traces = import_benchmark("harness.routing")
     # Layer two has a prediction: of 2, 1, 2 and 2 used experts, 1, 1, 0 and 2 were predicted.
-    assert import_benchmark("harness.routing").recall_share(small(), 1) == pytest.approx(4 / 7)
+    assert traces.recall_share(small(), 1) == pytest.approx(4 / 7)
+    # Within texts: tokens 1 and 3 use 2 + 1 and 2 + 2 experts, of which 1 + 1 and 2 + 2 are used again.
+    assert traces.reuse_share(small()) == pytest.approx(6 / 7)
 
 
 def test_joined_parts_equal_the_whole() -> None:
