@@ -418,7 +418,7 @@ def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
     return found
 
 
-def _describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
+def describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
     """Add the keys that describe the model."""
     config = plan.config
     writer.add_name(name)
@@ -546,7 +546,7 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     """Return everything before the weights, and notices."""
     family = family_of(plan.config)
     writer = GGUFWriter(None, family.architecture)
-    _describe(writer, plan, name)
+    describe(writer, plan, name)
     notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])

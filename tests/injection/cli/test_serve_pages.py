@@ -281,7 +281,7 @@ def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched(models: Models,
 
 def test_a_model_that_differs_from_pass_to_pass_is_not_compared_with_itself() -> None:
     """With a bound of four times its own differences, any logits over pages would be near enough."""
-    model = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    model = build_model(case_of("qwen3_moe"))
     random = torch.Generator().manual_seed(0)
 
     def blur(module: Any, args: Any, output: Any) -> None:
