@@ -96,7 +96,7 @@ def measure_draft_costs(
     if settings is not None and switch.layers:
         drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings, 0.0), **drafters}
     if mtp_layers(model) is not None:
-        drafters = {"mtp": MtpDrafter(model, 0.0, switch, context.replay), **drafters}
+        drafters = {"mtp": MtpDrafter(model, 0.0, switch, context.replay, context.gpu_engines_in_use), **drafters}
     found = []
     for name, drafter in drafters.items():
         progress(name)

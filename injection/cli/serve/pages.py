@@ -447,8 +447,9 @@ def open_pool(
         streams = None
         if drafts is not None and mtp is not None:
             injection = injection_of(model)
-            switch = None if injection is None else injection.context.draft_switch
-            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, switch=switch, offers_pages=offers_pages)
+            context = None if injection is None else injection.context
+            shared = {} if context is None else {"switch": context.draft_switch, "engines": context.gpu_engines_in_use}
+            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, offers_pages=offers_pages, **shared)
             caches.append(streams.cache)
         pool = SequencePool(model, cache, prefix_bytes, streams)
         try:
