@@ -95,8 +95,9 @@ def measure_draft_costs(
     drafters: dict[str, Drafter] = {"ngram": _Lookup()}
     if settings is not None and switch.layers:
         drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings, 0.0), **drafters}
-    if mtp_layers(model) is not None:
-        drafters = {"mtp": MtpDrafter(model, 0.0, switch, context.replay, context.gpu_engines_in_use), **drafters}
+    if (layers := mtp_layers(model)) is not None:
+        by_layers = MtpDrafter(model, 0.0, switch, context.replay, context.gpu_engines_in_use)
+        drafters = {getattr(layers, "drafter", "mtp"): by_layers, **drafters}
     found = []
     for name, drafter in drafters.items():
         progress(name)

@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from moegraft.operators.decode.mtp import MANY
-from moegraft.operators.decode.mtp_layers import mtp_layers, new_mtp_cache
+from moegraft.operators.decode.mtp_layers import foresees_experts, layers_cache, mtp_layers
 from moegraft.operators.decode.pages import PagedCache, PagedSequence, PagePool
 from moegraft.operators.draft import DraftSwitch
 
@@ -28,7 +28,7 @@ MOST_WAITING = 256  # states of a sequence without drafts, which are then fed in
 @torch.no_grad()
 def example_cache(model: PreTrainedModel) -> Cache:
     """Return a cache of a model's MTP layers that holds a token."""
-    cache: Cache = new_mtp_cache(model.config)
+    cache: Cache = layers_cache(model)
     layers, place = mtp_layers(model), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     states = torch.zeros(1, 1, layers.config.hidden_size, dtype=model.dtype, device=model.device)
     for number in range(len(layers.layers)):
@@ -90,7 +90,7 @@ class PagedStreams:
         self._layers = mtp_layers(model)
         self._last = len(self._layers.layers) - 1
         self._switch = switch
-        self._engines = engines
+        self._engines = engines if foresees_experts(model) else None
         self._device = model.device
         self._streams: dict[PagedSequence, _Stream] = {}
 

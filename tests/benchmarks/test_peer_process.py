@@ -81,6 +81,7 @@ def test_a_model_that_crashes_has_a_row_beside_its_earlier_phases(monkeypatch: p
     assert all(bool(row["p50_tokens_s"]) != bool(row["failure"]) and row["hardware"] for row in rows)
 
 
+@pytest.mark.long
 def test_pairs_name_the_crashed_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     import cpu_model_pairs
 

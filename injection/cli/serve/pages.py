@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
@@ -224,7 +225,7 @@ class SequencePool:
         """
         self._stepped, self._continuation = [], None  # another pass may come between two steps
         if self.streams is not None:
-            extra["output_hidden_states"] = -1
+            extra["output_hidden_states"] = asked_states(self._model)
         self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
         device = self._model.device
         output = self._model(
@@ -236,7 +237,7 @@ class SequencePool:
         )
         self._cache.finish()
         if self.streams is not None:
-            self.streams.note(sequences, token_ids, output.hidden_states[-1])
+            self.streams.note(sequences, token_ids, read_states(self._model, output))
         logits: torch.Tensor = output.logits
         return logits
 
@@ -447,9 +448,10 @@ def open_pool(
         streams = None
         if drafts is not None and mtp is not None:
             injection = injection_of(model)
-            context = None if injection is None else injection.context
-            shared = {} if context is None else {"switch": context.draft_switch, "engines": context.gpu_engines_in_use}
-            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, offers_pages=offers_pages, **shared)
+            ours = None if injection is None else injection.context
+            switch, engines = (None, None) if ours is None else (ours.draft_switch, ours.gpu_engines_in_use)
+            given = {"first": body, "longest": drafts.longest}
+            streams = PagedStreams(model, memory, mtp, **given, switch=switch, engines=engines, offers_pages=offers_pages)
             caches.append(streams.cache)
         pool = SequencePool(model, cache, prefix_bytes, streams)
         try:
@@ -524,7 +526,8 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
                 pool.forward([sequence], [prompt[:-3]])
             pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
             found = pool.step(sequences, [prompt[-1] for prompt in prompts])
-            finite = pool.streams is None or bool(pool.draft(sequences, [[*prompt, 0] for prompt in prompts]).isfinite().all())
+            # Tokens that a head cannot draft have -inf.
+            finite = pool.streams is None or bool((pool.draft(sequences, [[*prompt, 0] for prompt in prompts]) < math.inf).all())
     finally:
         for sequence in sequences:
             pool.end(sequence)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def model(name: str, kind: str) -> PreTrainedModel:
         if (name, kind) not in made:
-            model = build_model(next(case for case in served_cases() if case.model_type == name))
+            model = build_model(case_of(name))
             rules = {"native": "cpu-exact", "mixed": str(mixed)}
             made[name, kind] = model if kind == "gathered" else optimize_and_load(model, rules[kind], progress=False, threads=1)
         return made[name, kind]
@@ -271,7 +271,7 @@ def test_a_failed_pass_leaves_sequences_as_they_were(qwen: PreTrainedModel) -> N
 
 @pytest.mark.parametrize("failing_call", [1, 3])  # of the model's own cache, and of pages
 def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched(models: Models, failing_call: int) -> None:
-    model = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    model = build_model(case_of("qwen3_moe"))
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
         if (failing_call == 1) != ("position_ids" in kwargs):
@@ -337,7 +337,7 @@ def test_a_draft_after_native_steps_has_its_own_experts(models: Models) -> None:
 def test_drift_of_sparsity_is_reported_in_steps_of_several_sequences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rules = tmp_path / "sparse.yaml"
     rules.write_text(SPARSE)
-    stock = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    stock = build_model(case_of("qwen3_moe"))
     model = optimize_and_load(stock, rules, progress=False, threads=1)
     pool = opened(model)
     sequences = [begun(pool, prompt(10, seed=seed)[0].tolist(), 90) for seed in range(2)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.families import build_config, build_model, model_class, prompt, served_cases
+from support.families import build_config, build_model, case_of, model_class, prompt, served_cases
 from transformers import DynamicCache, StaticCache
 
 from moegraft.injection import optimize_and_load
@@ -93,7 +93,7 @@ def test_models_that_cannot_be_rolled_back_are_reported_by_the_kind_of_layer(mod
 
 
 def test_models_are_refused_before_any_weight_is_read(tmp_path: Any) -> None:
-    case = next(case for case in served_cases() if case.model_type == "minimax")
+    case = case_of("minimax")
     build_config(case).save_pretrained(tmp_path)
     with pytest.raises(RuleFileError, match="a cache of its own"):
         optimize_and_load(tmp_path, "speculative", dry_run=True)
@@ -120,7 +120,7 @@ def test_a_draft_is_shorter_than_the_window(drafting: Any, stock: Any) -> None:
 def test_static_caches_with_windows_generate_stock_text(model_type: str, drafting: Any) -> None:
     """Compared with stock and the same cache; `build_model` builds equal models."""
     model = drafting(model_type, max_draft=4)
-    stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    stock = build_model(case_of(model_type))
     arguments = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "static"}
     assert torch.equal(model.generate(prompt(6), **arguments), stock.generate(prompt(6), **arguments))
     assert model.moegraft.model_operator.statistics()["rounds"] > 0
