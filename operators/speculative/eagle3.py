@@ -37,8 +37,8 @@ STATES = 3  # layers whose states a head reads
 READ = f"EAGLE-3 heads are read ({' or '.join(ARCHITECTURES)})"
 # Of other drafters, by a part of their architecture's name in lower case, the more specific first.
 REFUSED = {
-    "dflash": "a DFlash drafter denoises a block of tokens in one pass; transformers computes those of Muse Glimmer alone "
-    "(speculation_type='dflash'), and released ones are code of their own",
+    "dflash": "a DFlash drafter denoises a block of tokens in one pass, and released ones are code of their own",
+    "museglimmerassistant": "it drafts for Muse Glimmer, which has no experts",
     "dspark": "a DSpark drafter predicts a block of tokens in one pass, and transformers has no model of it",
     "eagle3speculator": "the speculators library numbers layers in another way; take the head that it was converted from",
     "eagle3draftmodel": "the speculators library numbers layers in another way; take the head that it was converted from",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,21 @@ from transformers import PreTrainedModel
 LAYERS = 5  # of the model
 READS = (1, 3, 4)  # after layers 0, 2 and 3
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 16, 96
-DRAFT_VOCABULARY = 24
+DRAFTED = tuple(range(3, 99, 4))  # tokens
 
 
 def write_head(
     folder: Path,
     model: PreTrainedModel,
     *,
-    vocabulary: int | None = DRAFT_VOCABULARY,
+    vocabulary: Sequence[int] | None = DRAFTED,
     own_embedding: bool = False,
     hidden: int | None = None,
 ) -> None:
     """Write a head with random weights for `model` to `folder`.
 
     Args:
-        vocabulary: tokens that it drafts; None for all of the model's, by the model's own matrix.
+        vocabulary: the tokens that it drafts; None for all of the model's, by the model's own matrix.
         hidden: its hidden size, if another one than the model's.
     """
     text = model.config.get_text_config()
@@ -74,11 +75,11 @@ def write_head(
         "vocab_size": text.vocab_size,
     }
     if vocabulary is not None:
-        config["draft_vocab_size"] = vocabulary
-        targets = torch.randperm(text.vocab_size, generator=generator)[:vocabulary].sort().values
-        tensors["d2t"] = targets - torch.arange(vocabulary)
+        config["draft_vocab_size"] = len(vocabulary)
+        targets = torch.tensor(vocabulary)
+        tensors["d2t"] = targets - torch.arange(len(vocabulary))
         tensors["t2d"] = torch.zeros(text.vocab_size, dtype=torch.bool).scatter(0, targets, True)
-        tensors["lm_head.weight"] = matrix(vocabulary, size)
+        tensors["lm_head.weight"] = matrix(len(vocabulary), size)
     if hidden:
         config["target_hidden_size"] = read
     if own_embedding or hidden:
@@ -154,15 +155,19 @@ class StoredHead:
 
 def train_head(folder: Path, model: PreTrainedModel, text: torch.Tensor, prompt: int, depth: int) -> None:
     """Train a head on one text (1, T) of a model after its prompt, by drafts of `depth` tokens from each place, until all are right."""
-    write_head(folder, model, vocabulary=None)
-    head = StoredHead(folder, model)
-    trained = [tensor.requires_grad_() for tensor in head.tensors.values()]
-    optimiser = torch.optim.Adam(trained, lr=3e-3)
     tokens = text[0].tolist()
+    vocabulary = sorted(set(tokens[prompt:]))
+    write_head(folder, model, vocabulary=vocabulary)
+    head = StoredHead(folder, model)
+    trained = [tensor.requires_grad_() for tensor in head.tensors.values() if tensor.is_floating_point()]
+    optimiser = torch.optim.Adam(trained, lr=3e-3)
     for _ in range(200):
         loss, wrong = torch.zeros(()), 0
         for length in range(prompt + 1, len(tokens) - depth):
-            states, wanted = head.states(text[:, :length]), torch.tensor(tokens[length : length + depth])
+            states, wanted = (
+                head.states(text[:, :length]),
+                torch.tensor([vocabulary.index(each) for each in tokens[length : length + depth]]),
+            )
             found = []
             for number in range(depth):
                 made = head.layer(states, tokens[: length + number])

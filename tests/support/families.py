@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from moegraft.operators.decode.states import has_states
 from support.family_rows import ROWS, SMALL_TEXT, SMALL_TOWER, VOCAB_SIZE, FamilyCase
 
 DECORATOR = "use_experts_implementation"
@@ -64,6 +65,19 @@ def family_cases() -> list[FamilyCase]:
 def served_cases() -> list[FamilyCase]:
     """Return the cases in which an injected model must match the stock one."""
     return [case for case in family_cases() if case.reason is None]
+
+
+def cache_layers(case: FamilyCase) -> list[Any]:
+    """Return the layers of the cache of transformers for a case; none where the model makes a cache of its own kind."""
+    try:
+        return list(DynamicCache(config=build_config(case).get_text_config(decoder=True)).layers)
+    except (AttributeError, ValueError):
+        return []
+
+
+def stateful_cases() -> list[FamilyCase]:
+    """Return the served cases of which a cache of transformers holds recurrent states or those of convolutions."""
+    return [case for case in served_cases() if any(map(has_states, cache_layers(case)))]
 
 
 def case_of(model_type: str) -> FamilyCase:

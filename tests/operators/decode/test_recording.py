@@ -92,7 +92,7 @@ def other_weight(x: torch.Tensor, position: int) -> torch.Tensor:
 )
 def test_what_cannot_be_replayed(compute: Compute, reason: str) -> None:
     model = computing(compute)
-    assert_equal_steps(model, prompt(20), [7, *[1] * 12], least=0)
+    assert_equal_steps(model, prompt(20), [7, *[1] * 7], least=0)
     (found,) = reasons(model)
     assert re.search(reason, found)
 
@@ -133,7 +133,7 @@ def test_calls_that_become_operations(compute: Compute, caplog: pytest.LogCaptur
     """None of them is left to PyTorch."""
     caplog.set_level("DEBUG", logger="moegraft.operators.decode")
     model = computing(compute)
-    assert_equal_steps(model, prompt(40), [7, *[1] * 30], least=20)
+    assert_equal_steps(model, prompt(20), [7, *[1] * 10], least=5)
     (made,) = (message for message in caplog.messages if "decode steps are native programs" in message)
     assert "calls of PyTorch" not in made and not reasons(model)
 

@@ -62,8 +62,8 @@ def statistics(model: PreTrainedModel) -> Any:
     ("experts", "draft"),
     [
         (WHOLE, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
-        (WHOLE, "draft_top_k: 2, draft_sparsity: 0.8"),
-        ("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85"),
+        pytest.param(WHOLE, "draft_top_k: 2, draft_sparsity: 0.8", marks=pytest.mark.long),
+        pytest.param("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85", marks=pytest.mark.long),
         ("sparsity: {target: 0.3, scope: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8, experts: resident"),

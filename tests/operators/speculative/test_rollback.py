@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import combinations
 from support.families import build_config, build_model, case_of, model_class, prompt, served_cases
 from transformers import DynamicCache, StaticCache
 
@@ -22,24 +23,25 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # full layers; sliding and full ones
-@pytest.mark.parametrize(
-    ("before", "fed", "kept"),
-    [
-        (5, 4, 2),  # inside the window
-        (5, 4, 0),
-        (5, 4, 4),  # nothing to remove
-        (13, 5, 1),  # feeding crosses the window, keeping does not
-        (13, 5, 4),  # both do
-        (15, 1, 0),  # the removed token fills the window
-        (16, 3, 1),  # the window is exactly full
-        (30, 6, 3),  # far beyond the window
-        (30, 6, 0),
-    ],
-)
+REWINDS = [
+    # tokens before, fed and kept of these
+    (5, 4, 2),  # inside the window
+    (5, 4, 0),
+    (5, 4, 4),  # nothing to remove
+    (13, 5, 1),  # feeding crosses the window, keeping does not
+    (13, 5, 4),  # both do
+    (15, 1, 0),  # the removed token fills the window
+    (16, 3, 1),  # the window is exactly full
+    (30, 6, 3),  # far beyond the window
+    (30, 6, 0),
+]
+
+
+@pytest.mark.parametrize(("kind", "model_type", "rewind"), combinations(list(CACHES), ["qwen3_moe", "gpt_oss"], REWINDS), ids=str)
 @torch.no_grad()
-def test_a_rewound_cache_equals_one_that_was_never_fed(kind: str, model_type: str, before: int, fed: int, kept: int, stock: Any) -> None:
+def test_a_rewound_cache_equals_one_that_was_never_fed(kind: str, model_type: str, rewind: tuple[int, int, int], stock: Any) -> None:
+    """In full layers, and in sliding and full ones."""
+    before, fed, kept = rewind
     model, ids, other = stock(model_type), prompt(60), prompt(60, seed=1)
 
     def feed(cache: Any, tokens: torch.Tensor) -> torch.Tensor:

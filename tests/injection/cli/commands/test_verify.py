@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -119,19 +118,6 @@ def test_text_and_tokens(experts_rules: Path, folder: Path, run: Run, run_json: 
         assert (refused.exit_code, refused.stdout) == (2, "")
         assert says in refused.stderr
     assert run("verify", "--model", folder, "--text", tmp_path / "none.txt").exit_code == 2
-
-
-def test_plot_is_a_png_or_a_sentence(experts_rules: Path, folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    picture = tmp_path / "error.png"
-    arguments = ("verify", "--model", folder, "--rules", experts_rules, "--tokens", 16, "--plot", picture)
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "matplotlib", None)
-        refused = run(*arguments)
-        assert (refused.exit_code, refused.stdout) == (2, "")
-        assert "pip install 'moegraft[bench]'" in refused.stderr and not picture.exists()
-    pytest.importorskip("matplotlib", reason="draws with matplotlib, which is optional")
-    assert run(*arguments).exit_code == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_logit_figures_by_hand() -> None:
