@@ -56,12 +56,6 @@ class SegmentProduct {
   void multiply(const std::byte* block, const std::byte* next, bool same_tokens, const std::uint32_t* records, float* out,
                 ExpandedWeights& expanded) const {
     if (by_matrix_) return multiply_part(block, next, same_tokens, records, {0, groups_}, out, expanded);
-    const auto panel = kernels_.panel[static_cast<int>(format_)];
-    if (panel != nullptr && tiling_.count() >= kernels_.panel_tiles[static_cast<int>(format_)]) {
-      const std::size_t bytes = block_bytes(weights_, groups_ * kGroup);
-      return panel({block, records, groups_, tokens_, out, next != nullptr ? next : block + bytes,
-                    next == block ? 0 : static_cast<int>(bytes / 64), &expanded});
-    }
     for (int index = 0; index < tiling_.count(); ++index) {
       const Tile tile = tiling_[index];
       TileArgs args = tile_args(block, weights_, groups_, tile, index, tiling_.count(), next);

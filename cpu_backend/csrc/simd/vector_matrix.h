@@ -109,7 +109,8 @@ inline void multiply_floats(const std::uint32_t* words, const float* weights, in
 }
 
 template <class T, int N = T::kFloatTokens>
-inline void multiply_floats_of(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds, float* out) {
+__attribute__((noinline)) void multiply_floats_of(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds,
+                                                  float* out) {
   if constexpr (N > 1) {
     if (tokens != N) return multiply_floats_of<T, N - 1>(tokens, words, weights, groups, adds, out);
   }
@@ -268,16 +269,16 @@ void add_floats_of(MatrixKernels& matrix, int least, std::integer_sequence<int, 
   (add(std::integral_constant<int, I>()), ...);
 }
 
-// From `bf16_tokens` and, for codes of 8 bits, `byte_tokens` on, measured against the tiles; for FP8 `float8_tokens`, estimated.
-template <class T>
-MatrixKernels float_matrix_kernels(int bf16_tokens, int byte_tokens, int float8_tokens) {
+// From these numbers of tokens on: of bfloat16 and of codes of 8 bits measured against the tiles, of FP8 estimated.
+template <class T, int BFloat16Tokens, int ByteTokens, int Float8Tokens>
+MatrixKernels float_matrix_kernels() {
   MatrixKernels matrix = no_matrix_kernels<T>(Format::kFloat32);
-  if (bf16_tokens != kNeverMatrix || byte_tokens != kNeverMatrix) {
-    matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = bf16_tokens;
+  if constexpr (BFloat16Tokens != kNeverMatrix) {
+    matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = BFloat16Tokens;
     matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = matrix_floats<T, Format::kBFloat16Dot>;
-    add_floats_of<T, Codes::kBytes>(matrix, byte_tokens, CodedIndexes());
   }
-  add_floats_of<T, Codes::kFloat8>(matrix, float8_tokens, CodedIndexes());
+  if constexpr (ByteTokens != kNeverMatrix) add_floats_of<T, Codes::kBytes>(matrix, ByteTokens, CodedIndexes());
+  add_floats_of<T, Codes::kFloat8>(matrix, Float8Tokens, CodedIndexes());
   return matrix;
 }
 
