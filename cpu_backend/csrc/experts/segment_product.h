@@ -10,6 +10,9 @@
 
 namespace moegraft {
 
+// Bytes of a segment's activations in front of tiles; a unit's weights need the remainder of the 1 MiB L2 (EPYC Zen 5).
+constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;
+
 class SegmentProduct {
  public:
   // `groups` of 32 columns, `tokens` of at least 1.

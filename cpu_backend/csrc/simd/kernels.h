@@ -204,6 +204,9 @@ struct SparseKernels {
   void (*finish)(const NeuronsArgs& args);
 };
 
+// Kernels are compiled for 1, 2, 4 and further even numbers of rows or tokens. Where there is one less, the last is computed twice.
+constexpr int fewer(int rows) { return rows > 2 ? rows - 2 : 1; }
+
 // Plain loops, compiled in the file of every instruction set.
 namespace {
 

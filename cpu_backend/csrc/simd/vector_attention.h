@@ -33,8 +33,7 @@ inline float element_as_float(const std::byte* p) {
   }
 }
 
-// Functions are compiled for 1, 2, 4, 6 and 8 rows: where there is one less, the last row is computed twice, and stored again.
-constexpr int fewer_rows(int rows) { return rows > 2 ? rows - 2 : 1; }
+// The rows of a function for N, of which the last may be missing.
 template <int N>
 struct RowIndexes {
   int of[N];
@@ -76,7 +75,7 @@ inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const st
 template <class T, ActivationType Type, int N = kAttentionRows>
 void score(const ScoreArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows <= fewer_rows(N)) return score<T, Type, fewer_rows(N)>(args);
+    if (args.rows <= fewer(N)) return score<T, Type, fewer(N)>(args);
   }
   const RowIndexes<N> rows(args.rows);
   alignas(64) float scores[kAttentionRows];
@@ -122,7 +121,7 @@ inline void mix_columns(const MixArgs& args, const RowIndexes<N>& rows, int d) {
 template <class T, ActivationType Type, int N = kAttentionRows>
 void mix(const MixArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows <= fewer_rows(N)) return mix<T, Type, fewer_rows(N)>(args);
+    if (args.rows <= fewer(N)) return mix<T, Type, fewer(N)>(args);
   }
   constexpr int V = T::kWidth == 16 ? 2 : 1;  // 16 sums in 32 registers, 8 in 16
   const RowIndexes<N> rows(args.rows);
@@ -149,7 +148,7 @@ inline typename T::I broadcast_pair(const std::uint16_t* p) {
 template <class T, int N = kAttentionRows>
 void score_pairs(const ScoreArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows <= fewer_rows(N)) return score_pairs<T, fewer_rows(N)>(args);
+    if (args.rows <= fewer(N)) return score_pairs<T, fewer(N)>(args);
   }
   using F = typename T::F;
   using I = typename T::I;
@@ -195,7 +194,7 @@ void score_pairs(const ScoreArgs& args) {
 template <class T, int N = kAttentionRows>
 void mix_pairs(const MixArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows <= fewer_rows(N)) return mix_pairs<T, fewer_rows(N)>(args);
+    if (args.rows <= fewer(N)) return mix_pairs<T, fewer(N)>(args);
   }
   using F = typename T::F;
   using I = typename T::I;

@@ -34,14 +34,14 @@ void tile_of(const TileArgs& args) {
   for (int first = 0; first < T::kVectors; first += V) tile_part<T, Kind, V, N>(args, first);
 }
 
-// Calls the tile that is compiled for exactly this number of tokens.
+// Calls the tile that is compiled for this number of tokens, or for one more.
 template <class T, Format Kind, int N = tile_limit<T, Kind>()>
 void tile(const TileArgs& args) {
   if constexpr (N == 1) {
     tile_of<T, Kind, 1>(args);
   } else {
-    if (args.tokens == N) return tile_of<T, Kind, N>(args);
-    tile<T, Kind, N - 1>(args);
+    if (args.tokens > fewer(N)) return tile_of<T, Kind, N>(args);
+    tile<T, Kind, fewer(N)>(args);
   }
 }
 
@@ -107,6 +107,9 @@ void add_float_products(Kernels& kernels) {
   kernels.accumulate = accumulate<T>;
   kernels.attention = vector_attention<T>();
   add_coded<T, false>(kernels, CodedIndexes());
+  add_encodings<T>(kernels, CodedIndexes());
+  kernels.widen = widen<T>;
+  kernels.narrow = narrow<T>;
 }
 
 // All kernels, of the first instruction set of a machine.
@@ -116,10 +119,7 @@ Kernels vector_kernels(const char* isa) {
   kernels.isa = isa;
   add_float_products<T>(kernels);
   add_integer_products<T>(kernels);
-  add_encodings<T>(kernels, CodedIndexes());
   kernels.act = act<T>;
-  kernels.widen = widen<T>;
-  kernels.narrow = narrow<T>;
   kernels.norm = norm<T>;
   kernels.elementwise = elementwise;
   return kernels;

@@ -81,15 +81,16 @@ MOEGRAFT_INLINE void expand_to_floats(const std::byte* block, int group, float* 
   }
 }
 
-// Some vectors of a panel times N tokens.
+// Some vectors of a panel times N tokens, of which the last may be missing.
 template <class T, int V, int N>
-inline void multiply_floats(const std::uint32_t* words, const float* weights, int groups, bool adds, float* out, int first_vector) {
+inline void multiply_floats(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds, float* out,
+                            int first_vector) {
   typename T::F sums[N][V] = {};
   if (adds) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sums[n][v] = T::load(out + n * kBlockRows + (first_vector + v) * T::kWidth);
+      for (int v = 0; v < V; ++v) sums[n][v] = T::load(out + token_words<N>(n, tokens, kBlockRows) + (first_vector + v) * T::kWidth);
   }
   weights += first_vector * T::kWidth;
   for (int group = 0; group < groups; ++group, words += (T::kFloatTokens - 1) * kGroup) {
@@ -99,23 +100,23 @@ inline void multiply_floats(const std::uint32_t* words, const float* weights, in
       for (int v = 0; v < V; ++v) factors[v] = T::load(weights + v * T::kWidth);
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        const typename T::F value = T::broadcast_float(words + n * kGroup);
+        const typename T::F value = T::broadcast_float(words + token_words<N>(n, tokens, kGroup));
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sums[n][v] = T::fma(factors[v], value, sums[n][v]);
       }
     }
   }
-  store_tile<T, V, N>(sums, out, first_vector);
+  store_tile<T, V, N>(sums, out, first_vector, tokens);
 }
 
 template <class T, int N = T::kFloatTokens>
 __attribute__((noinline)) void multiply_floats_of(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds,
                                                   float* out) {
   if constexpr (N > 1) {
-    if (tokens != N) return multiply_floats_of<T, N - 1>(tokens, words, weights, groups, adds, out);
+    if (tokens <= fewer(N)) return multiply_floats_of<T, fewer(N)>(tokens, words, weights, groups, adds, out);
   }
   constexpr int V = vectors_at_once<T, N>();
-  for (int first = 0; first < T::kVectors; first += V) multiply_floats<T, V, N>(words, weights, groups, adds, out, first);
+  for (int first = 0; first < T::kVectors; first += V) multiply_floats<T, V, N>(tokens, words, weights, groups, adds, out, first);
 }
 
 template <class T, Format Kind>
@@ -177,6 +178,7 @@ MOEGRAFT_INLINE void expand_pairs(const std::byte* lines, int pair, PairPanel& o
 // of the time of filling it before, with 32 tokens, and 0.83 with 12 (EPYC Zen 4).
 constexpr int kPairsAhead = 4;
 
+// N tokens, of which the last may be missing: a tile has its rows, and products of pairs take no longer with numbers of any kind.
 template <class T, bool First, int N>
 inline void multiply_pairs(PairPanel& panel, [[maybe_unused]] const std::byte* lines, const std::uint32_t* words, bool adds, float* out) {
   constexpr int V = T::kVectors, kWords = words_per_group(Format::kBFloat16Dot), kPairs = kFloatPanelGroups * kWords;
@@ -212,7 +214,7 @@ inline void multiply_pairs(PairPanel& panel, [[maybe_unused]] const std::byte* l
 template <class T, bool First, int N = T::kFloatTokens>
 inline void multiply_pairs_of(int tokens, PairPanel& panel, const std::byte* lines, const std::uint32_t* words, bool adds, float* out) {
   if constexpr (N > 1) {
-    if (tokens != N) return multiply_pairs_of<T, First, N - 1>(tokens, panel, lines, words, adds, out);
+    if (tokens <= fewer(N)) return multiply_pairs_of<T, First, fewer(N)>(tokens, panel, lines, words, adds, out);
   }
   multiply_pairs<T, First, N>(panel, lines, words, adds, out);
 }

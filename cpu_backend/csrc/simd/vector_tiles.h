@@ -27,11 +27,17 @@ constexpr int vectors_at_once() {
 }
 
 template <class T, int V, int N>
-inline void store_tile(const typename T::F (&sums)[N][V], float* out, int first_vector) {
+inline void store_tile(const typename T::F (&sums)[N][V], float* out, int first_vector, int tokens = N) {
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) T::store(out + n * kBlockRows + (first_vector + v) * T::kWidth, sums[n][v]);
+    for (int v = 0; v < V; ++v) T::store(out + (n < N - 1 ? n : tokens - 1) * kBlockRows + (first_vector + v) * T::kWidth, sums[n][v]);
+}
+
+// The words from the first of N tokens' records to another one's, of which the last may be missing.
+template <int N>
+constexpr int token_words(int n, int tokens, int words) {
+  return (n < N - 1 ? n : tokens - 1) * words;
 }
 
 // float32 and float16 weights, one column per step.
@@ -41,7 +47,7 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
   constexpr int kBytes = Kind == Format::kFloat32 ? 4 : 2;
   const std::byte* line = args.block + first_vector * T::kWidth * kBytes;
   const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, words += (N - 1) * kGroup) {
+  for (int group = 0; group < args.groups; ++group, words += (args.tokens - 1) * kGroup) {
     prefetch_ahead(args, group);
     for (int col = 0; col < kGroup; ++col, line += kBlockRows * kBytes, ++words) {
       typename T::F weights[V];
@@ -53,13 +59,13 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
       }
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        const typename T::F value = T::broadcast_float(words + n * kGroup);
+        const typename T::F value = T::broadcast_float(words + token_words<N>(n, args.tokens, kGroup));
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
       }
     }
   }
-  store_tile<T, V, N>(sums, args.out, first_vector);
+  store_tile<T, V, N>(sums, args.out, first_vector, args.tokens);
 }
 
 // bfloat16 weights, a pair of columns per step: bfloat16 products where the activations are bfloat16 and the CPU supports them, else float.
@@ -70,7 +76,7 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   constexpr int kPairWords = kWords / 16;
   const std::byte* line = args.block + first_vector * T::kWidth * 4;
   const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, words += (N - 1) * kWords) {
+  for (int group = 0; group < args.groups; ++group, words += (args.tokens - 1) * kWords) {
     prefetch_ahead(args, group);
     for (int pair = 0; pair < kGroup / 2; ++pair, line += 128, words += kPairWords) {
       typename T::I weights[V];
@@ -78,19 +84,20 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
       for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
+        const std::uint32_t* const record = words + token_words<N>(n, args.tokens, kWords);
         if constexpr (Kind == Format::kBFloat16Dot && T::kHasBf16) {
-          const typename T::I values = T::broadcast_int(words + n * kWords);
+          const typename T::I values = T::broadcast_int(record);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) sums[n][v] = T::dot_bf16(sums[n][v], weights[v], values);
         } else {
           typename T::F low, high;
           if constexpr (Kind == Format::kBFloat16Dot) {
-            const typename T::I values = T::broadcast_int(words + n * kWords);
+            const typename T::I values = T::broadcast_int(record);
             low = T::low_bf16(values);
             high = T::high_bf16(values);
           } else {
-            low = T::broadcast_float(words + n * kWords);
-            high = T::broadcast_float(words + n * kWords + 1);
+            low = T::broadcast_float(record);
+            high = T::broadcast_float(record + 1);
           }
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::high_bf16(weights[v]), high, T::fma(T::low_bf16(weights[v]), low, sums[n][v]));
@@ -98,7 +105,7 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
       }
     }
   }
-  store_tile<T, V, N>(sums, args.out, first_vector);
+  store_tile<T, V, N>(sums, args.out, first_vector, args.tokens);
 }
 
 // Sums of a token and vector: a single one would wait for its additions, where a block has only two vectors.
@@ -137,14 +144,14 @@ inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int firs
   F sums[N][V] = {};
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
-  for (int first = 0; first < args.groups; first += form.groups, block += form.bytes, words += form.groups * N * kGroup) {
+  for (int first = 0; first < args.groups; first += form.groups, block += form.bytes, words += form.groups * args.tokens * kGroup) {
     alignas(64) float enlarged[kMostFloat8Groups * N * kGroup];
-    for (int i = 0; i < form.groups * N * kGroup; i += T::kWidth)
+    for (int i = 0; i < form.groups * args.tokens * kGroup; i += T::kWidth)
       T::store(enlarged + i, T::mul(T::load(reinterpret_cast<const float*>(words + i)), T::set(kFloat8Enlarged)));
     const auto* values = reinterpret_cast<const std::uint32_t*>(enlarged);
     const std::byte* line = block + form.lines_offset + first_vector * T::kWidth * 4;
     F parts[kSums][N][V] = {};
-    for (int group = 0; group < form.groups; ++group, values += (N - 1) * kGroup) {
+    for (int group = 0; group < form.groups; ++group, values += (args.tokens - 1) * kGroup) {
       prefetch_ahead(args, first + group);
       for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, values += 4) {
         F weights[V][4];
@@ -154,7 +161,7 @@ inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int firs
         for (int column = 0; column < 4; ++column)
 #pragma GCC unroll 16
           for (int n = 0; n < N; ++n) {
-            const F value = T::broadcast_float(values + n * kGroup + column);
+            const F value = T::broadcast_float(values + token_words<N>(n, args.tokens, kGroup) + column);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) parts[column % kSums][n][v] = T::fma(weights[v][column], value, parts[column % kSums][n][v]);
           }
@@ -173,7 +180,7 @@ inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int firs
       }
     }
   }
-  store_tile<T, V, N>(sums, args.out, first_vector);
+  store_tile<T, V, N>(sums, args.out, first_vector, args.tokens);
 }
 
 constexpr int kCodedTokens = 32;  // of a tile, whose records should stay in the second-level cache beside the weights
