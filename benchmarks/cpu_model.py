@@ -1,61 +1,125 @@
-"""How fast is a whole model on the CPU? Six layers of Qwen3-30B-A3B's shapes, random weights: a prompt of 512, and decode after 8 and after
-512 tokens, by provider.
+"""How fast is a whole model on the CPU, beside llama.cpp on the same file or transformers? Decoding and prompts, by model and weights.
 
-Providers are moegraft by weight type of experts and linear layers, with its attention kernel; stock transformers; and llama.cpp with the
-same shapes where `llama-cpp-python` and `gguf` are installed (`harness/llama_cpp.py` explains how to build it). The limit of decode is
-reading the weights, so a read-bandwidth probe runs beside each phase. Memory does not hold two of the models: providers run one after the
-other, each in a process of its own, and their ratios to the probe are the best comparison; `cpu_model_pairs.py` interleaves two. The row of
-a provider that crashes has its `failure`.
+    python benchmarks/cpu_model.py                                            # six layers of Qwen3-30B-A3B's shapes
+    python benchmarks/cpu_model.py --layers 24 --weights int4
+    python benchmarks/cpu_model.py --model gpt-oss-20b --layers 4 --weights mxfp4
+    python benchmarks/cpu_model.py --model deepseek-v2-lite --layers 4 --weights q4_k iq3_s
+    python benchmarks/cpu_model.py --model qwen3-next --layers 4 --weights int8 --beside stock llama.cpp    # and granite-4-h
+
+Weights are random, and moegraft computes those of a GGUF file as they are stored. Beside llama.cpp alone, the file repeats few experts;
+beside `stock`, which is transformers in bfloat16, it is quantised from a checkpoint, which takes minutes.
+
+Memory may change its speed by half within minutes on a shared machine. So each round runs one provider and then the other, each in a
+process of its own; `ratio` is the median over rounds of moegraft's rate over the peer's. Reading the weights of a token and its cache is
+what limits decoding: `of_read_limit` is the median of moegraft's rate over what the bandwidth read just before would allow. Both
+providers' logits are compared first. If a process crashes, the row has its `failure` in place of figures.
 """
 
 from __future__ import annotations
 
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from harness.llama_cpp import is_installed
+from harness.checkpoints import write_gguf
+from harness.llama_cpp import TYPES, cache_bytes, is_installed, token_bytes, write_model
+from harness.models import SHAPES, config_of, cpu_rules, random_model
 from harness.peers import PeerFailed, PeerProcess
 from harness.probe import ReadProbe
-from harness.record import Recorder, parser
-from harness.rounds import alternate, percentiles
-from harness.whole_models import Opener, decode_rate, llama_cpp_of, ours_or_stock, prompt_rate
+from harness.record import Recorder, hardware, parser
+from harness.rounds import alternate, busy, percentiles
+from harness.whole_models import Opener, check_logits, decode_rate, llama_cpp, ours, prompt_rate, stock
 
-PROMPT = 512
-
-
-def openers(layers: int) -> dict[str, Opener]:
-    """Return the openers of all providers: moegraft, transformers, and llama.cpp where it is installed."""
-    ours = ("ours-int4", "ours-int8", "ours-bfloat16", "ours-int8-experts", "stock")
-    found: dict[str, Opener] = {name: (ours_or_stock, name, layers) for name in ours}
-    if is_installed():
-        found |= {f"llama.cpp-{weights}": (llama_cpp_of, weights, layers) for weights in ("int4", "int8", "bfloat16")}
-    return found
+LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
+LOGITS_LIMIT = {"llama.cpp": 0.15, "stock": 0.3}  # relative difference of the two providers' logits; stock's weights are not rounded
+STORED = ("mxfp4", "q4_k", "iq3_s")  # types of files, to which the rules `cpu` need no variables
+PEERS: Mapping[str, Callable[..., Any]] = {"llama.cpp": llama_cpp, "stock": stock}
 
 
-def measure(name: str, opener: Opener, rounds: int, new_tokens: int, rows: Recorder, probe: ReadProbe) -> None:
-    """Record a provider's phases, up to the phase in which its process ends, if it does."""
-    phase = "load"
-    phases: dict[str, tuple[Any, ...]] = {"decode": (decode_rate, 8, new_tokens), f"decode-{PROMPT}": (decode_rate, PROMPT, new_tokens)}
+def measure(
+    opened: Mapping[str, Opener], rounds: int, phases: Mapping[str, tuple[Any, ...]], limit: Callable[[int], float]
+) -> list[dict[str, object]]:
+    """Return the rows of a pair of providers, moegraft first, up to the phase in which the process of one ends, if it does.
+
+    Args:
+        phases: a function of a provider's phases that returns a rate, and its arguments; a prompt's or a context's tokens come first.
+        limit: returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows.
+    """
+    rows: list[dict[str, object]] = []
+    phase = ""
+    (our_name, our_opener), (their_name, their_opener) = opened.items()
     try:
-        with PeerProcess(name, *opener) as peer:
-            for phase, call in (phases | {f"prompt-{PROMPT}": (prompt_rate, PROMPT)}).items():
-                found = percentiles(alternate({phase: partial(peer.call, *call)}, rounds)[phase], "tokens_s", 1)
-                rows.add({"provider": name, "phase": phase, **found, "read_probe_gb_s": round(probe.median() / 1e9, 1)})
+        with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
+            for phase, (rate, tokens, *more) in phases.items():
+                calls: dict[str, Callable[[], float]] = {
+                    "ours": partial(ours.call, rate, tokens, *more),
+                    "theirs": partial(theirs.call, rate, tokens, *more),
+                }
+                if rate is decode_rate:
+                    calls = {"limit": partial(limit, tokens), **calls}
+                rows.append({"phase": phase, "rounds": rounds, **figures(alternate(calls, rounds))})
     except PeerFailed as failed:
-        rows.add({"provider": name, "phase": phase, "failure": failed.reason})
+        rows.append({"phase": phase, "rounds": rounds, "failure": str(failed)})
+    return rows
+
+
+def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:
+    ours, theirs = rates["ours"], rates["theirs"]
+    ratios = percentiles([one / other for one, other in zip(ours, theirs, strict=True)], "ratio", 2)
+    shares = [one / limit for one, limit in zip(ours, rates["limit"], strict=True)] if "limit" in rates else []
+    return {
+        "ours_tokens_s": round(statistics.median(ours), 1),
+        "peer_tokens_s": round(statistics.median(theirs), 1),
+        "ratio": ratios.pop("p50_ratio"),
+        **ratios,
+        "of_read_limit": round(statistics.median(shares), 2) if shares else "",
+    }
 
 
 def main() -> None:
-    options = parser(__doc__, layers=6, rounds=5, new=48)
-    options.add_argument("--providers", nargs="+", help="default: all installed providers")
+    options = parser(__doc__, layers=6, rounds=11, new=48)
+    options.add_argument("--model", default="qwen3-30b-a3b", choices=list(SHAPES), help="whose shapes the layers have")
+    options.add_argument("--weights", nargs="+", default=["int4", "int8", "bfloat16"], choices=list(TYPES))
+    options.add_argument("--beside", nargs="+", default=["llama.cpp"], choices=list(PEERS))
+    options.add_argument("--contexts", type=int, nargs="*", default=(8, 512, 2048), help="tokens before those that are decoded")
+    options.add_argument("--prompts", type=int, nargs="*", default=(512,), help="tokens of prompts")
+    options.add_argument("--busy", type=int, default=0, help="processes that keep cores busy meanwhile")
     given = options.parse_args()
-    known, probe = openers(given.layers), ReadProbe(torch.get_num_threads())
-    if unknown := set(given.providers or ()) - set(known):
-        options.error(f"no provider is named {', '.join(sorted(unknown))}; expected {', '.join(known)}")
-    rows = Recorder("cpu_model", ("torch", "transformers", "llama-cpp-python"), write=given.write)
-    for name in given.providers or known:
-        measure(name, known[name], given.rounds, given.new, rows, probe)
+    if "llama.cpp" in given.beside and not is_installed():
+        raise SystemExit("llama-cpp-python is not installed; harness/llama_cpp.py explains how to build it")
+    phases = {f"decode after {tokens}": (decode_rate, tokens, given.new) for tokens in given.contexts}
+    phases |= {f"prompt of {tokens}": (prompt_rate, tokens) for tokens in given.prompts}
+    probe, config = ReadProbe(torch.get_num_threads()), config_of(given.model, given.layers)
+    about = {"model": given.model, "layers": config.num_hidden_layers, "busy_processes": given.busy or "", "hardware": hardware()}
+    keys = ("model", "layers", "weights", "beside", "phase", "busy_processes", "hardware")
+    rows = Recorder("cpu_model", ("torch", "transformers", "llama-cpp-python"), replaces=keys, write=given.write)
+    for weights in given.weights:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            path = folder / "model.gguf"
+            if "stock" in given.beside:
+                random_model(config).save_pretrained(folder)
+                write_gguf(folder, TYPES[weights][0])
+            else:
+                config.save_pretrained(folder)
+                write_model(path, config, weights)
+            read = token_bytes(path, config)
+            our_opener: Opener = (ours, folder, "extends: cpu\n" if weights in STORED else cpu_rules(weights))
+            for name in given.beside:
+                opened: dict[str, Opener] = {f"ours-{weights}": our_opener, f"{name}-{weights}": (PEERS[name], folder)}
+                error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT[name]), 4)
+                with busy(given.busy):
+                    for row in measure(
+                        opened,
+                        given.rounds,
+                        phases,
+                        lambda context: probe.median() / (read + cache_bytes(config, context)),  # noqa: B023  called at once
+                    ):
+                        rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
 
 
 if __name__ == "__main__":

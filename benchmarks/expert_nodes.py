@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import tempfile
 
-from harness.models import cpu_rules, rule_file
+from harness.models import config_of, cpu_rules, rule_file
 from harness.plots import panels, save
 from harness.record import Recorder, parser
-from transformers import Qwen3MoeConfig
 
 from moegraft.injection import plan, read_rules
 from moegraft.injection.api import build_meta_model
@@ -26,12 +25,10 @@ NODES = (1, 2, 4, 8)
 GBIT = (10.0, 100.0)
 CONTEXT, PROMPT = 4096, 512
 MEMORY = 1 << 40  # more than any share
-# The configs of the models on the hub.
 MODELS = {
-    "Qwen3-30B-A3B": {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768},
-    "Qwen3-235B-A22B": {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536},
+    "Qwen3-30B-A3B": {"layers": 48},
+    "Qwen3-235B-A22B": {"layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536},
 }
-ALIKE = {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "dtype": "bfloat16"}
 
 
 def main() -> None:
@@ -44,7 +41,7 @@ def main() -> None:
     rows = Recorder("expert_nodes", write=given.write)
     for name, sizes in MODELS.items():
         with tempfile.TemporaryDirectory() as folder, rule_file(cpu_rules("int4")) as file:
-            Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **sizes, **ALIKE).save_pretrained(folder)
+            config_of("qwen3-30b-a3b", vocab_size=151936, architectures=["Qwen3MoeForCausalLM"], **sizes).save_pretrained(folder)
             meta_model = build_meta_model(folder)
             rules = read_rules(file, registry=registry)
             whole = plan(meta_model, rules, registry=registry)

@@ -3,10 +3,6 @@ tokens and a prompt of 512, by number of processes, with one thread each and, fo
 
 Processes of one machine share its memory, so that the figures show the cost of the messages (`wait_us`: what rank 0 waits for an answer
 after its own experts, for each layer and step), not the gain of another machine. Layouts are measured in turns, each in new processes.
-
-With --shared: what does it save that rank 0 computes shared experts before it waits? Two layers of Qwen1.5-MoE-A2.7B's shapes with 16 of
-its 60 experts, whose shared experts are as large as the four that a token chooses; a prompt of 512 on two processes with one thread each,
-by shares, with and without that order in turns in the same processes.
 """
 
 from __future__ import annotations
@@ -24,42 +20,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.models import VOCABULARY, cpu_rules, injected, qwen3_config, random_model
+from harness.models import VOCABULARY, config_of, cpu_rules, injected, random_model
 from harness.record import Recorder, parser
-from harness.rounds import alternate, percentiles, seconds
-from transformers import PreTrainedModel, Qwen2MoeConfig
-
-from moegraft.operators.experts.hybrid import HybridExperts
+from harness.rounds import alternate, seconds
+from transformers import PreTrainedModel
 
 LAYERS = 2
 CONTEXT, TOKENS, PROMPT = 8, 64, 512
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (3, 1))  # processes, threads of each
-SHARES = ("[1, 1]", "[1, 3]")
-ROUNDS = 21  # of prompts with and without the order
-WAYS = ("before the wait", "in the block's order")
 
 
 def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--folder", help="of the model, which is made there if it is empty; by default a temporary one")
-    options.add_argument("--shared", action="store_true", help="measure shared experts beside the other processes' work instead")
-    options.add_argument("--shares", help=argparse.SUPPRESS)
     options.add_argument("--rank-of", metavar="MODEL", help=argparse.SUPPRESS)
     options.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.rank_of is not None:
-        follow_or_measure(given.rank_of, given.threads, given.shares)
+        follow_or_measure(given.rank_of, given.threads)
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or temporary
         if not any(Path(folder).iterdir()):
-            random_model(shared_config() if given.shared else qwen3_config(LAYERS)).save_pretrained(folder)
-        if given.shared:
-            rows = Recorder("expert_processes_shared", write=given.write)
-            for shares in SHARES:
-                for name, figures in run(folder, 2, 1, "--shares", shares).items():
-                    rows.add({"shares": shares, "shared_experts": name, **figures})
-            return
+            random_model(config_of("qwen3-30b-a3b", LAYERS)).save_pretrained(folder)
         rows = Recorder("expert_processes", write=given.write)
         runs = {layout: lambda layout=layout: run(folder, *layout) for layout in LAYOUTS}  # type: ignore[misc]
         for (processes, threads), found in alternate(runs, given.rounds).items():
@@ -67,19 +50,13 @@ def main() -> None:
             rows.add({"processes": processes, "threads_each": threads, **medians})
 
 
-def shared_config() -> Qwen2MoeConfig:
-    heads, experts = {"num_attention_heads": 16, "num_key_value_heads": 16}, {"num_experts": 16, "num_experts_per_tok": 4}
-    sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
-    return Qwen2MoeConfig(**sizes, **heads, **experts, num_hidden_layers=LAYERS, vocab_size=VOCABULARY, dtype=torch.bfloat16)
-
-
-def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, Any]:
+def run(folder: str, processes: int, threads: int) -> dict[str, Any]:
     """Start the processes and return the figures of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, "--rank-of", folder, "--threads", str(threads), *options],
+            [sys.executable, __file__, "--rank-of", folder, "--threads", str(threads)],
             env={**os.environ, **address, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)},
             stdout=subprocess.PIPE,
             text=True,
@@ -93,16 +70,16 @@ def run(folder: str, processes: int, threads: int, *options: str) -> dict[str, A
     return found
 
 
-def follow_or_measure(folder: str, threads: int, shares: str | None) -> None:
+def follow_or_measure(folder: str, threads: int) -> None:
     """Load the model in this process and, on rank 0, print the figures as JSON."""
     torch.set_num_threads(threads)
-    model = injected(folder, cpu_rules("int4") + (f"parallel: {{shares: {shares}}}\n" if shares else ""), threads=threads)
+    model = injected(folder, cpu_rules("int4"), threads=threads)
     if model.moegraft.follows:
         model.moegraft.follow()
         return
     with torch.inference_mode():
         ids = torch.randint(VOCABULARY, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-        figures = measure_shared(model, ids) if shares else measure(model, ids)
+        figures = measure(model, ids)
     model.moegraft.close()
     print(json.dumps(figures))
 
@@ -121,32 +98,6 @@ def measure(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
     waits = [(after[0] - early[0]) / max(after[1] - early[1], 1) for early, after in zip(before, waited_us(model), strict=True)]
     medians = {"decode_ms": 1e3 * statistics.median(times), "prompt_ms": 1e3 * statistics.median(prompts_s)}
     return {**medians, "wait_us": max(waits, default=0.0)}
-
-
-def measure_shared(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Return the time of a prompt with and without the order."""
-    for _ in range(2):
-        expected = model(input_ids=ids, logits_to_keep=1).logits
-    overlaps = [module.overlap for module in model.modules() if isinstance(module, HybridExperts)]
-    orders = [overlap.order for overlap in overlaps]
-    if not {*orders} <= {"before", "after"}:
-        raise SystemExit(f"shared experts do not run beside the others' work: {orders}")
-
-    def run(way: str) -> tuple[float, float]:
-        for overlap, order in zip(overlaps, orders, strict=True):
-            overlap.order = order if way == WAYS[0] else "other"
-        waited, start = waited_us(model)[0][0], time.perf_counter()
-        found = model(input_ids=ids, logits_to_keep=1).logits
-        took_ms = 1e3 * (time.perf_counter() - start)
-        if not torch.equal(found, expected):
-            raise SystemExit(f"{way}: other logits")
-        return took_ms, (waited_us(model)[0][0] - waited) / 1e3
-
-    figures = {}
-    for way, taken in alternate({way: lambda way=way: run(way) for way in WAYS}, ROUNDS).items():  # type: ignore[misc]
-        prompt_ms, wait_ms = zip(*taken, strict=True)
-        figures[way] = {**percentiles(prompt_ms, "ms", 1), "wait_ms": round(statistics.median(wait_ms), 1)}  # of all layers
-    return figures
 
 
 def waited_us(model: PreTrainedModel) -> list[tuple[float, int]]:

@@ -1,12 +1,11 @@
-"""How long does a start take, from the start of the process to the first token? A checkpoint with random weights, beside llama.cpp on the
-same bits.
+"""How long does a start take, from the start of the process to the first token? A checkpoint with random weights, beside llama.cpp.
 
-The checkpoint has layers of Qwen3-30B-A3B's shapes in bfloat16, 16 GB by default; the GGUF file is exported from it. Providers alternate,
-each start is a process of its own that answers a prompt of 32 tokens, and the page cache is emptied before a cold start (as root), or what
-will be read is read before a warm one. `safetensors` packs the experts at each start; `packing` packs them into a cache folder and `packed`
-maps this at the next start. Just before each start the same files are read and nothing else is done, in the same state of the page cache:
-`read_s`. `cached_share` is what the page cache holds of them before a warm start, and `others_share` what other processes used of the
-cores during the start of the median.
+The checkpoint has layers of Qwen3-30B-A3B's shapes in bfloat16, 16 GB by default; `moegraft quantize` makes the GGUF file of it. Providers
+alternate, each start is a process of its own that answers a prompt of 32 tokens, and the page cache is emptied before a cold start (as
+root), or what will be read is read before a warm one. `safetensors` packs the experts at each start; `packing` packs them into a cache
+folder and `packed` maps this at the next start. Just before each start the same files are read and nothing else is done, in the same state
+of the page cache: `read_s`. `cached_share` is what the page cache holds of them before a warm start, and `others_share` what other
+processes used of the cores during the start of the median.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.llama_cpp import LlamaCpp, describe, is_installed
+from harness.llama_cpp import LlamaCpp, is_installed
 from harness.record import parser, write_rows
 from harness.rounds import machine_s, percentiles
 
@@ -35,7 +34,6 @@ GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 GGUF, CACHE, RULES = "model.gguf", "packed", "rules-{}.yaml"
 PROMPT_TOKENS = 32
 LEAST_SIMILARITY = 0.98  # cosine of two providers' logits; they round activations differently
-POOL = 1 << 26  # random weights from which every matrix is cut
 CHUNK = 1 << 23
 
 
@@ -63,71 +61,19 @@ PROVIDERS = (
 )
 
 
-def make_checkpoint(folder: Path, layers: int, weights: str) -> None:
-    """Write the checkpoint, experts in a file for each layer, the rule files, and the GGUF file."""
-    import torch
-    from harness.models import qwen3_config
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
+def make_files(folder: Path, layers: int, weights: str) -> None:
+    """Write the checkpoint, the rule files, and the GGUF file."""
+    from harness.checkpoints import write_checkpoint, write_gguf
+    from harness.models import config_of
 
-    pool = (torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    settings = qwen3_config(layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings)
-    begin, index, rest = 0, {}, {}
-
-    def drawn(*shape: int) -> Any:
-        nonlocal begin
-        size = int(np.prod(shape))
-        begin = (begin + 7919 * 64) % (POOL - size)
-        return pool[begin : begin + size].view(shape).clone()
-
-    def save(tensors: dict[str, Any], name: str) -> None:
-        save_file(tensors, folder / name, {"format": "pt"})
-        index.update(dict.fromkeys(tensors, name))
-
-    for name, parameter in model.state_dict().items():
-        if ".experts." not in name:
-            rest[name] = drawn(*parameter.shape) if parameter.dim() > 1 else torch.ones(parameter.shape, dtype=torch.bfloat16)
-    save(rest, "rest.safetensors")
-    hidden, wide = settings.hidden_size, settings.moe_intermediate_size
-    shapes = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
-    for layer in range(layers):
-        path = f"model.layers.{layer}.mlp.experts"
-        experts = range(settings.num_experts)
-        drawings = {f"{path}.{expert}.{part}.weight": drawn(*shape) for expert in experts for part, shape in shapes.items()}
-        save(drawings, f"experts-{layer:02}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    body = json.loads(settings.to_json_string()) | {"architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(body))
+    write_checkpoint(folder, config_of("qwen3-30b-a3b", layers))
     for caches in (False, True):
         cache = f", cache_dir: '{folder / CACHE}'" if caches else ""
         (folder / RULES.format(caches)).write_text(
             f"extends: cpu\nvars: {{weights: {weights}, linear: {weights}}}\nrules:\n- id: experts\n  match: {{kind: experts}}\n"
             f"  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}{cache}}}}}\n"
         )
-    make_gguf(folder, weights)
-
-
-def make_gguf(folder: Path, weights: str) -> None:
-    """Write the GGUF file, each weight rounded to the nearest code as the experts are packed; all of it is in memory at first."""
-    import gguf
-
-    from moegraft.injection.checkpoint.gguf.export import plan_export, read_types
-    from moegraft.injection.meta_model import build_meta_model
-
-    meta = build_meta_model(str(folder), weights=True)
-    assert meta.weights is not None, "built with its weights"
-    writer = gguf.GGUFWriter(str(folder / GGUF), "qwen3moe")
-    describe(writer, meta.skeleton.config)
-    for tensor in plan_export(meta.weights, meta.skeleton, read_types(GGUF_TYPES[weights])).tensors:
-        kind = gguf.GGMLQuantizationType[tensor.type]
-        matrices = [gguf.quants.quantize(tensor.read(number).float().numpy(), kind) for number in range(tensor.matrices)]
-        writer.add_tensor(tensor.name, matrices[0] if len(matrices) == 1 else np.stack(matrices), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(folder, GGUF_TYPES[weights])
 
 
 def start(provider: str, folder: Path, threads: int) -> dict[str, Any]:
@@ -271,7 +217,7 @@ def main() -> None:
     providers = [each for each in PROVIDERS if each.name in names]
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         folder = Path(temporary)
-        make_checkpoint(folder, given.layers, given.weights)
+        make_files(folder, given.layers, given.weights)
         for provider in providers:
             run_start(provider, folder, given.threads)
         check_logits(folder)

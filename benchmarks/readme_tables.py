@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from harness.record import ROOT
 from harness.record import read_rows as read
 
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "rules" / "guide" / "server.md")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 Row = dict[str, str]
+Columns = Mapping[str, str | Callable[[Row], str]]
 SECTIONS: dict[str, Callable[[], str]] = {}
 
 
@@ -24,8 +25,22 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def provenance(rows: list[Row]) -> str:
-    return f"{rows[0]['hardware']}, commit {rows[0]['commit']}, {rows[0]['versions'].replace(' ', ', ')}."
+def listed(rows: Iterable[Row], columns: Columns) -> str:
+    """Return a table with a line for each row: columns by their titles, each a column of the results or what computes a cell."""
+    return table(list(columns), ([(row[of] or "-") if isinstance(of, str) else of(row) for of in columns.values()] for row in rows))
+
+
+def fixed(column: str, digits: int) -> Callable[[Row], str]:
+    return lambda row: f"{float(row[column]):.{digits}f}"
+
+
+def percent(column: str, digits: int = 0) -> Callable[[Row], str]:
+    return lambda row: f"{float(row[column]):.{digits}%}"
+
+
+def provenance(rows: Iterable[Row]) -> str:
+    """Return each machine, commit and versions once."""
+    return " ".join(dict.fromkeys(f"{row['hardware']}, commit {row['commit']}, {row['versions'].replace(' ', ', ')}." for row in rows))
 
 
 def default_rows(rows: Iterable[Row]) -> list[Row]:
@@ -40,7 +55,7 @@ def default_rows(rows: Iterable[Row]) -> list[Row]:
             continue
         ours = row["provider"].startswith("ours")
         if not ours or defaults.setdefault(row["weights"], row["provider"]) == row["provider"]:
-            found.append({**row, "provider": "moegraft"} if ours else row)
+            found.append({**row, "provider": "moegraft", "isa": row["provider"].removeprefix("ours-")} if ours else row)
     return found
 
 
@@ -56,11 +71,13 @@ def cpu_experts() -> str:
         figures = [f"{float(cell['p50_ms']):.2f}" if cell else "-" for cell in cells]
         body.append([provider.replace("moegraft", "**moegraft**"), weights, *figures])
     read_share = [float(row["read_share"]) for row in rows if (row["provider"], row["tokens"]) == ("moegraft", "1")]
+    widest = found["moegraft", "bfloat16", tokens[-1]]
     return (
         "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 per token), milliseconds, medians, "
         f"{rows[0]['threads']} threads:\n\n{table(['', 'weights', *(f'T={count}' for count in tokens)], body)}\n\n"
-        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth of a read probe in the same "
-        f"run. {provenance(rows)}"
+        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth that a probe reads with between "
+        f"the rounds, and T={tokens[-1]} in bfloat16 at {float(widest['read_share']):.0%} of {widest['read_probe_gb_s']} GB/s. Kernels of "
+        f"`{widest['isa']}`. {provenance(rows)}"
     )
 
 
@@ -70,13 +87,13 @@ LOADED_FORMATS = {"mxfp4": "MXFP4, gpt-oss-20b's shapes, 4 layers", "fp8": "FP8,
 @section
 def load_memory() -> str:
     rows = read("load_memory")
-    body = []
-    for row in rows:
-        provider = row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored")
-        figures = [row[column] for column in ("checkpoint_mib", "held_mib", "peak_mib", "peak_over_held")]
-        body.append([provider, LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]), *figures])
-    head = ["", "checkpoint", "checkpoint, MiB", "held after loading, MiB", "peak while loading, MiB", "peak / held"]
-    return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{table(head, body)}\n\n{provenance(rows)}"
+    columns: Columns = {
+        "": lambda row: row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored"),
+        "checkpoint": lambda row: LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]),
+        **{"checkpoint, MiB": "checkpoint_mib", "held after loading, MiB": "held_mib"},
+        **{"peak while loading, MiB": "peak_mib", "peak / held": "peak_over_held"},
+    }
+    return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
 
 
 STARTS = {
@@ -92,56 +109,33 @@ STARTS = {
 def loading() -> str:
     """Return the seconds from the start of a process to its first token, cold and warm, and what they consist of."""
     rows = read("loading")
-    if not rows:
-        return ""
-    body = [
-        [
-            STARTS[row["provider"]],
-            row["page_cache"],
-            row["read_gb"],
-            row["p50_first_token_s"],
-            *(row[name] for name in ("import_s", "load_s", "prompt_s", "read_s", "cpu_s")),
-            f"{float(row['others_share']):.0%}",
-        ]
-        for row in sorted(rows, key=lambda row: row["page_cache"])
-    ]
-    head = ["", "page cache", "reads, GB", "s to the first token"]
-    head += ["importing", "loading", "prompt", "reading alone", "CPU seconds", "others"]
+    columns: Columns = {
+        "": lambda row: STARTS[row["provider"]],
+        **{"page cache": "page_cache", "reads, GB": "read_gb", "s to the first token": "p50_first_token_s", "importing": "import_s"},
+        **{"loading": "load_s", "prompt": "prompt_s", "reading alone": "read_s", "CPU seconds": "cpu_s", "others": percent("others_share")},
+    }
     return (
-        f"A checkpoint of {float(rows[0]['read_gb']):.1f} GB in bfloat16, packed to {rows[0]['weights']}, and the same codes as a GGUF "
-        f"file; {rows[0]['threads']} threads, medians of {rows[0]['starts']} alternating starts. `others` is the share of the cores that "
-        f"other processes used: where it is large, compare the CPU seconds.\n\n{table(head, body)}\n\n{provenance(rows)}"
+        f"A checkpoint of {float(rows[0]['read_gb']):.1f} GB in bfloat16, packed to {rows[0]['weights']}, and a GGUF file of that type; "
+        f"{rows[0]['threads']} threads, medians of {rows[0]['starts']} alternating starts. `others` is the share of the cores that other "
+        "processes used: where it is large, compare the CPU seconds.\n\n"
+        f"{listed(sorted(rows, key=lambda row: row['page_cache']), columns)}\n\n{provenance(rows)}"
     )
 
 
 @section
 def recurrent_models() -> str:
-    """Return the rates of models with recurrent layers beside transformers' and llama.cpp's, and the time of a second turn."""
-    rows = read("recurrent_models")
-    by_peer = {(row["shape"], row["beside"], row["phase"]): row for row in rows if row["provider"] in ("stock", "llama.cpp")}
-    turns = {(row["shape"], row["provider"]): row for row in rows if row["phase"] == "second turn"}
-    body = []
-    for row in rows:
-        if row["provider"] == "ours":
-            peer = by_peer[row["shape"], row["beside"], row["phase"]]
-            body.append([row["shape"], row["phase"], row["beside"], row["p50_tokens_s"], peer["p50_tokens_s"], peer["ratio"]])
-    seconds = "; ".join(
-        f"{shape}, {float(row['p50_ms']):.0f} ms and {float(turns[shape, 'computed again']['p50_ms']):.0f} ms"
-        for (shape, provider), row in turns.items()
-        if provider == "kept"
+    """Return the time of a second turn, and the speed of drafts."""
+    rows, drafts = read("recurrent_models"), read("recurrent_drafts")
+    turns = {(row["shape"], row["provider"]): f"{float(row['p50_ms']):.0f} ms" for row in rows}
+    both = (
+        f"{shape}, {turns[shape, 'kept']} and {turns[shape, 'computed again']}" for shape in dict.fromkeys(row["shape"] for row in rows)
     )
-    head = ["", "", "beside", "moegraft, tokens/s", "peer, tokens/s", "ratio"]
+    shown = "; ".join(f"{row['text']}, {row['drafts']}: {row['ratio']}" for row in drafts if row["drafts"] != "plain")
     return (
-        "Four layers, three of them recurrent, with 64 experts; 8-bit weights, stock transformers in bfloat16; each pair alternates in "
-        f"processes of its own.\n\n{table(head, body)}\n\nA second turn after 4,000 tokens, to its first token, going on from a checkpoint "
-        f"and computed again: {seconds}. {provenance(rows)}\n\n{_recurrent_drafts()}"
+        "A second turn after 4,000 tokens, to its first token, going on from a checkpoint and computed again: "
+        f"{'; '.join(both)}. {provenance(rows)}\n\nDecoding with drafts, random weights of Qwen3-Next's shapes, in tokens/s over those "
+        f"without: {shown}. {provenance(drafts)}"
     )
-
-
-def _recurrent_drafts() -> str:
-    rows = read("recurrent_drafts")
-    shown = "; ".join(f"{row['text']}, {row['drafts']}: {row['ratio']}" for row in rows if row["drafts"] != "plain")
-    return f"Decoding with drafts, random weights of Qwen3-Next's shapes, in tokens/s over those without: {shown}. {provenance(rows)}"
 
 
 @section
@@ -158,19 +152,16 @@ def families() -> str:
     )
 
 
-def rates(name: str, caption: str) -> str:
-    rows = read(name)
-    columns = {key: next(column for column in rows[0] if column.startswith(key)) for key in ("p20", "p50", "p80")}
-    figures = [[row["failure"], "-", "-"] if row.get("failure") else [row[columns[key]] for key in ("p50", "p20", "p80")] for row in rows]
-    body = [[row["provider"], row["phase"], *cells] for row, cells in zip(rows, figures, strict=True)]
-    return f"{caption}\n\n{table(['', 'phase', 'tokens/s, median', 'p20', 'p80'], body)}\n\n{provenance(rows)}"
-
-
 @section
 def cpu_model() -> str:
-    return rates(
-        "cpu_model", "Six layers of Qwen3-30B-A3B's shapes, random weights: decode after 8 and after 512 tokens, and a prompt of 512:"
-    )
+    """Return the rates of whole models beside each peer, by model and phase."""
+    rows = [row for row in read("cpu_model") if not row["busy_processes"]]
+    columns: Columns = {
+        **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
+        **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
+        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the read limit": "of_read_limit"},
+    }
+    return f"{listed(rows, columns)}\n\n{provenance(rows)}"
 
 
 @section
@@ -193,64 +184,48 @@ def kt_kernel() -> str:
 
 
 @section
-def cpu_model_pairs() -> str:
-    rows = read("cpu_model_pairs") + read("cpu_model_pairs_24")
-    columns = {
-        **{name: name for name in ("layers", "weights", "context")},
-        **{"ours_tokens_s": "moegraft, tokens/s", "llama_cpp_tokens_s": "llama.cpp, tokens/s", "ratio": "ratio, median"},
-        **{"p20_ratio": "p20", "p80_ratio": "p80", "of_read_limit": "of the read limit", "hardware": "CPU"},
-    }
-    return f"{table(list(columns.values()), ([row[key] for key in columns] for row in rows))}\n\n{provenance(rows)}"
-
-
-@section
-def cpu_model_pairs_stored() -> str:
-    rows = read("cpu_model_pairs_stored")
-    names = {"gpt_oss": "gpt-oss-20b", "deepseek_v2": "DeepSeek-V2-Lite"}
-    head = ["4 layers of", "experts", "context", "moegraft, tokens/s", "llama.cpp, tokens/s", "ratio, median", "p20", "p80"]
-    head += ["of the read limit"]
-    keys = ("weights", "context", "ours_tokens_s", "llama_cpp_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
-    body = [[names[row["model"]], *(row[key] or "-" for key in keys)] for row in rows]
-    commits = dict.fromkeys(provenance([row]) for row in rows)
-    return f"{table(head, body)}\n\n{' '.join(commits)}"
-
-
-@section
 def step_programs() -> str:
     rows = read("step_programs")
-    head = ["model", "weights or family", "busy processes", "layer by layer, ms", "native program, ms", "ratio, median"]
-    keys = ("model", "provider", "busy_processes", "layer_by_layer_ms", "p50_program_ms", "ratio")
+    columns: Columns = {
+        **{"model": "model", "weights or family": lambda row: row["provider"].removeprefix("ours-"), "busy processes": "busy_processes"},
+        **{"layer by layer, ms": "layer_by_layer_ms", "native program, ms": "p50_program_ms", "ratio, median": "ratio"},
+    }
     return (
         "A token on the CPU, layer by layer and as a native program (`benchmarks/step_programs.py`), alternating. Busy processes compete "
-        f"for the cores:\n\n{table(head, ([row[key].removeprefix('ours-') for key in keys] for row in rows))}\n\n{provenance(rows)}"
+        f"for the cores:\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
     )
 
 
 @section
 def speeds() -> str:
     """Return the README's table of speeds, from runs that are interleaved with each peer."""
-    layer, pairs, prompts = read("kt_kernel"), read("cpu_model_pairs"), read("cpu_model")
-    formats = ("int4", "int8", "bfloat16")
-    pairs = [row for row in pairs if row["hardware"] == pairs[-1]["hardware"]]  # of the machine of the latest run
+    layer, formats = read("kt_kernel"), ("int4", "int8", "bfloat16")
+    models = [row for row in read("cpu_model") if (row["model"], row["layers"], row["busy_processes"]) == ("qwen3-30b-a3b", "6", "")]
+    models = [row for row in models if row["hardware"] == models[-1]["hardware"]]  # of the machine of the latest run
+    found = {(row["beside"], row["weights"], row["phase"]): row for row in models}
 
     def fastest_ms(provider: str, weights: str, tokens: str) -> str:
         wanted = (provider, weights, tokens)
         found = [float(row["p50_ms"]) for row in layer if (row["provider"], row["weights"], row["tokens"]) == wanted]
         return f"{min(found):.2f}" if found else "-"
 
-    def decode(weights: str, context: str) -> str:
-        row = next((row for row in pairs if (row["weights"], row["context"]) == (weights, context)), None)
-        return f"{float(row['ours_tokens_s']):.0f} / {float(row['llama_cpp_tokens_s']):.0f}" if row else "-"
-
-    def prompt(weights: str) -> str:
-        found = {row["provider"]: float(row["p50_tokens_s"]) for row in prompts if row["phase"] == "prompt-512" and row["p50_tokens_s"]}
-        stock = f" / {found['stock']:.0f}" if weights == "bfloat16" and "stock" in found else ""
-        return " / ".join(f"{found[name]:.0f}" for name in (f"ours-{weights}", f"llama.cpp-{weights}") if name in found) + stock
+    def rates(weights: str, phase: str, *peers: str) -> str:
+        """Return moegraft's rate beside the first peer, and the peers'."""
+        rows = [found[peer, weights, phase] for peer in peers if (peer, weights, phase) in found]
+        return " / ".join(f"{float(rate):.0f}" for rate in (rows[0]["ours_tokens_s"], *(row["peer_tokens_s"] for row in rows)))
 
     body = [
-        ["decode, tokens/s after 8 tokens, moegraft / llama.cpp", *(decode(weights, "8") for weights in formats)],
-        ["decode, tokens/s after 2048 tokens, moegraft / llama.cpp", *(decode(weights, "2048") for weights in formats)],
-        ["prompt of 512, tokens/s, moegraft / llama.cpp / transformers", *(prompt(weights) for weights in formats)],
+        *(
+            [
+                f"decode, tokens/s after {tokens} tokens, moegraft / llama.cpp",
+                *(rates(each, f"decode after {tokens}", "llama.cpp") for each in formats),
+            ]
+            for tokens in (8, 2048)
+        ),
+        [
+            "prompt of 512, tokens/s, moegraft / llama.cpp / transformers",
+            *(rates(each, "prompt of 512", "llama.cpp", "stock") for each in formats),
+        ],
         *(
             [
                 f"one layer, {tokens} token{'s' if tokens != '1' else ''}, ms, moegraft / kt-kernel",
@@ -261,7 +236,7 @@ def speeds() -> str:
     ]
     return (
         f"Speed on the CPU, 2 threads, Qwen3-30B-A3B's shapes (six layers; one layer of experts):\n\n{table(['', *formats], body)}\n\n"
-        f"Decode: {provenance(pairs)} Prompts: {provenance(prompts)} Layers: {provenance(layer)}"
+        f"Models: {provenance(models)} Layers: {provenance(layer)}"
     )
 
 
@@ -299,13 +274,16 @@ def hybrid_modelled() -> str:
 
 @section
 def demo_speed() -> str:
-    return rates("demo_speed", "The bundled model, which is so small that Python takes as much time as the experts:")
+    rows = read("demo_speed")
+    names = {"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"}
+    caption = "The bundled model, which is so small that Python takes as much time as the experts:"
+    return f"{caption}\n\n{listed(rows, names)}\n\n{provenance(rows)}"
 
 
 @section
 def serve() -> str:
-    """Return the load of both servers, a short prompt beside a long one, memory, and the soak."""
-    rows = read("serve")
+    """Return the load of both servers, and a short prompt beside a long one."""
+    rows = [row for row in read("serve") if row["case"] not in ("memory", "soak")]
     by_case = {(row["case"], row["server"], row["clients"], row["prompt"]): row for row in rows}
     loads = [row for row in rows if row["case"] == "load" and row["server"] == "moegraft"]
     order = {"32": 0, "2048": 1, "mixed": 2}
@@ -349,31 +327,7 @@ def serve() -> str:
             f"A Qwen3-Next-shaped model (four layers, three of them recurrent, 64 experts) in 8 bits: {row['clients']} clients make "
             f"{row['tokens_s']} tokens/s, {row['ratio']} times those of one. The bytes of a step allow {row['limit']} times."
         )
-    for row in (row for row in rows if row["case"] == "memory"):
-        parts.append(
-            f"{row['clients']} contexts of {row['prompt']} tokens: {row['needed_mib']} MiB of keys and values; the process grows by "
-            f"{row['grown_mib']} MiB ({row['ratio']} times)."
-        )
-    for row in (row for row in rows if row["case"] == "soak"):
-        parts.append(
-            f"{float(row['round_s']) / 60:.0f} minutes with {row['clients']} clients: memory grows by {row['grown_mib']} MiB in the last "
-            f"three quarters, {row['mib_per_minute']} MiB per minute."
-        )
-    places = dict.fromkeys(provenance([row]) for row in rows)
-    return "\n\n".join([*parts, " ".join(places)])
-
-
-@section
-def grammar_cost() -> str:
-    """Return the time per token of grammars with a large vocabulary."""
-    rows = read("grammar_cost")
-    head = ["grammar", "per token, µs: median", "p80", "p99", "most", "of it llguidance's mask: median", "preparing a request, ms"]
-    columns = ("restrict_p50_us", "restrict_p80_us", "restrict_p99_us", "restrict_most_us", "mask_p50_us")
-    body = [[row["case"].replace("_", " "), *(f"{float(row[name]):.0f}" for name in columns), row["begin_p50_ms"]] for row in rows]
-    return (
-        f"On one thread, with a vocabulary of {int(rows[0]['vocabulary']):,} tokens (`benchmarks/grammar_cost.py`); the tokenizer is "
-        f"prepared once for a server, in {rows[0]['first_ms']} ms:\n\n{table(head, body)}\n\n{provenance(rows)}"
-    )
+    return "\n\n".join([*parts, provenance(rows)])
 
 
 THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use
@@ -405,16 +359,18 @@ def sparse_cpu() -> str:
 def kv_cache() -> str:
     rows = read("kv_cache")
     exact = next(row for row in rows if row["backend"] == "exact")
-    body = []
-    for row in rows:
-        against = ["", ""] if row is exact else [f"{float(row['kl_nats']):.4f}", f"{float(row['same_token']):.1%}"]
-        size = f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}"
-        name = row["backend"] if row is exact else f"`{row['backend']}`"
-        body.append([name, row["bits"], size, *against, f"{float(row['perplexity']):.2f}"])
+    columns: Columns = {
+        "backend": lambda row: row["backend"] if row is exact else f"`{row['backend']}`",
+        "bits": "bits",
+        "cache": lambda row: f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}",
+        "KL, nats per token": lambda row: "" if row is exact else fixed("kl_nats", 4)(row),
+        "same next token": lambda row: "" if row is exact else percent("same_token", 1)(row),
+        "perplexity": fixed("perplexity", 2),
+    }
     return (
         f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of the same "
         "length (`benchmarks/kv_cache.py`; the latest tokens are not quantised yet, so short texts save less):\n\n"
-        f"{table(['backend', 'bits', 'cache', 'KL, nats per token', 'same next token', 'perplexity'], body)}\n\n{provenance(rows)}"
+        f"{listed(rows, columns)}\n\n{provenance(rows)}"
     )
 
 
@@ -464,14 +420,16 @@ def format_encoding() -> str:
 def speculative_mtp() -> str:
     """Return the acceptance of the bundled model's MTP layer by position."""
     rows = read("speculative_mtp")
-    shares = [f"position_{at}" for at in range(1, int(rows[0]["max_draft"]) + 1)]
-    body = [[row["decoding"], *(f"{float(row[share]):.1%}" for share in shares), row["tokens_per_round"], row["rounds"]] for row in rows]
-    head = ["text", *(f"position {at}" for at in range(1, len(shares) + 1)), "tokens per round", "rounds"]
+    columns: Columns = {
+        "text": "decoding",
+        **{f"position {at}": percent(f"position_{at}", 1) for at in range(1, int(rows[0]["max_draft"]) + 1)},
+        **{"tokens per round": "tokens_per_round", "rounds": "rounds"},
+    }
     return (
         f"Drafts of {rows[0]['max_draft']} tokens by the bundled model's MTP layer, and the share that is accepted by position, where all "
         f"before were (`benchmarks/speculative.py mtp`; {rows[0]['prompts']} prompts of held-out text, {rows[0]['new_tokens']} new tokens "
         f"each, with the rules `cpu`; in float32 with `cpu-exact`, {rows[0]['same_text']} of {rows[0]['prompts']} greedy texts are those "
-        f"of plain decoding):\n\n{table(head, body)}\n\n{provenance(rows)}"
+        f"of plain decoding):\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
     )
 
 
@@ -483,7 +441,7 @@ def build_time() -> str:
     share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
     return (
         f"A full build takes {share}: medians of {rows[0]['rounds']} alternating builds with {rows[0]['compiler']}, compiler and linker "
-        f"together. By unit:\n\n{table(['unit', 'CPU seconds'], [[row['unit'], row['cpu_s']] for row in units])}\n\n{provenance(units)}"
+        f"together. By unit:\n\n{listed(units, {'unit': 'unit', 'CPU seconds': 'cpu_s'})}\n\n{provenance(units)}"
     )
 
 

@@ -8,8 +8,6 @@ lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` wi
 
     python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
     python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
-    python benchmarks/serve.py --memory                                         # 32 contexts of 32 to 2048 tokens
-    python benchmarks/serve.py --soak 20                                        # minutes of 8 clients: is the memory flat?
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
     python benchmarks/serve.py --recurrent                                      # 1 and 8 clients of a Qwen3-Next-shaped model, alternating
 
@@ -32,7 +30,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import socket
 import statistics
@@ -48,12 +45,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 from harness.llama_cpp import cache_bytes, write_model
-from harness.models import VOCABULARY, cpu_rules, qwen3_config, random_model, rule_file
+from harness.models import VOCABULARY, config_of, cpu_rules, random_model, rule_file
 from harness.record import Recorder, parser
 from harness.rounds import machine_s, median_ratio
-from recurrent_models import SHAPES
 from transformers import PreTrainedConfig
 
+MODEL, RECURRENT = "qwen3-30b-a3b", "qwen3-next"
 PLACES = 32
 LAYERS = 6
 SHORT, LONG, LONGEST = 32, 2048, 8000  # tokens of prompts
@@ -86,7 +83,7 @@ def make_model(folder: Path, layers: int = LAYERS) -> None:
     if (folder / "model.gguf").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary, config = write_tokenizer(folder), qwen3_config(layers)
+    vocabulary, config = write_tokenizer(folder), config_of(MODEL, layers)
     config.save_pretrained(folder)
     unfinished = folder / "unfinished"
     write_model(unfinished, config, "int8", vocabulary)
@@ -100,13 +97,6 @@ class Served:
     name: str
     pid: int
     port: int
-
-    def anonymous_bytes(self) -> int:
-        """Return the bytes of memory that hold no part of a file."""
-        rollup = Path(f"/proc/{self.pid}/smaps_rollup").read_text(encoding="ascii")
-        found = re.search(r"^Anonymous:\s+(\d+) kB", rollup, re.MULTILINE)
-        assert found is not None, "the kernel reports it"
-        return 1024 * int(found[1])
 
 
 @contextmanager
@@ -149,7 +139,7 @@ def servers(
         ports = [free_port(), free_port()]
         model = str(folder / "model.gguf")
         ours = [*serve_command(folder, rules, ports[0], threads, places), "--gguf", model]
-        ours += ["--kv-memory", str(places * cache_bytes(qwen3_config(LAYERS), context)), "--max-client", "64"]
+        ours += ["--kv-memory", str(places * cache_bytes(config_of(MODEL, LAYERS), context)), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
         if invariant:
             ours[ours.index(str(ports[0]))] = str(ports[1])
@@ -408,54 +398,6 @@ def measure_beside(server: Served, seconds: float) -> dict[str, object]:
     return row
 
 
-async def held_bytes(server: Served, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of keys and values that contexts of 32 to 2048 tokens need, what the server reports, and how its memory grows."""
-    await asyncio.gather(*(ask(server.port, SHORT, 2, seed) for seed in range(PLACES)), ask(server.port, LONG, 2, 99))  # scratch memory
-    before = server.anonymous_bytes()
-    replies: list[Reply] = []
-    prompts = [round(value) for value in np.linspace(SHORT, LONG, PLACES)]
-    asking = [asyncio.create_task(ask(server.port, prompt, tokens, 100 + prompt, replies)) for prompt in prompts]
-    while not (len(replies) == PLACES and all(reply.arrived for reply in replies)):
-        done = [task for task in asking if task.done()]
-        assert not done, f"an answer has ended before all have begun: {done[0].exception()}"
-        await asyncio.sleep(0.05)
-    needed = cache_bytes(qwen3_config(LAYERS), sum(reply.prompt + reply.tokens for reply in replies))
-    status = json.loads((await get(server.port, "/v1/status")).partition(b"\r\n\r\n")[2])
-    reported, after = int(status["memory"]["used"]), server.anonymous_bytes()
-    for task in asking:
-        task.cancel()
-    await asyncio.gather(*asking, return_exceptions=True)
-    return needed, reported, after - before
-
-
-def measure_memory(server: Served, tokens: int) -> dict[str, object]:
-    needed, reported, grown = asyncio.run(held_bytes(server, tokens))
-    row: dict[str, object] = {"case": "memory", "server": server.name, "clients": PLACES, "prompt": f"{SHORT} to {LONG}"}
-    row |= {"needed_mib": round(needed / 2**20, 1), "reported_mib": round(reported / 2**20, 1), "grown_mib": round(grown / 2**20, 1)}
-    return {**row, "ratio": round(grown / needed, 3)}
-
-
-def measure_soak(server: Served, minutes: float, clients: int, tokens: int) -> dict[str, object]:
-    """Return the slope of the server's memory under load, in bytes per minute of its last three quarters."""
-    samples: list[tuple[float, int]] = []
-
-    async def watch() -> Round:
-        working = asyncio.create_task(load(server, clients, PROMPTS["mixed"], tokens, 60 * minutes, 7))
-        began = time.perf_counter()
-        while not working.done():
-            samples.append((time.perf_counter() - began, server.anonymous_bytes()))
-            await asyncio.wait([working], timeout=max(1.0, 60 * minutes / 200))
-        return await working
-
-    done = asyncio.run(watch())
-    steady = np.array([sample for sample in samples if 15 * minutes <= sample[0] <= 60 * minutes])
-    slope = float(np.polyfit(steady[:, 0], steady[:, 1], 1)[0]) * 60
-    row: dict[str, object] = {"case": "soak", "server": server.name, "clients": clients, "prompt": "mixed", "new_tokens": tokens}
-    row |= {"round_s": 60 * minutes, **figures([done])}
-    row |= {"first_mib": round(steady[0, 1] / 2**20, 1), "grown_mib": round((steady[-1, 1] - steady[0, 1]) / 2**20, 2)}
-    return {**row, "mib_per_minute": round(slope / 2**20, 3)}
-
-
 def step_bytes(config: PreTrainedConfig, rows: int) -> float:
     """Return the bytes of a decode step of a Qwen3-Next-shaped model in 8 bits, whose rows choose experts at random.
 
@@ -489,7 +431,7 @@ def measure_recurrent(server: Served, clients: Sequence[int], tokens: int, secon
                 found.append(done)
     shared = {"prompt": "32", "new_tokens": tokens, "round_s": seconds, "others_share": cores.others_share()}
     rates = {count: [done.rates()[1] for done in found] for count, found in taken.items()}
-    config, least, rows = SHAPES["qwen3-next"], min(clients), []
+    config, least, rows = config_of(RECURRENT, 4), min(clients), []
     for count, found in taken.items():
         row: dict[str, object] = {"case": "recurrent", "server": server.name, "clients": count, **shared, **figures(found)}
         limit = count / least * step_bytes(config, least) / step_bytes(config, count)
@@ -509,8 +451,6 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=30, help="of a round")
     options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
-    options.add_argument("--memory", action="store_true", help="measure the memory of 32 contexts instead")
-    options.add_argument("--soak", type=float, metavar="MINUTES", help="measure the growth of memory under load instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     options.add_argument("--recurrent", action="store_true", help="measure 1 and 8 clients of a model with recurrent layers instead")
     given = options.parse_args()
@@ -521,7 +461,7 @@ def main() -> None:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if given.recurrent:
             if not (folder / "config.json").exists():
-                random_model(SHAPES["qwen3-next"]).save_pretrained(folder)
+                random_model(config_of(RECURRENT, 4)).save_pretrained(folder)
                 write_tokenizer(folder)
             port = free_port()
             command = serve_command(folder, "cpu", port, given.threads, 8)
@@ -530,17 +470,12 @@ def main() -> None:
                 rows.add({**row, **about})
             return
         make_model(folder)
-        alone = given.memory or given.soak or given.batch_invariant
         context, places = (LONGEST + 64, 4) if given.beside else (LONG + 512, PLACES)
-        llama_server = None if alone else given.llama_server
+        llama_server = None if given.batch_invariant else given.llama_server
         found = stack.enter_context(servers(folder, llama_server, given.threads, context, places, invariant=given.batch_invariant))
         if given.beside:
             for server in found:
                 rows.add({**measure_beside(server, given.seconds), **about})
-        elif given.memory:
-            rows.add({**measure_memory(found[0], 400), **about})
-        elif given.soak:
-            rows.add({**measure_soak(found[0], given.soak, 8, given.tokens), **about})
         else:
             case = {"case": "invariant"} if given.batch_invariant else {}
             for clients, prompt in itertools.product(given.clients, given.prompts):

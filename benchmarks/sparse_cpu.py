@@ -2,7 +2,7 @@
 
 By weight type: the dense layout, then the sparse one at shares of routed neurons left out, for decode and a prompt of 512. Weights are
 random, so only speed is measured; `sparse_quality.py` measures quality. Thresholds come from a calibration on random tokens, and each row
-has the share that was left out. Linear layers are int8 beside int8 experts, otherwise unchanged.
+has the share that was left out. Linear layers are in the experts' type.
 
 Shares alternate within each round, so that changes of the machine affect all alike. Memory does not hold both layouts, so a read-bandwidth
 probe runs beside each to show changes of the machine between them. With one thread, times are CPU time, which other processes hardly
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from harness.models import VOCABULARY, cpu_rules, injected, qwen3_config, random_model
+from harness.models import VOCABULARY, config_of, cpu_rules, injected, random_model
 from harness.probe import ReadProbe
 from harness.record import Recorder, parser
 from harness.rounds import alternate, clock, percentiles, seconds
@@ -44,10 +44,9 @@ def tokens(count: int, seed: int) -> torch.Tensor:
 @contextmanager
 def opened(weights: str, layers: int, *, sparse: bool) -> Iterator[tuple[PreTrainedModel, dict[float, dict[str, float]]]]:
     """Yield the model with the thresholds of each share, by layer; the model is freed at the end."""
-    model = random_model(qwen3_config(layers))
-    rules = cpu_rules(f"{weights}, sparsity: {{target: 0, scope: routed}}" if sparse else weights, linear=False)
-    if weights == "int8":
-        rules += cpu_rules(weights).removeprefix(cpu_rules(weights, linear=False))
+    model = random_model(config_of("qwen3-30b-a3b", layers))
+    types = f"weights: {weights}, linear: {weights}"
+    rules = f"extends: sparse\nvars: {{{types}, target: 0}}\n" if sparse else cpu_rules(weights)
     found = [experts_layer(f"model.layers.{layer}.mlp.experts", model) for layer in range(layers)]
     model = injected(model, rules, threads=torch.get_num_threads())
     thresholds: dict[float, dict[str, float]] = {}

@@ -142,7 +142,7 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
 
 def calibrate(
     model: PreTrainedModel, about: CalibrationSource, ids: torch.Tensor, options: CalibrationOptions, advance: Advance = _silent
-) -> tuple[Thresholds, Calibration]:
+) -> Thresholds:
     """Find the thresholds of every layer in `about`, and evaluate the targets.
 
     Args:
@@ -187,7 +187,7 @@ def calibrate(
             for run in runs:
                 run.add(model, about.layers, states, window, dense)
                 advance(len(window))
-    return replace(found, held_out=tuple(run.result(options) for run in runs)), calibration
+    return replace(found, held_out=tuple(run.result(options) for run in runs))
 
 
 def work_tokens(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) -> int:

@@ -22,7 +22,7 @@ from moegraft.operators.machine import Gpu, cpu_info, probe_machine
 from moegraft.operators.self_test import InstructionSet, instruction_sets, kernel_in_use
 
 COMPILERS = ("c++", "g++", "clang++")
-OPTIONAL = ("triton", "matplotlib", "fastapi")
+OPTIONAL = ("triton", "fastapi")
 # What each instruction set of the kernel needs of the CPU beside those before it, by the names of /proc/cpuinfo.
 X86_NEEDS: Mapping[str, tuple[str, ...]] = {
     "avx2": ("avx2", "fma", "f16c"),

@@ -83,11 +83,6 @@ class KvCache:
         """The bytes of a sequence's states, of any number of tokens."""
         return sum(layer.fixed_bytes for layer in self.layers)
 
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of one token's keys and values in the model's dtype."""
-        return sum(layer.bytes_per_token for layer in self.layers)
-
     def nbytes(self, context: int, batch: int = 1) -> int:
         """Return the bytes of `batch` sequences of `context` tokens."""
         if self.form is not None:

@@ -79,7 +79,7 @@ import support.emulated
 import moegraft.injection.cli.models
 from moegraft.injection import build_meta_model, graft, load, plan
 
-folder, rules = sys.argv[1:]
+folder, rules, *_ = sys.argv[1:]
 stock.save_pretrained(folder)
 skeleton = build_meta_model(folder, weights=True)
 model = load(graft(skeleton, plan(skeleton, rules)))
@@ -98,22 +98,14 @@ rules:
 """
 
 
-def test_experts_on_a_gpu_need_no_package_of_files_or_servers(tmp_path: Path) -> None:
-    """Nor Triton, which is an extra as well."""
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES.replace("packed", str(tmp_path / "packed")))
-    done = run_with(NEEDED, GPU_EXPERTS, str(tmp_path / "model"), str(rules))
-    assert done.returncode == 0, done.stderr
-    on_gpu, replayed = map(int, done.stdout.split())
-    assert on_gpu > 0 and replayed > 0
-
-
 # Runs one command after another, and prints the exit code and the output of each as JSON.
 COMMANDS = """
 import contextlib, io, json
+from moegraft.injection import doctor
 from moegraft.injection.cli.moegraft import main
 
-for command in json.loads(sys.argv[1]):
+doctor.instruction_sets = list  # tested, in seconds, where the doctor is
+for command in json.loads(sys.argv.pop()):
     sys.argv = ["moegraft", *command.split()]
     out, code = io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -125,14 +117,21 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def test_commands_of_such_a_machine(tmp_path: Path) -> None:
-    """The version is known, the doctor examines it, and GGUF files are refused in a sentence without their package."""
+def test_a_machine_without_packages_of_files_or_servers(tmp_path: Path) -> None:
+    """It has experts on a GPU, also without Triton, which is an extra as well; its version is known, the doctor examines it, and GGUF
+    files are refused in a sentence without their package."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES.replace("packed", str(tmp_path / "packed")))
     commands = ["--version", "doctor", "plan cpu --gguf model.gguf", f"quantize --weights Q4_K --out {tmp_path}/model.gguf"]
-    done = run_with(NEEDED, COMMANDS, json.dumps(commands))
+    done = run_with(NEEDED, GPU_EXPERTS + COMMANDS, str(tmp_path / "model"), str(rules), json.dumps(commands))
     assert done.returncode == 0, done.stderr
-    version, doctor, *refused = map(json.loads, done.stdout.splitlines())
+    figures, *answers = done.stdout.splitlines()
+    on_gpu, replayed = map(int, figures.split())
+    assert on_gpu > 0 and replayed > 0
+    version, doctor, *refused = map(json.loads, answers)
     assert version == [0, "moegraft, run from its folder without being installed\n"]
     assert doctor[0] == 0 and "notice: moegraft is run from its folder" in doctor[1]
+    assert len(refused) == 2
     for code, output in refused:
         assert code == 2
         assert "GGUF files need gguf, which is not installed: pip install 'gguf>=0.19'" in " ".join(output.split())

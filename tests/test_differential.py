@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.families import build_config, build_model, prompt, served_cases
+from support.families import build_config, build_model, case_of, prompt
 from support.family_rows import FamilyCase
 from torch import nn
 from transformers import PreTrainedModel
@@ -182,7 +182,7 @@ def steps(model: PreTrainedModel, ids: torch.Tensor, length: int) -> torch.Tenso
 
 def stock_of(number: int, chance: random.Random) -> tuple[FamilyCase, PreTrainedModel, torch.Tensor]:
     """Return a case that the stock model accepts, with its model and ids that the model computes."""
-    base = next(case for case in served_cases() if case.model_type == FAMILIES[number % len(FAMILIES)])
+    base = case_of(FAMILIES[number % len(FAMILIES)])
     for _ in range(20):
         case = drawn(base, chance)
         ids = prompt(chance.choice((1, 2, 5, 9)) + STEPS, batch=chance.choice((1, 1, 2, 3)), seed=number)

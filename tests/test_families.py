@@ -5,16 +5,15 @@ The first two tests keep the table itself honest: none left out, and every case 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import combinations
-from support.families import build_model, family_cases, prompt, save_checkpoint, served_cases, stock_model, unlisted_families
+from support.families import build_model, case_of, family_cases, prompt, save_checkpoint, served_cases, stock_model, unlisted_families
 from support.family_rows import FamilyCase
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -34,10 +33,6 @@ BATCHED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"
 
 def from_checkpoint() -> list[FamilyCase]:
     return [case for case in served_cases() if case.generates]
-
-
-def named(model_type: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == model_type)
 
 
 def ids_of(case: FamilyCase) -> str:
@@ -209,7 +204,7 @@ def test_quantised_experts_are_close(weights: str, case: FamilyCase) -> None:
 
 @pytest.mark.parametrize("model_type", BATCHED)
 def test_continuous_batching_equals_generate(model_type: str) -> None:
-    model = inject(build_model(named(model_type)))
+    model = inject(build_model(case_of(model_type)))
     prompts = [prompt(length, seed=length)[0].tolist() for length in (5, 9, 3)]
     settings = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
     small = ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64)  # by default it takes most of the memory
@@ -217,42 +212,6 @@ def test_continuous_batching_equals_generate(model_type: str) -> None:
     batched = generate_batch(inputs=prompts, generation_config=settings, continuous_batching_config=small)
     found = {tuple(result.prompt_ids): result.generated_tokens for result in batched.values()}
     assert found == {tuple(ids): greedy(model, torch.tensor([ids]))[0][:16] for ids in prompts}
-
-
-def larger(model_type: str) -> FamilyCase:
-    case = named(model_type)
-    sizes = {"hidden_size": 96, "intermediate_size": 56, "moe_intermediate_size": 56, "num_local_experts": 9, "num_experts": 9}
-    return replace(case, text={**case.text, **{name: size for name, size in sizes.items() if name not in case.text}})
-
-
-@torch.no_grad()
-def steps(model: PreTrainedModel, ids: torch.Tensor) -> Iterator[int]:
-    """Greedy tokens one at a time, the caller deciding when each is computed."""
-    past = None
-    for _ in range(NEW_TOKENS):
-        out = model(input_ids=ids, past_key_values=past, use_cache=True)
-        past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        yield int(ids)
-
-
-SIZES = [("mixtral", "mixtral"), ("qwen3_moe", "gpt_oss"), ("nemotron_h", "mixtral")]  # one family twice, and two layouts
-
-
-@pytest.mark.parametrize(("one", "other"), SIZES)
-def test_two_models_interleaved_equal_each_alone(one: str, other: str) -> None:
-    stock = [build_model(named(one), seed=1), build_model(larger(other), seed=2)]
-    alone = [greedy(model, prompt(7))[0] for model in stock]
-    models = [inject(model) for model in stock]
-    pairs = list(zip(*(steps(model, prompt(7)) for model in models), strict=True))
-    assert [list(tokens) for tokens in zip(*pairs, strict=True)] == alone
-
-
-def test_two_models_in_two_threads_equal_each_alone() -> None:
-    stock = [build_model(named("mixtral"), seed=1), build_model(larger("gpt_oss"), seed=2)]
-    alone = [greedy(model, prompt(7)) for model in stock]
-    models = [inject(model) for model in stock]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        assert list(pool.map(lambda model: greedy(model, prompt(7)), models)) == alone
 
 
 @pytest.mark.parametrize("case", [case for case in family_cases() if case.reason and case.buildable], ids=ids_of)

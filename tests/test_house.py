@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "operators/cpu_ops": {"operators/cpu_ops", "operators/decode", *ROOT_PARTS},
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
     "operators/decode": {"operators/decode", "operators/offload", *ROOT_PARTS},
-    "operators/speculative": {"operators/speculative", "operators/decode", *ROOT_PARTS},
+    "operators/speculative": {"operators/speculative", "operators/decode", "operators/linear", *ROOT_PARTS},
     "operators/kv_cache": {"operators/decode", *ROOT_PARTS},
     # The one object a model whose members its operators share; each is imported when an operator first asks for it.
     "operators/context": {"operators/decode", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},

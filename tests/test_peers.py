@@ -23,7 +23,7 @@ import torch
 import transformers
 import transformers.testing_utils
 from support import import_benchmark
-from support.families import build_config, model_class, prompt, served_cases
+from support.families import build_config, case_of, model_class, prompt
 from support.family_rows import FamilyCase
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -123,7 +123,7 @@ class Family:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_common_model_tests(family: str, common: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    case = next(case for case in served_cases() if case.model_type == family)
+    case = case_of(family)
     generation = importlib.import_module(f"{PACKAGE}.generation.test_utils")
     members: dict[str, Any] = {
         "all_model_classes": (injected_class(model_class(case)),),

@@ -26,8 +26,7 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.families import build_model, prompt, save_checkpoint, served_cases
-from support.family_rows import FamilyCase
+from support.families import build_model, case_of, prompt, save_checkpoint
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import PreTrainedModel
 
@@ -42,10 +41,6 @@ LOAD_BYTES, TEXT_BYTES = 4096 + KEPT_BYTES, 512  # growth a round; a layer of th
 SHORT_LOAD_BYTES, SHORT_TEXT_BYTES = 1 << 20, 1 << 20
 # PyTorch keeps what it has prepared for convolutions by their shape (oneDNN, up to 1,024): qwen3_next's texts fill that in the first third.
 MODELS = (("qwen3_moe", "cpu-exact"), ("gpt_oss", "cpu"), ("qwen3_next", "cpu-exact"))
-
-
-def case_of(name: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == name)
 
 
 def injected(model: PreTrainedModel | Path, rules: str) -> PreTrainedModel:

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from gpu_day import MOST_BYTES, TRACE, Case, Row, Session, SkippedError
-from harness.models import VOCABULARY, RandomExperts, injected, move_all_but_experts, random_model, rule_file
+from harness.models import VOCABULARY, RandomExperts, config_of, injected, move_all_but_experts, random_model, rule_file
 from harness.rounds import alternate, percentiles
 from harness.texts import held_out, pieces
 from harness.work_floor import SHAPES as WORK_SHAPES
 from torch.profiler import ProfilerActivity, schedule
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, StoppingCriteria
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, StoppingCriteria
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.injection import graft, load, plan
@@ -43,24 +43,6 @@ from moegraft.operators.thresholds import SparsityOptions, experts_layer
 from moegraft.operators.timeline import Timeline
 from moegraft.operators.weights import WeightSource
 
-# Of the models' own configs, every layer with experts.
-SHAPES: dict[str, dict[str, Any]] = {
-    "deepseek-v2-lite": {
-        **{"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408},
-        **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 0},
-        **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
-        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    },
-    "mixtral-8x7b": {
-        **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8},
-        **{"num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8},
-    },
-    "qwen3-30b-a3b": {
-        **{"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128},
-        **{"num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-    },
-}
-WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 NO_PREFETCH = "prefetch: {{policy: none, promote: false}}"
 LRU, MRS = "cache: {{policy: lru, ratio: {ratio}}}", "cache: {{policy: mrs, ratio: {ratio}}}"
 PLAIN = "cache: {{ratio: {ratio}}}"
@@ -108,10 +90,8 @@ class Model:
 
     def make(self, *, experts: bool = False) -> PreTrainedModel:
         """Return the bfloat16 model; `experts` gives it experts of its own."""
-        sizes = dict(SHAPES[self.shape])
-        sizes |= {name: sizes[name] // self.scale for name in WIDTHS if name in sizes}
-        kind, common = sizes.pop("model_type"), {"num_hidden_layers": self.layers, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
-        return random_model(AutoConfig.for_model(kind, **sizes, **common), self.device, experts=experts)
+        dense = {"first_k_dense_replace": 0} if self.shape == "deepseek-v2-lite" else {}  # every layer has experts
+        return random_model(config_of(self.shape, self.layers, self.scale, **dense), self.device, experts=experts)
 
 
 @lru_cache(maxsize=48)  # layers of the deepest model

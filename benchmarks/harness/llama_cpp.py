@@ -35,15 +35,17 @@ def is_installed() -> bool:
     return find_spec("llama_cpp") is not None and find_spec("gguf") is not None
 
 
-def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: Sequence[str] | None = None, distinct: int = 8) -> int:
+def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: Sequence[str] | None = None, distinct: int = 8) -> None:
     """Write a GGUF file of a model with random weights of one of `TYPES`, whose experts repeat `distinct` ones.
 
-    Return the bytes of weights that a token reads, without the row of its embedding.
+    Args:
+        vocabulary: the texts of the tokens; by default the file has none.
     """
     import gguf
     import torch
     from transformers import AutoModelForCausalLM
 
+    from moegraft.injection.checkpoint.gguf.export import ExportPlan, describe
     from moegraft.injection.checkpoint.gguf.families import family_of
     from moegraft.injection.checkpoint.gguf.model import Names, experts_name
     from moegraft.injection.rules.rule import layer_of
@@ -52,18 +54,22 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    names, rng, read = Names(config), np.random.default_rng(0), 0
+    names, rng = Names(config), np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), family_of(config).architecture)
-    describe(writer, config, vocabulary)
+    describe(writer, ExportPlan(config, ()), "random weights")
+    writer.add_tokenizer_model("no_vocab" if vocabulary is None else "llama")
+    if vocabulary is not None:
+        writer.add_token_list(vocabulary)
+        writer.add_token_scores([0.0] * len(vocabulary))
+        writer.add_token_types([1] * len(vocabulary))  # all are normal: none is a byte, and none ends a text
 
-    def add(name: str, *shape: int, experts: int = 0) -> int:
-        """Add a tensor, of several experts where there are any; return the bytes that moegraft reads of it."""
+    def add(name: str, *shape: int, experts: int = 0) -> None:
+        """Add a tensor, of several experts where there are any."""
         drawn = (distinct, *shape) if experts else shape
-        router = name.endswith("ffn_gate_inp.weight")
         kind = None
         if name.endswith("_norm.weight"):
             values: Any = np.ones(drawn, np.float32)
-        elif len(shape) == 1 or router:
+        elif len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):
             values = rng.standard_normal(drawn, np.float32) * 0.02
         else:
             of_experts, others, narrow = TYPES[weights]
@@ -78,80 +84,51 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
         if experts:
             values = np.tile(values, (experts // distinct, *[1] * (values.ndim - 1)))
         writer.add_tensor(name, values, raw_dtype=kind)
-        return int(values.nbytes) // (2 if router else 1)  # in bfloat16
 
     for module_name, module in model.named_modules():
         if hasattr(module, "down_proj") and not isinstance(module.down_proj, torch.nn.Module):
             layout = read_layout(module)
             for part in layout.parts():
-                size = add(experts_name(layer_of(module_name), part), *layout.part_shape(part), experts=layout.num_experts)
-                read += size * config.num_experts_per_tok // layout.num_experts
+                add(experts_name(layer_of(module_name), part), *layout.part_shape(part), experts=layout.num_experts)
             continue
         for parameter, tensor in module.named_parameters(recurse=False):
             name = names.stored(f"{module_name}.{parameter}")
             assert name is not None, f"GGUF files have no tensor for {module_name}.{parameter}"
             if name.endswith("attn_kv_b.weight"):
                 heads, rank, value = config.num_attention_heads, config.kv_lora_rank, config.v_head_dim
-                read += add(name.replace("kv_b", "k_b"), heads, rank, config.qk_nope_head_dim)
-                read += add(name.replace("kv_b", "v_b"), heads, value, rank)
+                add(name.replace("kv_b", "k_b"), heads, rank, config.qk_nope_head_dim)
+                add(name.replace("kv_b", "v_b"), heads, value, rank)
             else:
-                size = add(name, *tensor.shape)
-                read += 0 if name == "token_embd.weight" else size
+                add(name, *tensor.shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def token_bytes(path: Path, config: PreTrainedConfig) -> int:
+    """Return the bytes of a GGUF file's weights that a token reads, without the row of its embedding."""
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    read = 0
+    for name, tensor in tensors.items():
+        experts = int(tensor.shape[-1]) if "_exps." in name else 0
+        size = int(tensor.n_bytes) * config.num_experts_per_tok // experts if experts else int(tensor.n_bytes)
+        size //= 2 if name.endswith("ffn_gate_inp.weight") else 1  # in bfloat16
+        read += 0 if name == "token_embd.weight" and "output.weight" in tensors else size
     return read
 
 
-def describe(writer: Any, config: PreTrainedConfig, vocabulary: Sequence[str] | None = None) -> None:
-    """Write the fields of a model's sizes, and the texts of its tokens if given."""
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab" if vocabulary is None else "llama")
-    if vocabulary is not None:
-        writer.add_token_list(vocabulary)
-        writer.add_token_scores([0.0] * len(vocabulary))
-        writer.add_token_types([1] * len(vocabulary))  # all are normal: none is a byte, and none ends a text
-    if config.model_type != "deepseek_v2":
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        if config.model_type == "gpt_oss":
-            writer.add_sliding_window(config.sliding_window)
-        writer.add_expert_count(config.num_local_experts if config.model_type == "gpt_oss" else config.num_experts)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-        return
-    writer.add_head_count_kv(1)  # of the compressed keys and values
-    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-    writer.add_value_length(config.kv_lora_rank)
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    writer.add_q_lora_rank(config.q_lora_rank or 0)
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_expert_count(config.n_routed_experts)
-    writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(bool(config.norm_topk_prob))
-
-
 def cache_bytes(config: Any, context: int) -> int:
-    """Return the bytes of bfloat16 keys and values that transformers' caches hold after `context` tokens."""
+    """Return the bytes of bfloat16 keys and values that transformers' caches hold after `context` tokens; recurrent layers have none."""
     if config.model_type == "deepseek_v2":
         return int(2 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * context)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    held = sum(min(context, config.sliding_window) if kind == "sliding_attention" else context for kind in kinds)
-    return int(4 * config.num_key_value_heads * config.head_dim * held)
+    held = {"sliding_attention": min(context, getattr(config, "sliding_window", None) or context)}
+    held |= dict.fromkeys(("full_attention", "attention"), context)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(4 * config.num_key_value_heads * head * sum(held.get(kind, 0) for kind in kinds))
 
 
 class LlamaCpp:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.injection import optimize_and_load
@@ -22,36 +22,56 @@ from moegraft.operators.weight_formats import FORMATS
 
 DISTINCT_EXPERTS = 4  # the other experts are copies at other addresses
 VOCABULARY = 8192
-CPU_RULES = """
-rules:
-- match: {{kind: experts}}
-  replace: {{class: hybrid_experts, kwargs: {{weights: {experts}}}}}
-- match: {{kind: attention}}
-  replace: {{class: cpu_attention}}
-- match: {{kind: norm}}
-  replace: {{class: cpu_norm}}
-- match: {{kind: router}}
-  replace: {{class: cpu_router}}
-- match: {{kind: recurrent}}
-  replace: {{class: cpu_recurrent}}
-  expect: any
-"""
-LINEAR_RULE = """
-- match: {{kind: linear}}
-  replace: {{class: quantized_linear, kwargs: {{weights: {weights}}}}}
-"""
+ROPE = {"rope_type": "default", "rope_theta": 150000.0}
+# Of the models' own configs, without the numbers of layers and of tokens.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-30b-a3b": {
+        **{"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True},
+    },
+    "gpt-oss-20b": {
+        **{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "rope_parameters": ROPE},
+        **{"max_position_embeddings": 4096},
+    },
+    "deepseek-v2-lite": {
+        **{"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408},
+        **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096},
+    },
+    "mixtral-8x7b": {
+        **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8},
+        **{"num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+    # Of these two, four layers, three of them recurrent, and 64 experts.
+    "qwen3-next": {
+        **{"model_type": "qwen3_next", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256},
+        **{"num_experts": 64, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        **{"linear_num_value_heads": 32, "shared_expert_intermediate_size": 512},
+    },
+    "granite-4-h": {
+        **{"model_type": "granitemoehybrid", "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4},
+        **{"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512, "shared_intermediate_size": 1024},
+        **{"layer_types": ["mamba", "mamba", "mamba", "attention"], "mamba_d_state": 128, "mamba_n_groups": 1},
+        **{"mamba_n_heads": 48, "mamba_d_head": 64},
+    },
+}
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 
 
-def qwen3_config(layers: int) -> Qwen3MoeConfig:
-    """Return Qwen3-30B-A3B's config with few layers and a small vocabulary."""
-    sizes: dict[str, Any] = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-    heads: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
+def config_of(shape: str, layers: int, scale: int = 1, **more: Any) -> PreTrainedConfig:
+    """Return the config of a model of `SHAPES` with few layers, a small vocabulary and bfloat16; `scale` divides its widths."""
+    sizes = dict(SHAPES[shape])
+    if scale > 1:
+        sizes |= {name: max(sizes[name] // scale // 128, 1) * 128 for name in WIDTHS if name in sizes}
+    common = {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": torch.bfloat16}
+    config: PreTrainedConfig = AutoConfig.for_model(sizes.pop("model_type"), **common | sizes | more)
+    return config
 
 
-def cpu_rules(weights: str, *, linear: bool = True) -> str:
-    """Return rules with experts, and linear layers if asked, in a weight type, or with `experts` options such as `int8, sparsity: ...`."""
-    return CPU_RULES.format(experts=weights) + (LINEAR_RULE.format(weights=weights) if linear else "")
+def cpu_rules(weights: str) -> str:
+    """Return the rules `cpu` with experts and linear layers in a weight type."""
+    return f"extends: cpu\nvars: {{weights: {weights}, linear: {weights}}}\n"
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from harness.llama_cpp import LlamaCpp, write_model
-from harness.models import cpu_rules, injected, qwen3_config, random_model
+from harness.llama_cpp import LlamaCpp
+from harness.models import injected
 from harness.peers import PeerProcess
 from harness.rounds import seconds
 
@@ -100,29 +98,17 @@ def phases_of(model: PreTrainedModel) -> Phases:
 
 
 @contextmanager
-def provider(name: str, layers: int) -> Iterator[PreTrainedModel]:
-    """Yield a model of Qwen3-30B-A3B's shapes: `stock`, or `ours-` and a weight type; with `-experts`, of experts alone."""
-    model, weights = random_model(qwen3_config(layers)), name.removeprefix("ours-")
-    if name != "stock":
-        model = injected(model, cpu_rules(weights.removesuffix("-experts"), linear=not weights.endswith("-experts")))
-    try:
-        yield model
-    finally:
-        del model
-        gc.collect()
-
-
-@contextmanager
-def ours_or_stock(name: str, layers: int) -> Iterator[Phases]:
-    with provider(name, layers) as model, torch.inference_mode():
-        yield phases_of(model)
-
-
-@contextmanager
-def ours_from_file(folder: Path, rules: str) -> Iterator[Phases]:
+def ours(folder: Path, rules: str) -> Iterator[Phases]:
     """The model of a folder with a config and a GGUF file, with the rules of a text."""
     with torch.inference_mode():
         yield phases_of(injected(folder, rules, gguf=folder / "model.gguf"))
+
+
+@contextmanager
+def stock(folder: Path) -> Iterator[Phases]:
+    """transformers on the checkpoint of a folder, in bfloat16."""
+    with torch.inference_mode():
+        yield phases_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
 
 
 @contextmanager
@@ -141,12 +127,3 @@ def llama_cpp(folder: Path) -> Iterator[Phases]:
             return peer.logits().copy()
 
         yield Phases(decode, lambda count: peer.prefill(tokens[:count]), logits)
-
-
-@contextmanager
-def llama_cpp_of(weights: str, layers: int) -> Iterator[Phases]:
-    """llama.cpp on a model of Qwen3-30B-A3B's shapes."""
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name) / "model.gguf", qwen3_config(layers), weights)
-        with llama_cpp(Path(name)) as phases:
-            yield phases

@@ -60,12 +60,14 @@ def read_parameter(target: Target, tensors: Mapping[str, LazyTensor], skeleton: 
 
 
 def target_of(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> Target:
-    """Return the target of a parameter, or of the one that it is tied to.
+    """Return the target of a parameter, or of one that it is tied to.
 
     Raises:
-        CheckpointError: the checkpoint has neither.
+        CheckpointError: the checkpoint has none of them.
     """
-    target = keymap.targets.get(name) or keymap.targets.get(skeleton.all_tied_weights_keys.get(name, ""))
+    ties = skeleton.all_tied_weights_keys
+    tied = (name, ties.get(name, ""), *(other for other, tie in ties.items() if tie == name))
+    target = next((keymap.targets[each] for each in tied if each in keymap.targets), None)
     if target is None:
         raise _missing(tensors, name)
     return target

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, StatedMachine, talks_to_user
-from moegraft.injection.cli.output import Terminal
+from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, parse_size, parse_sizes, talks_to_user
+from moegraft.injection.cli.output import Terminal, plural
 from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import Injection
 from moegraft.injection.meta_model import MetaModel, build_meta_model
@@ -110,18 +110,21 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     return read_tokenizer(folder, trust_remote_code=options.trust_remote_code)
 
 
-def text_ids(loaded: LoadedModel, content: bytes, name: str, tokens: int) -> torch.Tensor:
+def text_ids(loaded: LoadedModel, content: bytes, name: object, tokens: int, least: int = 0) -> torch.Tensor:
     """Return at most the first `tokens` tokens of a text, (T,) int64.
 
     Raises:
-        OptionsError: the text, which errors call `name`, is not UTF-8.
+        OptionsError: the text, which errors call `name`, is not UTF-8, or has fewer than `least` tokens.
     """
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise OptionsError(f"{name}: not UTF-8 text (byte 0x{content[error.start]:02x} at offset {error.start})") from error
     text = text[: tokens * MAX_TOKEN_CHARACTERS]  # tokenizers are slow on text that is not used
-    return torch.tensor(loaded.tokenizer(text, verbose=False)["input_ids"][:tokens], dtype=torch.int64)
+    ids = torch.tensor(loaded.tokenizer(text, verbose=False)["input_ids"][:tokens], dtype=torch.int64)
+    if len(ids) < least:
+        raise OptionsError(f"{name}: the text has {plural(len(ids), 'token')}; at least {least} are needed, and some hundred are better")
+    return ids
 
 
 def model_of(options: ModelOptions) -> str:
@@ -172,20 +175,23 @@ def model_and_rules(options: ModelOptions) -> tuple[MetaModel, RuleFile, Operato
     return open_meta_model(options), rules, registry
 
 
-def target_machine(measured: Measurements | None, stated: StatedMachine) -> TargetMachine:
-    """Return this machine, with the memory and rates that the options state instead of its own.
+def target_machine(
+    measured: Measurements | None, *, ram: str | None, gpu_memory: str | None, gpu_bandwidth: float | None, link_bandwidth: float | None
+) -> TargetMachine:
+    """Return this machine, with the memory and rates that options state instead of its own.
 
     Raises:
-        OptionsError: a bandwidth is stated without a GPU.
+        OptionsError: a size is not valid, or a bandwidth is stated without a GPU.
     """
     from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.estimate.planned import budget_of
 
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
-    budget = budget_of(machine, stated.gpus, of_gpu, gbps=stated.gpu_bandwidth, link_gbps=stated.link_bandwidth)
-    if budget is None and not (stated.gpu_bandwidth is None and stated.link_bandwidth is None):
+    budget = budget_of(machine, parse_sizes(gpu_memory, "--gpu-memory"), of_gpu, gbps=gpu_bandwidth, link_gbps=link_bandwidth)
+    if budget is None and not (gpu_bandwidth is None and link_bandwidth is None):
         raise OptionsError(
             "--gpu-bandwidth and --link-bandwidth need a GPU, and this machine has none: state its memory as well, with --gpu-memory 24GiB"
         )
-    return TargetMachine(machine.available_bytes if stated.ram is None else stated.ram, measured, budget)
+    stated = parse_size(ram, "--ram")
+    return TargetMachine(machine.available_bytes if stated is None else stated, measured, budget)

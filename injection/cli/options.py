@@ -209,30 +209,6 @@ RamOption: TypeAlias = Annotated[
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 
 
-@dataclass(frozen=True, slots=True)
-class StatedMachine:
-    """The machine to plan for, as stated by options; None: this machine's own value.
-
-    Attributes:
-        ram: bytes of host memory.
-        gpus: bytes of each GPU.
-        gpu_bandwidth, link_bandwidth: GB/s.
-    """
-
-    ram: int | None
-    gpus: tuple[int, ...] | None
-    gpu_bandwidth: float | None
-    link_bandwidth: float | None
-
-
-def stated_machine(ram: str | None, gpu_memory: str | None, gpu_bandwidth: float | None, link_bandwidth: float | None) -> StatedMachine:
-    """
-    Raises:
-        OptionsError: a size is not valid.
-    """
-    return StatedMachine(parse_size(ram, "--ram"), parse_sizes(gpu_memory, "--gpu-memory"), gpu_bandwidth, link_bandwidth)
-
-
 def parse_size(text: str | None, option: str) -> int | None:
     """Return the bytes of `64GiB`, `64G` or `64GB`, which all mean 64 * 1024**3 here; None for None.
 

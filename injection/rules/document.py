@@ -34,9 +34,6 @@ class ScalarNode:
     position: Position
     variable: str | None = None
 
-    def moved(self, position: Position, variable: str) -> ScalarNode:
-        return replace(self, position=position, variable=variable)
-
     def __str__(self) -> str:
         origin = f" (from ${{{self.variable}}})" if self.variable else ""
         if isinstance(self.value, str):

@@ -19,54 +19,33 @@ class TheirClass:
 
     Attributes:
         words: lower-case parts of class names; a class whose name contains one belongs to the group.
-        shown: the classes as the guide lists them.
         becomes: `experts` and `linear` are computed by an operator; `router` and `stock` stay transformers' own.
         advice: the replacement, as the end of an error message.
         what: the modules of the group, in the plural.
     """
 
     words: tuple[str, ...]
-    shown: str
     becomes: Becomes
     advice: str
     what: str = ""
 
-    @property
-    def ours(self) -> str:
-        """The replacement as the guide's table shows it."""
-        if self.becomes == "experts":
-            return "`match: {kind: experts}`, `replace: {class: hybrid_experts}`"
-        if self.becomes == "linear":
-            return "`match: {kind: linear, name: ...}`, `replace: {class: quantized_linear}`; for 16 bits no rule"
-        return f"no rule: {self.what} stay transformers' own"
 
-
-def _stock(words: tuple[str, ...], shown: str, what: str, more: str = "", becomes: Becomes = "stock") -> TheirClass:
-    return TheirClass(words, shown, becomes, STOCK.format(what) + more, what)
+def _stock(words: tuple[str, ...], what: str, more: str = "", becomes: Becomes = "stock") -> TheirClass:
+    return TheirClass(words, becomes, STOCK.format(what) + more, what)
 
 
 # The first group that fits applies.
 CLASSES = (
-    TheirClass(("expert",), "`KTransformersExperts`, `KTransformersExpertsV2`, `KExpertsCPU`, `KExpertsMarlin`", "experts", EXPERTS),
-    _stock(("moegate", "gate"), "`KMoEGate`, `KMoEGateDeepSeekV3`", "routers", becomes="router"),
-    TheirClass(("linear",), "`KTransformersLinear`, `KLinearMarlin`, `KLinearCPUInfer`", "linear", LINEAR),
-    _stock(("rotary", "rope"), "`RotaryEmbedding`, `YarnRotaryEmbedding` and others of `RoPE`", "rotary embeddings"),
-    _stock(
-        ("attention", "attn", "mla"),
-        "`KDeepseekV2Attention`, `flashinfer_attn` and others",
-        "attention layers",
-        ", and choose an implementation with attn_implementation=",
-    ),
-    _stock(("norm",), "`RMSNorm`, `KQwen3MoeRMSNorm`", "norms"),
-    _stock(("mlp",), "`kDeepseekV3MLP`", "dense MLPs"),
-    _stock(("model",), "`KDeepseekV2Model` and other models", "models"),
+    TheirClass(("expert",), "experts", EXPERTS),
+    _stock(("moegate", "gate"), "routers", becomes="router"),
+    TheirClass(("linear",), "linear", LINEAR),
+    _stock(("rotary", "rope"), "rotary embeddings"),
+    _stock(("attention", "attn", "mla"), "attention layers", ", and choose an implementation with attn_implementation="),
+    _stock(("norm",), "norms"),
+    _stock(("mlp",), "dense MLPs"),
+    _stock(("model",), "models"),
     # Last, because the names of attention classes such as KGlm4MoeAttention contain those of the blocks.
-    TheirClass(
-        ("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"),
-        "`KDeepseekV2MoE`, `KDeepseekV3MoE`, `KQwen3MoeSparseMoeBlock` and other blocks",
-        "experts",
-        EXPERTS,
-    ),
+    TheirClass(("sparsemoe", "kdeepseekv2moe", "kdeepseekv3moe", "moeblock", "kglm4moe", "ksmallthinkermoe"), "experts", EXPERTS),
 )
 _BARE_PREFIXES = ("KTransformers", "KExperts", "KLinear", "KMoEGate", "KDeepseek", "KQwen", "KMistral", "KGlm", "KSmallThinker", "VLinear")
 

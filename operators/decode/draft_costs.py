@@ -95,8 +95,8 @@ def measure_draft_costs(
     drafters: dict[str, Drafter] = {"ngram": _Lookup()}
     if settings is not None and switch.layers:
         drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings, 0.0), **drafters}
-    if mtp_layers(model) is not None:
-        drafters = {"mtp": MtpDrafter(model, 0.0, switch, context.replay), **drafters}
+    if (layers := mtp_layers(model)) is not None:
+        drafters = {getattr(layers, "drafter", "mtp"): MtpDrafter(model, 0.0, switch, context.replay), **drafters}
     found = []
     for name, drafter in drafters.items():
         progress(name)

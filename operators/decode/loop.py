@@ -34,6 +34,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
+from moegraft.operators.decode.mtp_layers import asked_states, read_states
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting
@@ -216,7 +217,7 @@ class DecodedSequence:
     A context manager: while steps of one token follow each other in a native program, the cache receives them at the end (`flush`).
 
     Attributes:
-        keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm.
+        keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm or what a head reads.
     """
 
     def __init__(
@@ -305,11 +306,11 @@ class DecodedSequence:
     @property
     def _asked(self) -> dict[str, Any]:
         """The arguments of a pass whose hidden states are kept."""
-        return {"output_hidden_states": -1} if self.keeps_hidden_states else {}
+        return {"output_hidden_states": asked_states(self._model)} if self.keeps_hidden_states else {}
 
     def _note(self, outputs: Any) -> None:
         if self.keeps_hidden_states:
-            self.hidden_states = outputs.hidden_states[-1]
+            self.hidden_states = read_states(self._model, outputs)
 
     def prefill(self) -> torch.Tensor:
         """Feed the tokens of the prompt that the cache lacks; return the logits of the last one, (V,) float32."""

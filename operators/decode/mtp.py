@@ -18,7 +18,7 @@ from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
-from moegraft.operators.decode.mtp_layers import mtp_layers, new_mtp_cache
+from moegraft.operators.decode.mtp_layers import layers_cache, mtp_layers
 from moegraft.operators.decode.rollback import CacheMark, longest_rewind
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import DraftSwitch
@@ -45,7 +45,7 @@ def _layer_cache_class() -> Any:
 
 def _layer_cache(model: PreTrainedModel, number: int) -> Any:
     """Return an empty cache of moegraft's own for one MTP layer, as a program appends to a cache whose length is its position."""
-    cache = new_mtp_cache(model.config)
+    cache = layers_cache(model)
     cache.__class__ = _layer_cache_class()
     cache.layers = [DynamicLayer() for _ in range(number)] + [cache.layers[number]]
     return adopt(cache)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, modeling_layers
@@ -30,7 +31,7 @@ _QWEN_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # Qwen3.5'
 
 
 def mtp_layers(model: nn.Module) -> Any:
-    """Return the MTP layers of a model, an `MtpModel`; None where none were added."""
+    """Return the MTP layers of a model, an `MtpModel` or what was added with its interface; None where nothing was."""
     return model._modules.get(MTP)
 
 
@@ -135,6 +136,21 @@ def _mtp_config(config: PretrainedConfig) -> PretrainedConfig:
     return own  # type: ignore[no-any-return]
 
 
+def asked_states(model: nn.Module) -> int | tuple[int, ...]:
+    """Return `output_hidden_states` of the passes of a model whose states are drafted from: MTP layers read the last ones."""
+    return getattr(mtp_layers(model), "reads", -1)
+
+
+def read_states(model: nn.Module, outputs: Any) -> torch.Tensor:
+    """Return the states of a pass that was asked for `asked_states`, (B, T, H of all of them)."""
+    asked, states = asked_states(model), outputs.hidden_states
+    if isinstance(asked, int):
+        found: torch.Tensor = states[-1]
+        return found
+    chosen = [each for each in states if each is not None]  # a program returns those of all layers as one
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
+
+
 def new_mtp_cache(config: PretrainedConfig) -> Any:
     """Return an empty cache of the MTP layers of a model with this config.
 
@@ -144,6 +160,13 @@ def new_mtp_cache(config: PretrainedConfig) -> Any:
     from transformers.cache_utils import MtpCache
 
     return MtpCache(config=_mtp_config(config))
+
+
+def layers_cache(model: PreTrainedModel) -> Any:
+    """Return an empty cache of the MTP layers that were added to a model."""
+    from transformers.cache_utils import MtpCache
+
+    return MtpCache(config=mtp_layers(model).config)
 
 
 def add_mtp_layers(model: PreTrainedModel) -> None:

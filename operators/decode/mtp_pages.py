@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from moegraft.operators.decode.mtp import MANY
-from moegraft.operators.decode.mtp_layers import mtp_layers, new_mtp_cache
+from moegraft.operators.decode.mtp_layers import layers_cache, mtp_layers
 from moegraft.operators.decode.pages import PagedCache, PagedSequence, PagePool
 from moegraft.operators.draft import DraftSwitch
 
@@ -24,7 +24,7 @@ MOST_WAITING = 256  # states of a sequence without drafts, which are then fed in
 @torch.no_grad()
 def example_cache(model: PreTrainedModel) -> Cache:
     """Return a cache of a model's MTP layers that holds a token."""
-    cache: Cache = new_mtp_cache(model.config)
+    cache: Cache = layers_cache(model)
     layers, place = mtp_layers(model), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     states = torch.zeros(1, 1, layers.config.hidden_size, dtype=model.dtype, device=model.device)
     for number in range(len(layers.layers)):

@@ -11,6 +11,7 @@ model in use calls `model.moegraft.forget_steps()`.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import threading
 import time
@@ -344,4 +345,4 @@ def _own_new(outputs: Any) -> None:
 
 def _logits(outputs: Any) -> torch.Tensor:
     found: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    return found.float()
+    return found.float().nan_to_num(nan=math.nan, neginf=0.0)  # a head cannot draft all tokens

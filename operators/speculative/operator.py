@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import ModelOperator, Traits
+from moegraft.operators.base import Footprint, ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.drafts import (
     NGRAM,
@@ -32,8 +32,9 @@ from moegraft.operators.decode.mtp_layers import mtp_layers, share_with_mtp, why
 from moegraft.operators.decode.rollback import unsupported_model_reason
 from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
 from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSwitch
-from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.speculative.eagle3 import Eagle3Checkpoint, add_eagle3_head, why_no_states
+from moegraft.operators.speculative.options import DraftHead, SpeculativeOptions
 from moegraft.operators.timeline import Timeline, round_spans
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class ScheduledBatchDrafts(BatchDrafts):
 
     @property
     def by_mtp_layers(self) -> bool:
-        return self._options.draft == "mtp"
+        return self._options.by_layers
 
     def drafting(self) -> AbstractContextManager[None]:
         return nullcontext() if self.by_mtp_layers else self._switch.drafting(self._options.settings)
@@ -118,7 +119,7 @@ class SpeculativeDraft(ModelOperator):
 
     name = "speculative_draft"
     options_type = SpeculativeOptions
-    summary = "drafts tokens by fewer experts, MTP layers or n-gram lookup, and verifies them with all experts in one pass"
+    summary = "drafts tokens by fewer experts, MTP layers, an EAGLE-3 head or n-grams, and verifies them with all experts in one pass"
     uncaptured = "tokens are drafted with fewer experts and verified several at once"
 
     def __init__(self, options: SpeculativeOptions, context: InjectionContext) -> None:
@@ -148,6 +149,14 @@ class SpeculativeDraft(ModelOperator):
         if reason is not None:
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
+        if isinstance(options.draft, DraftHead):
+            reason = why_no_states(type(module).__name__)
+            if reason is not None:
+                return reason
+            try:
+                Eagle3Checkpoint.open(options.draft.model, module.config)
+            except CheckpointError as error:
+                return str(error)
         if options.draft == "mtp" and mtp_layers(module) is None:
             return why_no_mtp(type(module).__name__, module.config) or (
                 "draft mtp computes the checkpoint's own MTP layers, and there are none: a safetensors checkpoint has them in the layers "
@@ -160,6 +169,13 @@ class SpeculativeDraft(ModelOperator):
     def traits(cls, options: SpeculativeOptions) -> Traits:
         drafting = options.settings if options.draft == "experts" else None
         return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp", drafting=drafting)
+
+    @classmethod
+    def footprint(cls, module: nn.Module, options: SpeculativeOptions, dtype: torch.dtype) -> Footprint:
+        assert isinstance(module, PreTrainedModel), "unsupported_reason refuses all others"
+        if not isinstance(options.draft, DraftHead):
+            return super().footprint(module, options, dtype)
+        return Footprint({"cpu": Eagle3Checkpoint.open(options.draft.model, module.config).nbytes(options.draft.weights, dtype)})
 
     @classmethod
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
@@ -184,12 +200,14 @@ class SpeculativeDraft(ModelOperator):
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         if self.options.draft == "mtp":
             share_with_mtp(model)
+        elif isinstance(self.options.draft, DraftHead):
+            add_eagle3_head(model, self.options.draft.model, self.options.draft.weights, self._context)
 
     def _drafter(self, model: PreTrainedModel) -> Drafter:
         options = self.options
         if options.draft == "ngram":
             return NgramDrafter()
-        if options.draft == "mtp":
+        if options.by_layers:
             return MtpDrafter(model, options.confidence, self._switch, self._context.replay)
         return ExpertsDrafter(self._switch, options.settings, options.confidence)
 
@@ -222,4 +240,6 @@ class SpeculativeDraft(ModelOperator):
             "ngram": f"n-grams of up to {NGRAM} tokens",
             "mtp": "MTP layers",
         }
-        return f"draft: {self.name}, {options.mode}, {drafters[options.draft]}, {self.statistics()['schedule']}; {self._statistics.line()}"
+        draft = options.draft
+        drafter = f"EAGLE-3 head {draft}, {draft.weights} weights" if isinstance(draft, DraftHead) else drafters[draft]
+        return f"draft: {self.name}, {options.mode}, {drafter}, {self.statistics()['schedule']}; {self._statistics.line()}"

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from moegraft.operators.draft import DraftSettings
+from moegraft.operators.linear import WEIGHT_TYPES
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A drafter with a checkpoint of its own.
+
+    Attributes:
+        model: the folder of an EAGLE-3 head that was trained for this model, from the rule file's folder.
+        weights: the type that its linear layers are packed to, as of `quantized_linear`. It changes drafts a little, and never the text.
+    """
+
+    model: Path
+    weights: WEIGHT_TYPES = "int8"
+
+    def __str__(self) -> str:
+        return str(self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +33,7 @@ class SpeculativeOptions:
     Attributes:
         draft: the drafter. `experts` is the model itself with fewer experts per token; `ngram` continues the text as it continued the
             last time that its latest tokens occurred; `mtp` computes the multi-token prediction layers of the checkpoint, which other
-            rules replace like those of the body.
+            rules replace like those of the body; `{model: FOLDER}` computes an EAGLE-3 head.
         draft_top_k: experts per token while drafting.
         draft_sparsity: share of neurons to leave out while drafting, in the scope of the experts' `sparsity` and above its target. To
             draft by sparsity alone, set `draft_top_k` to all experts of a token; to leave the verified text unchanged, give the experts
@@ -29,7 +47,7 @@ class SpeculativeOptions:
         experts: `resident` drafts only with the likeliest experts among those resident on a GPU, so that a draft transfers no weights.
     """
 
-    draft: Literal["experts", "ngram", "mtp"] = "experts"
+    draft: Literal["experts", "ngram", "mtp"] | DraftHead = "experts"
     draft_top_k: int = 1
     draft_sparsity: float | None = None
     max_draft: int = 5
@@ -58,6 +76,11 @@ class SpeculativeOptions:
         if self.draft != "experts" and (self.draft_sparsity is not None or self.experts == "resident"):
             option = "draft_sparsity" if self.draft_sparsity is not None else "experts: resident"
             raise ValueError(f"draft {self.draft} runs none of the model's own experts: remove '{option}'")
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether layers draft that are not of the model's body, and read its states: MTP layers or a head."""
+        return self.draft == "mtp" or isinstance(self.draft, DraftHead)
 
     @property
     def settings(self) -> DraftSettings:

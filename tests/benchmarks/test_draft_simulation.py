@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support import ROOT
+from support import ROOT, combinations
 from support.model_shapes import MODELS
 from support.virtual_device import PROFILES
 
@@ -35,9 +35,8 @@ def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule
     return bench.DraftSimulation(case.simulation(system, warm, ratio), text, way, schedule).run(tokens)
 
 
-@pytest.mark.parametrize("engine", ["gpu", "hybrid"])
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v2-lite"])
-def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, model: str, engine: str) -> None:
+@pytest.mark.parametrize(("engine", "model"), combinations(["gpu", "hybrid"], ["mixtral-8x7b", "deepseek-v2-lite"]))
+def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, engine: str, model: str) -> None:
     plain = played(bench, model, engine, 0.25, None, None)
     top_k = SHAPES[model].top_k
     for way in (bench.DraftWay(top_k, "resident"), bench.DraftWay(max(1, top_k // 2), "any")):

@@ -18,11 +18,11 @@ BENCHMARKS = ROOT / "benchmarks"
 def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, long: bool) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from harness.peers import PeerProcess
-    from load_memory import make_stored, measure
+    from load_memory import make_checkpoint, measure
 
     if not long and name == "fp8":
         pytest.skip("with --long")
-    make_stored(tmp_path, name, scale=3 if long else 6)
+    make_checkpoint(tmp_path, name, scale=3 if long else 6)
     with PeerProcess("stored", nullcontext, "stored") as peer:
         found = peer.call(measure, tmp_path)
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
@@ -35,14 +35,14 @@ def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: p
 def test_the_files_for_llama_cpp_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek's, which has rows that are no multiple of a block, a dense layer, and keys and values in two tensors."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from harness.llama_cpp import write_model
-    from load_memory import stored_config
+    from harness.llama_cpp import token_bytes, write_model
+    from harness.models import config_of
 
-    config = stored_config("fp8", scale=16, layers=2)
+    config, path = config_of("deepseek-v2-lite", 2, scale=16), tmp_path / "model.gguf"
     config.save_pretrained(tmp_path)
-    read = write_model(tmp_path / "model.gguf", config, "q4_k")
-    assert 0 < read < (tmp_path / "model.gguf").stat().st_size
-    model = optimize_and_load(tmp_path, "cpu", gguf=tmp_path / "model.gguf", progress=False)
+    write_model(path, config, "q4_k")
+    assert 0 < token_bytes(path, config) < path.stat().st_size
+    model = optimize_and_load(tmp_path, "cpu", gguf=path, progress=False)
     with torch.inference_mode():
         logits = model(torch.arange(6)[None]).logits
     assert bool(logits.isfinite().all()) and float(logits.float().std()) > 0.01

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,30 +60,17 @@ def test_a_peer_that_cannot_be_opened(opened: Callable[[], Any], reason: str) ->
     assert failed.value.reason == reason
 
 
-def test_a_model_that_crashes_has_a_row_beside_its_earlier_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`cpu_model.py` from its command line: the first of two providers dies in its second phase."""
-    import cpu_model
-    from harness import record
-
-    opened = {"dies": (fake_peers.dying_at, "decode after 512"), "works": (fake_peers.working,)}
-    monkeypatch.setattr(cpu_model, "openers", lambda layers: opened)
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["cpu_model.py", "--rounds", "2", "--new", "4"])
-    cpu_model.main()
-    with (tmp_path / "cpu_model.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    phases = ["decode", "decode-512", "prompt-512"]
-    expected = [("dies", "decode", ""), ("dies", "decode-512", "SIGILL"), *(("works", phase, "") for phase in phases)]
-    assert [(row["provider"], row["phase"], row["failure"]) for row in rows] == expected
-    assert all(bool(row["p50_tokens_s"]) != bool(row["failure"]) and row["hardware"] for row in rows)
-
-
-def test_pairs_name_the_crashed_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cpu_model_pairs
+def test_pairs_keep_their_rows_and_name_the_crashed_provider() -> None:
+    from cpu_model import measure
+    from harness.whole_models import decode_rate, prompt_rate
 
     opened = {"ours-int4": (fake_peers.working,), "llama.cpp-int4": (fake_peers.dying_at, "decode after 512")}
-    rows = cpu_model_pairs.measure(opened, rounds=2, tokens=4, contexts=(8, 512, 2048), limit=lambda context: 1000)
-    assert [(row["context"], row.get("failure")) for row in rows] == [(8, None), (512, "llama.cpp-int4: SIGILL")]
+    phases = {"prompt": (prompt_rate, 32), **{f"decode after {tokens}": (decode_rate, tokens, 4) for tokens in (8, 512, 2048)}}
+    rows = measure(opened, 2, phases, limit=lambda context: 1000)
+    failures = [("prompt", None), ("decode after 8", None), ("decode after 512", "llama.cpp-int4: SIGILL")]
+    assert [(row["phase"], row.get("failure")) for row in rows] == failures
+    prompt, decode, _ = rows
+    assert prompt["of_read_limit"] == "" and decode["of_read_limit"] == 0.38 and decode["ratio"] == 1.0
 
 
 def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +97,11 @@ def test_tables_show_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(readme_tables, "read", lambda name: rows)
     assert "| int4 | 2.00 / SIGILL |" in readme_tables.kt_kernel()
+    about = {"model": "m", "layers": "6", "weights": "int4", "beside": "llama.cpp", "phase": "decode after 8", "busy_processes": ""}
+    columns = ("ours_tokens_s", "peer_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
     rows = [
-        {"provider": "ours", "phase": "decode", "p20_tokens_s": "1", "p50_tokens_s": "2", "p80_tokens_s": "3", "failure": "", **where},
-        {"provider": "theirs", "phase": "decode", "p20_tokens_s": "", "p50_tokens_s": "", "p80_tokens_s": "", "failure": "SIGILL", **where},
+        {**about, **dict.fromkeys(columns, "2"), "failure": "", **where},
+        {**about, **dict.fromkeys(columns, ""), "failure": "llama.cpp-int4: SIGILL", **where},
     ]
     table = readme_tables.cpu_model()
-    assert "| ours | decode | 2 | 1 | 3 |" in table and "| theirs | decode | SIGILL | - | - |" in table
+    assert "| 6 of m | int4 | decode after 8 | llama.cpp | 2 | 2 | 2 |" in table and "| llama.cpp-int4: SIGILL | - | - |" in table

@@ -9,7 +9,7 @@ WHERE = {"hardware": "a CPU", "commit": "c", "versions": "torch=1"}
 
 
 def row(provider: str, weights: str, tokens: int, ms: float) -> dict[str, str]:
-    figures = {"tokens": str(tokens), "p50_ms": f"{ms}", "read_share": "0.5"}
+    figures = {"tokens": str(tokens), "p50_ms": f"{ms}", "read_share": "0.5", "read_probe_gb_s": "20.0"}
     return {"provider": provider, "weights": weights, "threads": "2", **figures, **WHERE}
 
 

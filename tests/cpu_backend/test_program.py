@@ -40,6 +40,7 @@ class Rig:
     def __init__(self, runtime: Runtime) -> None:
         self.program = Program(runtime)
         self._buffers: list[torch.Tensor] = []
+        self._expected: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
 
     def buffer(self, tensor: torch.Tensor) -> int:
         """The number of the buffer that is the storage of `tensor`."""
@@ -60,10 +61,26 @@ class Rig:
     def small(self, name: str, *operands: torch.Tensor | float, numbers: Sequence[float] = ()) -> None:
         self.program.add_small(name, [self.operand(value) for value in operands], list(numbers))
 
-    def run(self, position: int = 0, last: int | None = None, room: int = 0) -> None:
+    def compare(
+        self,
+        name: str,
+        expected: torch.Tensor,
+        *operands: torch.Tensor | float,
+        out: torch.Tensor | None = None,
+        tolerance: float | None = None,
+        numbers: Sequence[float] = (),
+    ) -> None:
+        """Add an operation, of which `run` compares the result; it is written to `out`, or to memory of its own."""
+        out = torch.empty(expected.shape, dtype=expected.dtype) if out is None else out
+        self.small(name, out, *operands, numbers=numbers)
+        self._expected.append((out, expected, tolerance))
+
+    def run(self, position: int = 0) -> None:
         end = self.program.end_stage()
-        self.program.check(position, position if last is None else last, room)
+        self.program.check(position, position, 0)
         self.program.run(position, 0, end)
+        for found, expected, tolerance in self._expected:
+            equal(found, expected, tolerance)
 
 
 @pytest.fixture(params=[1, 2])
@@ -141,51 +158,35 @@ FORMS = ("contiguous", "transposed", "sliced", "broadcast")
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("name", UNARY)
 def test_a_function_of_one_number(rig: Rig, name: str, dtype: torch.dtype) -> None:
-    pairs = []
     for shape, form in itertools.product(SHAPES, FORMS):
         x = strided(shape, dtype, form)
-        out = strided(shape, dtype, "transposed" if form == "sliced" else "contiguous", seed=1)
-        rig.small(name, out, x)
-        pairs.append((out, UNARY[name](x)))
+        rig.compare(name, UNARY[name](x), x, out=strided(shape, dtype, "transposed" if form == "sliced" else "contiguous", seed=1))
     rig.run()
-    for found, expected in pairs:
-        equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("name", [name for name in UNARY if name not in ("sin", "cos", "gelu")])
 def test_a_function_of_what_is_not_finite(rig: Rig, name: str, dtype: torch.dtype) -> None:
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0], dtype=dtype)
-    out = torch.empty_like(x)
-    rig.small(name, out, x)
+    rig.compare(name, UNARY[name](x), x)
     rig.run()
-    equal(out, UNARY[name](x))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=name_of)
 @pytest.mark.parametrize("name", BINARY)
 def test_a_function_of_two_numbers(rig: Rig, name: str, dtype: torch.dtype) -> None:
-    pairs = []
     for shape, (one, other) in itertools.product(SHAPES, itertools.product(FORMS, FORMS)):
         a, b = strided(shape, dtype, one), strided(shape, dtype, other, seed=2)
-        expected = BINARY[name](a, b)
-        out = torch.empty(shape, dtype=expected.dtype)
-        rig.small(name, out, a, b)
-        pairs.append((out, expected))
+        rig.compare(name, BINARY[name](a, b), a, b)
     rig.run()
-    for found, expected in pairs:
-        equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"])
 def test_a_comparison_of_what_is_not_finite(rig: Rig, name: str) -> None:
     values = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
     a, b = values[:, None].expand(6, 6), values[None].expand(6, 6)
-    expected = BINARY[name](a, b)
-    out = torch.empty_like(expected)
-    rig.small(name, out, a, b)
+    rig.compare(name, BINARY[name](a, b), a, b)
     rig.run()
-    equal(out, expected)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -195,26 +196,20 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 def test_a_rotary_embedding_is_rounded_as_its_parts_are(rig: Rig, dtype: torch.dtype) -> None:
-    pairs = []
     for batch, heads, tokens, columns in [(1, 32, 1, 128), (2, 3, 5, 6), (1, 1, 1, 2), (2, 40, 1, 34), (1, 2, 3, 1024), (0, 2, 1, 4)]:
         x = random((batch, tokens, heads, columns), dtype).transpose(1, 2)
         cos, sin = (random((batch, 1, tokens, columns), dtype, seed=seed) for seed in (1, 2))
         whole = torch.zeros(batch, heads, tokens, columns + 3, dtype=dtype)
-        out = whole[..., :columns]
-        rig.small("rotary", out, x, cos.expand(x.shape), sin.expand(x.shape))
-        pairs.append((out, rotated(x, cos, sin)))
+        operands = x, cos.expand(x.shape), sin.expand(x.shape)
+        rig.compare("rotary", rotated(x, cos, sin), *operands, out=whole[..., :columns], tolerance=0.0)
     rig.run()
-    for found, expected in pairs:
-        equal(found, expected, 0.0)
 
 
 def test_a_rotary_embedding_of_what_is_not_finite(rig: Rig) -> None:
     x = torch.tensor([[math.nan, 1.0, math.inf, -0.0]]).bfloat16()
     cos, sin = torch.tensor([[1.0, 0.5, 0.0, -1.0]]).bfloat16(), torch.tensor([[0.0, 2.0, 3.0, -0.0]]).bfloat16()
-    out = torch.empty_like(x)
-    rig.small("rotary", out, x, cos, sin)
+    rig.compare("rotary", rotated(x, cos, sin), x, cos, sin, tolerance=0.0)
     rig.run()
-    equal(out, rotated(x, cos, sin), 0.0)
 
 
 def test_rotary_embeddings_of_other_forms_are_refused(threaded: dict[int, Runtime]) -> None:
@@ -229,41 +224,27 @@ def test_rotary_embeddings_of_other_forms_are_refused(threaded: dict[int, Runtim
 def test_functions_of_truth_values_and_integers(rig: Rig) -> None:
     a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
     long = torch.tensor([-7, 7, -8, 2**40])
-    pairs = []
     for name, compute in LOGICAL.items():
-        pairs.append((torch.empty(4, dtype=torch.bool), compute(a, b)))
-        rig.small(name, pairs[-1][0], a, b)
-    pairs.append((torch.empty(4, dtype=torch.bool), ~a))
-    rig.small("not", pairs[-1][0], a)
-    pairs.append((torch.empty_like(long), long // 4))
-    rig.small("floor_div", pairs[-1][0], long, 4)
-    pairs.append((torch.empty(4), torch.tensor([-7.5, 7.5, -8.0, 2.0]) // 2))
-    rig.small("floor_div", pairs[-1][0], torch.tensor([-7.5, 7.5, -8.0, 2.0]), 2)
-    pairs.append((torch.empty_like(long), torch.where(a, long, 2**40 + 1)))
-    rig.small("where", pairs[-1][0], a, long, 2**40 + 1)
-    pairs.append((torch.empty(4), torch.where(b, 1.5, torch.tensor([math.nan, 2.0, math.inf, 4.0]))))
-    rig.small("where", pairs[-1][0], b, 1.5, torch.tensor([math.nan, 2.0, math.inf, 4.0]))
+        rig.compare(name, compute(a, b), a, b)
+    rig.compare("not", ~a, a)
+    rig.compare("floor_div", long // 4, long, 4)
+    halves = torch.tensor([-7.5, 7.5, -8.0, 2.0])
+    rig.compare("floor_div", halves // 2, halves, 2)
+    rig.compare("where", torch.where(a, long, 2**40 + 1), a, long, 2**40 + 1)
+    odd = torch.tensor([math.nan, 2.0, math.inf, 4.0])
+    rig.compare("where", torch.where(b, 1.5, odd), b, 1.5, odd)
     x = torch.tensor([-1.0, 0.5, 19.0, 25.0])
-    pairs.append((torch.empty(4), functional.softplus(x, beta=2.0, threshold=20.0)))
-    rig.small("softplus", pairs[-1][0], x, 2.0, 20.0)
-    pairs.append((torch.empty(4), x.abs().pow(1.5)))
-    rig.small("pow", pairs[-1][0], x.abs(), 1.5)
+    rig.compare("softplus", functional.softplus(x, beta=2.0, threshold=20.0), x, 2.0, 20.0)
+    rig.compare("pow", x.abs().pow(1.5), x.abs(), 1.5)
     rig.run()
-    for found, expected in pairs:
-        equal(found, expected)
 
 
 @pytest.mark.parametrize("source", NAMES, ids=name_of)
 def test_a_copy_to_another_type(rig: Rig, source: torch.dtype) -> None:
     x = random((5, 33), source)
-    pairs = []
     for target in NAMES:
-        out = torch.empty(33, 5, dtype=target).T
-        rig.small("copy", out, x)
-        pairs.append((out, x.to(target)))
+        rig.compare("copy", x.to(target), x, out=torch.empty(33, 5, dtype=target).T, tolerance=0.0)
     rig.run()
-    for found, expected in pairs:
-        assert torch.equal(found, expected)
 
 
 def test_a_result_may_be_an_operand(rig: Rig) -> None:
@@ -290,44 +271,28 @@ ROWS = [(1,), (7,), (3, 1), (2, 3, 9), (4, 130), (1, 2, 300)]
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("name", ["softmax", "sum", "mean", "amax", "cumsum"])
 def test_an_operation_along_rows(rig: Rig, name: str, dtype: torch.dtype) -> None:
-    pairs = []
     for shape, form in itertools.product([*ROWS, (0, 4)], FORMS):
         x = strided(shape, dtype, form)
-        expected = along_rows(name, x)
-        out = torch.empty(expected.shape, dtype=dtype)
-        rig.small(name, out, x)
-        pairs.append((out, expected))
+        rig.compare(name, along_rows(name, x), x, tolerance=1e-5 if dtype is torch.float32 else None)
     rig.run()
-    for found, expected in pairs:
-        equal(found, expected, 1e-5 if dtype is torch.float32 else None)
 
 
 def test_rows_of_integers(rig: Rig) -> None:
     x = torch.randint(-(2**40), 2**40, (3, 5))
-    total, most, running = torch.empty(3, 1, dtype=torch.int64), torch.empty(3, 1, dtype=torch.int64), torch.empty_like(x)
-    count, wide = torch.empty(3, 1, dtype=torch.int64), torch.empty(3, 1)
-    rig.small("sum", total, x)
-    rig.small("amax", most, x)
-    rig.small("cumsum", running, x)
-    rig.small("sum", count, x > 0)
-    rig.small("sum", wide, x)
+    rig.compare("sum", x.sum(-1, keepdim=True), x)
+    rig.compare("amax", x.amax(-1, keepdim=True), x)
+    rig.compare("cumsum", x.cumsum(-1), x)
+    rig.compare("sum", (x > 0).sum(-1, keepdim=True), x > 0)
+    rig.compare("sum", x.sum(-1, keepdim=True, dtype=torch.float32), x, tolerance=1e-5)
     rig.run()
-    assert torch.equal(total, x.sum(-1, keepdim=True))
-    assert torch.equal(most, x.amax(-1, keepdim=True))
-    assert torch.equal(running, x.cumsum(-1))
-    assert torch.equal(count, (x > 0).sum(-1, keepdim=True))
-    equal(wide, x.sum(-1, keepdim=True, dtype=torch.float32), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["softmax", "sum", "mean", "amax", "cumsum"])
 def test_rows_of_what_is_not_finite(rig: Rig, name: str) -> None:
     nan, inf = math.nan, math.inf
     x = torch.tensor([[nan, 1.0, 2.0], [1.0, nan, 2.0], [1.0, 2.0, nan], [-inf, 1.0, 2.0], [-inf, -inf, -inf], [inf, 1.0, 2.0]])
-    expected = along_rows(name, x)
-    out = torch.empty_like(expected)
-    rig.small(name, out, x)
+    rig.compare(name, along_rows(name, x), x)
     rig.run()
-    equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
@@ -356,44 +321,29 @@ def test_topk_chooses_as_pytorch_does(rig: Rig, values: str, rows: int, columns:
 def test_gather_and_scatter(rig: Rig, dtype: torch.dtype) -> None:
     x = strided((3, 4, 7), dtype, "transposed")
     index = torch.randint(0, 7, (3, 4, 5), generator=torch.Generator().manual_seed(0))
-    found = torch.empty(3, 4, 5, dtype=dtype)
-    rig.small("gather", found, x, index)
+    rig.compare("gather", x.gather(-1, index), x, index)
     ordered = torch.rand(3, 4, 7, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :5].contiguous()
     values = random((3, 4, 6), dtype, seed=3)
-    target = random((3, 4, 7), dtype, seed=4)
-    expected = target.scatter(-1, ordered, values)
-    rig.small("scatter", target, ordered, values)
-    filled = random((3, 4, 7), dtype, seed=5)
-    constant = filled.scatter(-1, index, 1)
-    rig.small("scatter", filled, index, numbers=[1.0])
+    target, filled = random((3, 4, 7), dtype, seed=4), random((3, 4, 7), dtype, seed=5)
+    rig.compare("scatter", target.scatter(-1, ordered, values), ordered, values, out=target, tolerance=0.0)
+    rig.compare("scatter", filled.scatter(-1, index, 1), index, out=filled, tolerance=0.0, numbers=[1.0])
     rig.run()
-    assert torch.equal(found, x.gather(-1, index))
-    assert torch.equal(target, expected)
-    assert torch.equal(filled, constant)
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=name_of)
 def test_embedding(rig: Rig, dtype: torch.dtype) -> None:
     weight = random((11, 14), dtype)[:, 3:10]
-    pairs = []
     for index in (torch.tensor([[0, 10, 4]]), torch.tensor([3], dtype=torch.int32), torch.empty(0, dtype=torch.int64), torch.tensor(5)):
-        out = torch.empty(*index.shape, 7, dtype=dtype)
-        rig.small("embedding", out, weight, index)
-        pairs.append((out, functional.embedding(index.long(), weight)))
+        rig.compare("embedding", functional.embedding(index.long(), weight), weight, index, tolerance=0.0)
     rig.run()
-    for found, expected in pairs:
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16], ids=name_of)
 def test_arange(rig: Rig, dtype: torch.dtype) -> None:
-    out, steps, none = torch.empty(9, dtype=dtype), torch.empty(10, dtype=dtype)[::2], torch.empty(0, dtype=dtype)
-    rig.small("arange", out, 3, 1)
-    rig.small("arange", steps, -4, 3)
-    rig.small("arange", none, 0, 1)
+    rig.compare("arange", torch.arange(3, 12, dtype=dtype), 3, 1, tolerance=0.0)
+    rig.compare("arange", torch.arange(-4, 11, 3, dtype=dtype), -4, 3, out=torch.empty(10, dtype=dtype)[::2], tolerance=0.0)
+    rig.compare("arange", torch.empty(0, dtype=dtype), 0, 1)
     rig.run()
-    assert torch.equal(out, torch.arange(3, 12, dtype=dtype))
-    assert torch.equal(steps, torch.arange(-4, 11, 3, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

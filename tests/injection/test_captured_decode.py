@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.emulated import HostSlotLayers
 from support.families import build_model, prompt, served_cases
 from support.gpus import emulated_only, limit, placed
@@ -136,8 +137,7 @@ def test_captured_steps_answer_as_those_layer_by_layer(  # type: ignore[no-untyp
     assert 0 < statistics.on_cpu < statistics.used
 
 
-@pytest.mark.parametrize("model_type", WINDOWED)
-@pytest.mark.parametrize("length", [5, WINDOW - 1, WINDOW, WINDOW + 8], ids="prompt of {}".format)
+@pytest.mark.parametrize(("length", "model_type"), combinations([5, WINDOW - 1, WINDOW, WINDOW + 8], WINDOWED))
 def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped-def]
     length: int, model_type: str, load, eager, tolerance: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,8 +181,10 @@ def test_windows_without_their_masks_run_layer_by_layer(load, caplog: pytest.Log
     assert "the step is not given the masks of its sliding windows and its positions" in notice
 
 
-@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, 3 * WINDOW])
-@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "lfm2_moe", "zaya"])
+@pytest.mark.parametrize(
+    ("length", "model_type"),
+    combinations([1, WINDOW - 1, WINDOW, 3 * WINDOW], ["gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "lfm2_moe", "zaya"]),
+)
 @torch.no_grad()
 def test_a_fixed_cache_grows_again_unchanged(model_type: str, length: int) -> None:
     model: Any = stock_model(model_type)

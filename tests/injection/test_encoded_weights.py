@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from support.families import tiny_model
+from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
@@ -16,14 +17,11 @@ from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.weight_formats import ENCODED, FORMATS, WEIGHT_TYPES
 
 EXPERTS = 5
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_experts": EXPERTS, "num_experts_per_tok": 2, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101}
 
 
 def load(folder: Path, weights: str, **sizes: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**{**SIZES, **sizes}, norm_topk_prob=True, initializer_range=0.1, max_position_embeddings=128)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    forms = {"num_experts": EXPERTS, "norm_topk_prob": True, "initializer_range": 0.1, "max_position_embeddings": 128}
+    tiny_model(num_hidden_layers=1, **forms, **sizes).save_pretrained(folder)
     rules = folder / "rules.yaml"
     rules.write_text(f"rules:\n- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}}}}}\n")
     return optimize_and_load(folder, rules, progress=False, dtype="float32", threads=1)

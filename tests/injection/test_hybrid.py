@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
-from support.family_rows import FamilyCase
+from support import combinations
+from support.families import build_model, case_of, prompt
 from support.gpus import emulated_only, limit, placed, where
 from transformers import PreTrainedModel
 
@@ -28,10 +28,6 @@ rules:
 """
 # Each a form of routing and of storage of its own.
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "nemotron_h", "minimax", "glm4_moe")
-
-
-def case_of(model_type: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == model_type)
 
 
 @pytest.fixture
@@ -74,20 +70,19 @@ def test_every_family_answers_as_it_does_in_stock(model_type: str, tmp_path: Pat
     assert sum(each.used - each.on_cpu for each in statistics) > 0, "the device computed something"
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "cache: {slots: 0}, schedule: two_threshold",
-        "cache: {slots: 1}, schedule: greedy, prefetch: {policy: next_layer}",
-        "cache: {gpu_memory: 64KiB}, schedule: on_demand",
-        "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
-        "cache: {ratio: 0.5, policy: score_frequency}, prefetch: {lookahead: 1, promote: false}",
-        "cache: {ratio: 0.6}, schedule: layer_map",
-        "cache: {ratio: 0.5}, schedule: all_cpu",
-    ],
-)
-@pytest.mark.parametrize("weights", ["stored", "int8"])
-def test_every_setting_answers_the_same(more: str, weights: str, rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
+SETTINGS = [
+    "cache: {slots: 0}, schedule: two_threshold",
+    "cache: {slots: 1}, schedule: greedy, prefetch: {policy: next_layer}",
+    "cache: {gpu_memory: 64KiB}, schedule: on_demand",
+    "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
+    "cache: {ratio: 0.5, policy: score_frequency}, prefetch: {lookahead: 1, promote: false}",
+    "cache: {ratio: 0.6}, schedule: layer_map",
+    "cache: {ratio: 0.5}, schedule: all_cpu",
+]
+
+
+@pytest.mark.parametrize(("weights", "more"), combinations(["stored", "int8"], SETTINGS))
+def test_every_setting_answers_the_same(weights: str, more: str, rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
     stock = build_model(case_of("qwen3_moe"))
     lossy = gpu.startswith("cuda") and weights == "int8"  # the CPU's kernel quantises activations too
     logits, answer = outputs(load(build_model(case_of("qwen3_moe")), rules(weights=weights, gpu="none", more="")))

@@ -1,53 +1,22 @@
 """`optimize_and_load` on checkpoints of every storage form: what comes out equals the stock model and is one to its users."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig, pipeline
+from support.families import tiny_model
+from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import CheckpointError, NotEnoughMemoryError, UnsupportedModelError
 
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 101,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def make(config: object, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
-
-
-def qwen3(**changes: object) -> PreTrainedModel:
-    sizes = SIZES | {"moe_intermediate_size": 40, "num_experts": 5, "intermediate_size": 48} | changes
-    return make(Qwen3MoeConfig(**sizes))
-
-
-def mixtral() -> PreTrainedModel:
-    return make(MixtralConfig(**SIZES | {"num_local_experts": 4, "intermediate_size": 24}))
-
-
-def gpt_oss() -> PreTrainedModel:
-    model = make(GptOssConfig(**SIZES | {"num_local_experts": 4, "intermediate_size": 24}))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
-
-
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+qwen3 = partial(tiny_model, "qwen3_moe", **TOKENS)
+mixtral = partial(tiny_model, "mixtral", **TOKENS)
+gpt_oss = partial(tiny_model, "gpt_oss", **TOKENS)
 IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
 
 

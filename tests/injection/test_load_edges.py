@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, Qwen3MoeConfig
+from support.families import TINY, tiny_model
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
 from moegraft.injection import model_source, optimize_and_load
 from moegraft.injection.progress import ProgressLine
@@ -23,26 +24,11 @@ IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RULES = "version: 1\nrules: [{match: {kind: experts}, replace: {class: hybrid_experts}}]\n"
 QUANTIZED_HEAD = "version: 1\nrules: [{match: {kind: linear, name: '^lm_head$'}, replace: {class: quantized_linear}}]\n"
-SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "initializer_range": 0.3,
-}
-
-
-def make(**changes: object) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES | {"head_dim": 16, "num_experts": 5} | changes)).eval()
 
 
 @pytest.fixture(scope="module")
 def stock() -> PreTrainedModel:
-    return make()
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +161,8 @@ def test_float32_parts_of_a_bfloat16_checkpoint_stay(inject: Inject, tmp_path: P
     torch.manual_seed(0)
     own = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "intermediate_size": 48}
     heads = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    AutoModelForCausalLM.from_config(DeepseekV3Config(**SIZES | own | heads)).save_pretrained(tmp_path / "float32")
+    sizes = {name: size for name, size in TINY.items() if name != "head_dim"}  # which this family computes from others
+    AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes | own | heads)).save_pretrained(tmp_path / "float32")
     stored = rewritten(
         tmp_path / "float32", tmp_path / "mixed", lambda key, tensor: tensor if "e_score_correction_bias" in key else tensor.bfloat16()
     )
@@ -309,7 +296,7 @@ def test_a_graft_that_is_stopped(stock: PreTrainedModel, inject: Inject, tmp_pat
 
 def test_ties_of_a_replaced_layer_are_gone(tmp_path: Path, inject: Inject) -> None:
     """transformers ties again whenever embeddings are resized or a user asks for it."""
-    stock = make(tie_word_embeddings=True)
+    stock = tiny_model(tie_word_embeddings=True)
     stock.save_pretrained(tmp_path)
     (tmp_path / "head.yaml").write_text(QUANTIZED_HEAD)
     for model in (tmp_path, copy.deepcopy(stock)):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from support.families import tiny_model
+from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import sparse_rules
@@ -27,12 +28,8 @@ def rules(weights: str = MIXED, more: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    more = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101}
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **more, initializer_range=0.1))
     path = tmp_path_factory.mktemp("mixed")
-    model.save_pretrained(path)
+    tiny_model(num_hidden_layers=3, moe_intermediate_size=32, num_experts=4, initializer_range=0.1).save_pretrained(path)
     return path
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import build_model, save_checkpoint, served_cases
+from support.families import build_model, case_of, save_checkpoint, served_cases
 from support.gguf_files import write_gguf
 from support.ranks import PATIENCE_S, end, start_ranks
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -80,7 +80,7 @@ COMPARE = textwrap.dedent(
 
     rules = sys.argv[1]
     for path in map(Path, sys.argv[2:]):
-        case = next(case for case in served_cases() if case.model_type == path.name)
+        case = case_of(path.name)
         file = path / "model.gguf"
         model = optimize_and_load(path, rules, progress=False, gguf=file if file.exists() else None)
         ids = prompt(9, batch=2)
@@ -405,7 +405,7 @@ MEMORY = textwrap.dedent(
 
 
 def saved(folder: Path, model_type: str) -> Path:
-    case = next(case for case in served_cases() if case.model_type == model_type)
+    case = case_of(model_type)
     save_checkpoint(case, folder / model_type)
     return folder / model_type
 
@@ -418,7 +418,7 @@ def rules_with(folder: Path, shares: str, base: str = "cpu-exact") -> Path:
 
 def compare(folder: Path, families: tuple[str, ...], shares: str, count: int, timeout_s: float = PATIENCE_S) -> None:
     models = [str(saved(folder, family)) for family in families]
-    with_file = next(case for case in served_cases() if case.model_type == "mixtral")
+    with_file = case_of("mixtral")
     write_gguf(folder / "mixtral" / "model.gguf", build_model(with_file))
     results = end(start_ranks(["-c", COMPARE, str(rules_with(folder, shares)), *models], count), timeout_s)
     assert [code for code, _, _ in results] == [0] * count, "\n".join(err for _, _, err in results)

@@ -7,28 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import FamilyCase, build_config, build_model, prompt, served_cases
-from transformers import DynamicCache
+from support.families import FamilyCase, build_model, cache_layers, prompt, served_cases, stateful_cases
 
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.injection.cli.chat.prompt_cache import LEAST_STATE_CHUNK, read_ahead, why_not_appendable
-from moegraft.operators.decode.states import has_states
 
 TOLERANCE = 1e-5  # relative, in float32
 
 
-def _layers(case: FamilyCase) -> list[Any]:
-    try:
-        return list(DynamicCache(config=build_config(case).get_text_config(decoder=True)).layers)
-    except (AttributeError, ValueError):
-        return []
-
-
-STATEFUL = [case for case in served_cases() if any(map(has_states, _layers(case)))]
 APPENDED = [
     case
-    for case in STATEFUL
-    if case.model_type != "minimax" and not any(type(layer).__name__ == "DynamicIndexedLayer" for layer in _layers(case))
+    for case in stateful_cases()
+    if case.model_type != "minimax" and not any(type(layer).__name__ == "DynamicIndexedLayer" for layer in cache_layers(case))
 ]
 
 
@@ -50,15 +40,15 @@ def test_most_families_with_states_are_computed_in_chunks() -> None:
 
 
 @pytest.mark.parametrize("case", APPENDED, ids=lambda case: case.model_type)
-def test_chunks_of_any_size_equal_one_pass(case: FamilyCase) -> None:
+def test_chunks_of_any_size_equal_one_pass(case: FamilyCase, long: bool) -> None:
     model = loaded(case)
     assert why_not_appendable(model) is None
     sizes: list[int] = []
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
-    for length in (67, 68, 129):
+    for length, chunks in ((67, (1, 3, 64)), (68, (1, 3, 64)), (129, (1, 3, 64))) if long else ((67, (3,)), (129, (1, 64))):
         ids = prompt(length)[0].tolist()
         whole = last_logits(model, new_cache(model), ids)
-        for chunk in (1, 3, 64):
+        for chunk in chunks:
             sizes.clear()
             found = last_logits(model, read_ahead(model, ids, None, chunk), ids)
             assert float((found - whole).norm() / whole.norm()) < TOLERANCE, (length, chunk)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from support.gpus import limit, on, placed
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ def load(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
         """The stock model and the injected one, both on the device."""
         path = tmp_path / "rules.yaml"
         path.write_text(RULES.replace("GPU", f'"{gpu}"'))
-        case = next(case for case in served_cases() if case.model_type == model_type)
+        case = case_of(model_type)
         stock: PreTrainedModel = build_model(case).to(on(gpu))
         return stock, optimize_and_load(placed(build_model(case), gpu), path, progress=False, threads=1)
 

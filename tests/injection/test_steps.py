@@ -10,7 +10,8 @@ from typing import Any, Self
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from support.families import tiny_model
+from transformers import PreTrainedModel
 
 from moegraft.injection import build_meta_model, graft, grafting, load, optimize_and_load, plan
 from moegraft.injection.checkpoint.files import LazyTensor
@@ -27,20 +28,7 @@ IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
 
 @pytest.fixture(scope="module")
 def stock() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=101,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        initializer_range=0.3,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import gc
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, StaticCache
+from support.families import tiny_model
+from transformers import PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators import custom_ops as traceable
@@ -23,22 +24,9 @@ rules:
 @pytest.fixture(scope="module")
 def injected(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     folder = tmp_path_factory.mktemp("traceable")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=101,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        initializer_range=0.3,
-    )
     rules = folder / "rules.yaml"
     rules.write_text(RULES)
-    return optimize_and_load(AutoModelForCausalLM.from_config(config).eval(), rules, progress=False)
+    return optimize_and_load(tiny_model(), rules, progress=False)
 
 
 def test_the_whole_model_is_one_graph(injected: PreTrainedModel) -> None:
@@ -64,17 +52,7 @@ def test_a_freed_model_leaves_no_operator_behind(injected: PreTrainedModel) -> N
     del injected
     gc.collect()
     before = len(traceable._operators)
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    )
-    model = optimize_and_load(AutoModelForCausalLM.from_config(config), "cpu", progress=False)
+    model = optimize_and_load(tiny_model(num_hidden_layers=1), "cpu", progress=False)
     assert len(traceable._operators) > before
     del model
     gc.collect()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import import_benchmark
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from support.rule_support import findings_of, write
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
@@ -60,7 +60,7 @@ def form_of(model: Any) -> QuantisedForm:
 
 
 def stock(model_type: str = "qwen3_moe") -> PreTrainedModel:
-    return build_model(next(case for case in served_cases() if case.model_type == model_type)).eval()
+    return build_model(case_of(model_type)).eval()
 
 
 def answer(model: PreTrainedModel, **arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.families import build_model, family_cases, prompt
+from support.families import build_model, case_of, prompt
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
 
@@ -193,7 +193,7 @@ def test_packed_bytes_can_be_read_and_not_written() -> None:
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "nemotron_h"])
 def test_a_projection_whose_weight_is_read_in_training_alone_is_packed(model_type: str, tmp_path: Path) -> None:
     """Layers of Mamba-2 give a fused kernel the weight of `out_proj` in training, and call the module otherwise."""
-    stock = build_model(next(case for case in family_cases() if case.model_type == model_type))
+    stock = build_model(case_of(model_type))
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         "version: 1\nrules:\n- match: {kind: linear, name: out_proj}\n  replace: {class: quantized_linear, kwargs: {weights: stored}}\n"

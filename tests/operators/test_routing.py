@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from support.families import build_config, build_model, model_class, prompt, served_cases
+from support.families import build_config, build_model, case_of, model_class, prompt, served_cases
 from support.family_rows import FamilyCase
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,10 +50,6 @@ def ids_of(case: FamilyCase) -> str:
     return case.model_type
 
 
-def named(model_type: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == model_type)
-
-
 @torch.no_grad()
 def watched(model: PreTrainedModel) -> list[RoutedCall]:
     """Return every call of experts on 18 tokens."""
@@ -65,7 +61,7 @@ def watched(model: PreTrainedModel) -> list[RoutedCall]:
 
 @cache
 def calls_of(model_type: str) -> list[RoutedCall]:
-    return watched(build_model(named(model_type)))
+    return watched(build_model(case_of(model_type)))
 
 
 def sets(index: torch.Tensor) -> list[list[int]]:
@@ -124,7 +120,7 @@ def test_weights_are_proportional_to_the_scores(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "gemma4_text", "granitemoe"])
 def test_the_score_function_is_recognised_in_bfloat16(model_type: str) -> None:
-    call = watched(build_model(named(model_type)).to(torch.bfloat16))[0]  # the first: inputs differ by rounding alone
+    call = watched(build_model(case_of(model_type)).to(torch.bfloat16))[0]  # the first: inputs differ by rounding alone
     assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
     torch.testing.assert_close(call.scores, calls_of(model_type)[0].scores, rtol=0, atol=0.1)
 
@@ -132,7 +128,7 @@ def test_the_score_function_is_recognised_in_bfloat16(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"])
 def test_calls_of_injected_models_are_watched(model_type: str) -> None:
     stock = calls_of(model_type)
-    injected = optimize_and_load(build_model(named(model_type)), "cpu-exact", progress=False, threads=1)
+    injected = optimize_and_load(build_model(case_of(model_type)), "cpu-exact", progress=False, threads=1)
     for found, expected in zip(watched(injected), stock, strict=True):
         assert found.router.path == expected.router.path
         assert sets(found.top_k_index) == sets(expected.top_k_index)
@@ -154,7 +150,7 @@ def test_a_prediction_is_a_later_router_applied_to_the_same_hidden_states() -> N
 
 
 def test_predictions_run_no_hook() -> None:
-    model = build_model(named("qwen3_moe"))
+    model = build_model(case_of("qwen3_moe"))
     router = routers_of(model)["model.layers.1.mlp.experts"]
     calls: list[object] = []
     router.module.register_forward_hook(lambda *call: calls.append(call))
@@ -163,7 +159,7 @@ def test_predictions_run_no_hook() -> None:
 
 
 def test_hooks_are_removed_after_a_failure() -> None:
-    model = build_model(named("mixtral"))
+    model = build_model(case_of("mixtral"))
 
     def fail(call: RoutedCall) -> None:
         raise RuntimeError("stop")
@@ -183,7 +179,7 @@ def test_routers_are_found_before_weights_are_loaded(case: FamilyCase) -> None:
 
 
 def test_experts_without_a_router_are_refused() -> None:
-    model = build_model(named("mixtral"))
+    model = build_model(case_of("mixtral"))
     del model.model.layers[1].mlp.gate
     assert experts_paths(model) == ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts")
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.experts: its block has no module 'gate' or 'router'"):

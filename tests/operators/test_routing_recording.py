@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import import_benchmark
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,7 +21,7 @@ recall_share = import_benchmark("harness.routing").recall_share
 
 
 def model_of(model_type: str) -> PreTrainedModel:
-    return build_model(next(case for case in served_cases() if case.model_type == model_type))
+    return build_model(case_of(model_type))
 
 
 def texts(*lengths: int) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.documents import Block, blocks
+from support.eagle3 import write_head
 from support.rule_support import findings_of, write
 
 from moegraft.injection.demo import demo_path
@@ -34,6 +35,8 @@ def test_a_recipe_fits_a_model(block: Block, bundled: MetaModel, tmp_path: Path)
         scores = np.zeros((*sizes, num_experts), np.float32)
         chosen, weights = np.broadcast_to([[[1, 0]]], (*sizes, 2)), np.ones((*sizes, 2), np.float32)
         Trace(scores, chosen, weights, np.zeros((0, *sizes, 2), np.int64), np.ones(5, bool), paths, "zeros").save(tmp_path / "routing.npz")
+    if "EAGLE3" in block.text:
+        write_head(tmp_path / "Qwen3-235B-A22B-EAGLE3", bundled.skeleton)
     rules = read_rules(write(tmp_path, block.text), registry=registry)
     found = findings_of(lambda: plan(bundled, rules, registry=registry))
     if "shared_expert_gate" in block.text:  # a rule that takes nothing is an error, as the page says

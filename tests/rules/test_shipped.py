@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import DEFAULT_RULES, read_rules
-from moegraft.injection.rules.ktransformers import CLASSES
+from moegraft.injection.rules.ktransformers import CLASSES, their_class
 from moegraft.operators.registry import load_registry
 from moegraft.rules import FORMER_NAMES, shipped_rules
 
@@ -102,10 +102,15 @@ def test_the_guides_file_of_ktransformers_is_refused_with_advice(tmp_path: Path)
     assert all(re.search("is an? (class|argument) of KTransformers", finding.message) for finding in found)
 
 
-def test_the_page_for_ktransformers_has_the_table_of_the_code() -> None:
+def test_the_page_for_ktransformers_gives_the_replacements_of_the_code() -> None:
     text = (GUIDE.parent / "guide" / "ktransformers.md").read_text(encoding="utf-8")
-    rows = "\n".join(f"| {known.shown} | {known.ours} |" for known in CLASSES)
-    assert f"<!-- classes -->\n| KTransformers | here |\n|---|---|\n{rows}\n<!-- end -->" in text
+    rows = re.findall(r"^\| (`.+`.*) \| (.+) \|$", text.partition("<!-- classes -->")[2].partition("<!-- end -->")[0], re.MULTILINE)
+    assert len(rows) == len(CLASSES)
+    for (theirs, ours), row in zip(rows, CLASSES, strict=True):
+        replacement = {"experts": "hybrid_experts", "linear": "quantized_linear"}.get(
+            row.becomes, f"no rule: {row.what} stay transformers' own"
+        )
+        assert replacement in ours and all(their_class(f"ktransformers.{name}") is row for name in re.findall(r"`(\w+)`", theirs))
     assert all(argument in text for argument in ("generate_device", "prefill_device", "generate_op", "prefill_op", "backend", "recursive"))
 
 

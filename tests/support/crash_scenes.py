@@ -27,7 +27,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3MoeConfig
+from transformers import DynamicCache, PreTrainedModel
 from typer.testing import CliRunner
 
 from moegraft.cpu_backend import PackedExperts
@@ -45,6 +45,7 @@ from moegraft.operators.routing_trace import Trace
 from moegraft.operators.sparse.choice import PathChoices, TimedCase
 from moegraft.operators.thresholds import LayerThresholds, Thresholds, read_thresholds, write_thresholds
 from moegraft.operators.timeline import Timeline, write_trace
+from support.families import tiny_model
 
 IDS = torch.tensor([[5, 17, 33, 60, 3, 8, 61]])
 REFUSED = 3  # exit code of a scene that ends in an error for users
@@ -63,25 +64,8 @@ class Scene:
     prepare: Callable[[Path], None] = lambda folder: None
 
 
-def _model(layers: int = 2) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        initializer_range=0.3,
-    )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
-    return model
-
-
 def _prepare_pack(folder: Path) -> None:
-    _model().save_pretrained(folder / "model")
+    tiny_model().save_pretrained(folder / "model")
     for name, cache in (("rules", f", cache_dir: '{folder / 'out'}'"), ("plain", "")):
         rules = f"- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{weights: int8{cache}}}}}\n"
         (folder / f"{name}.yaml").write_text(rules)
@@ -292,7 +276,7 @@ def scratch_files(folder: Path) -> list[Path]:
 def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
-    STOCK.append(_model())
+    STOCK.append(tiny_model())
     model = build_meta_model(demo_path(), weights=True)
     graft(model, plan(model, "cpu"))  # what each load imports and caches on first use; no thread is started
     gc.freeze()  # so that collections in the children copy no pages

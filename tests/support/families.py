@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from moegraft.operators.decode.states import has_states
 from support.family_rows import ROWS, SMALL_TEXT, SMALL_TOWER, VOCAB_SIZE, FamilyCase
 
 DECORATOR = "use_experts_implementation"
@@ -64,6 +65,23 @@ def family_cases() -> list[FamilyCase]:
 def served_cases() -> list[FamilyCase]:
     """Return the cases in which an injected model must match the stock one."""
     return [case for case in family_cases() if case.reason is None]
+
+
+def cache_layers(case: FamilyCase) -> list[Any]:
+    """Return the layers of the cache of transformers for a case; none where the model makes a cache of its own kind."""
+    try:
+        return list(DynamicCache(config=build_config(case).get_text_config(decoder=True)).layers)
+    except (AttributeError, ValueError):
+        return []
+
+
+def stateful_cases() -> list[FamilyCase]:
+    """Return the served cases of which a cache of transformers holds recurrent states or those of convolutions."""
+    return [case for case in served_cases() if any(map(has_states, cache_layers(case)))]
+
+
+def case_of(model_type: str) -> FamilyCase:
+    return next(case for case in family_cases() if case.model_type == model_type)
 
 
 def model_class(case: FamilyCase) -> type[PreTrainedModel]:
@@ -146,6 +164,29 @@ def build_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
         assert settings is not None, f"{case.model_class} cannot generate"
         settings.eos_token_id = None  # so that generation does not end early
         settings.pad_token_id = 0
+    return model
+
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101}
+TINY |= {"num_experts_per_tok": 2, "initializer_range": 0.3}
+TINY_EXPERTS = {
+    "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": 40, "intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 24},
+}
+
+
+def tiny_model(model_type: str = "qwen3_moe", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a stock model in float32 and evaluation mode of two layers with experts; `changes` are those of its configuration.
+
+    Its weights are those of transformers' initialisation, with biases of a transposed form (gpt_oss) off their zeros.
+    """
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **TINY | TINY_EXPERTS[model_type] | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).train(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
     return model
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from moegraft.operators.decode.mtp_layers import add_mtp_layers, with_declared_mtp
-from support.families import build_model, served_cases
+from support.families import build_model, case_of
 from support.gguf_files import ARCHITECTURES, write_gguf
 
 EXTRAS = ("enorm", "hnorm", "eh_proj")  # beside the modules of a decoder layer
@@ -35,7 +35,7 @@ def write_checkpoint(folder: Path, model_type: str, *, layers: int = 1, share: f
     Args:
         share: of each block's output that counts; MTP layers pass the latest token on, and predict what the body does after it.
     """
-    case = next(case for case in served_cases() if case.model_type == model_type)
+    case = case_of(model_type)
     stated = {} if model_type in QWEN else {"num_mtp_layers": layers}
     case = dataclasses.replace(case, text={**case.text, **stated, **config})
     model = build_model(case)

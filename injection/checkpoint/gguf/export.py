@@ -26,8 +26,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from moegraft.injection.checkpoint.gguf.families import FAMILIES, change_of, family_of
 from moegraft.injection.checkpoint.gguf.model import Names, experts_name
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
-from moegraft.injection.checkpoint.keymap import KeyMap, Target
-from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter
+from moegraft.injection.checkpoint.keymap import Target
+from moegraft.injection.checkpoint.sources import StoredWeights, read_parameter, target_of
 from moegraft.injection.rules.rule import Layers, parse_layers
 from moegraft.operators.atomic_file import new_file
 from moegraft.operators.decode.mtp_layers import count_mtp_layers, mtp_layers
@@ -228,7 +228,7 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
         name, parts = names.stored(parameter), names.parts(parameter, len(value))
         if name is None and not parts:
             raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
-        target = _target(parameter, weights.keymap, skeleton)
+        target = target_of(parameter, weights.keymap, weights.tensors, skeleton)
         layer = names.layer(parameter) if "layers." in parameter else None
         if name is not None and name.endswith("attn_kv_b.weight"):
             tensors += _split_key_value(name, parameter, layer, target, weights, skeleton, choices)
@@ -246,15 +246,6 @@ def _outside_language_model(skeleton: PreTrainedModel) -> list[str]:
     parts = [skeleton.get_decoder(), skeleton.get_output_embeddings(), mtp_layers(skeleton)]
     prefixes = tuple(f"{path}." for path, module in skeleton.named_modules() if any(module is part for part in parts))
     return [parameter for parameter in skeleton.state_dict() if not parameter.startswith(prefixes)]
-
-
-def _target(parameter: str, keymap: KeyMap, skeleton: PreTrainedModel) -> Target:
-    """Return the stored keys of a parameter, or of one that is tied to it."""
-    same = [parameter, *(name for name, other in skeleton.all_tied_weights_keys.items() if other == parameter)]
-    found = next((keymap.targets[name] for name in same if name in keymap.targets), None)
-    if found is None:
-        raise CheckpointError(f"no key of this checkpoint provides {parameter}; a shard or keys are missing")
-    return found
 
 
 def _expert_tensors(path: str, module: nn.Module, names: Names, weights: StoredWeights, choices: Choices) -> Iterator[ExportTensor]:
@@ -427,7 +418,7 @@ def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
     return found
 
 
-def _describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
+def describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
     """Add the keys that describe the model."""
     config = plan.config
     writer.add_name(name)
@@ -555,7 +546,7 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     """Return everything before the weights, and notices."""
     family = family_of(plan.config)
     writer = GGUFWriter(None, family.architecture)
-    _describe(writer, plan, name)
+    describe(writer, plan, name)
     notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from moegraft.injection.injected import new_cache
 from moegraft.operators.cache_form import layer_types, name_layers
 from moegraft.operators.decode.mtp import read_chunk
-from moegraft.operators.decode.mtp_layers import mtp_layers
+from moegraft.operators.decode.mtp_layers import asked_states, mtp_layers, read_states
 from moegraft.operators.decode.states import (
     TENSORS,
     SavedStates,
@@ -99,17 +99,17 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     stateful = any(map(has_states, cache.layers))
     call: Any = model
     # The logits of a chunk are not used, and with a large vocabulary they would be the largest tensor.
-    extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    extra: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     drafts = mtp_layers(model) is not None
     if drafts:
-        extra["output_hidden_states"] = -1  # the last ones alone
+        extra["output_hidden_states"] = asked_states(model)
     while (left := len(token_ids) - held) > chunk_tokens:
         size = chunk_tokens - 1 if stateful and left == chunk_tokens + 1 else chunk_tokens
         chunk = torch.tensor([token_ids[held : held + size]], device=model.device)
         outputs = call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
         held += size
         if drafts:
-            read_chunk(model, cache, torch.tensor([token_ids[: held + 1]], device=model.device), outputs.hidden_states[-1])
+            read_chunk(model, cache, torch.tensor([token_ids[: held + 1]], device=model.device), read_states(model, outputs))
     return cache
 
 

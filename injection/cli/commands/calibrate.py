@@ -22,6 +22,7 @@ from moegraft.injection.cli.options import (
     VarOption,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
     from moegraft.operators.routing_trace import Trace
@@ -51,9 +52,6 @@ def calibrate(
     mode: Annotated[Literal["layer", "global"], typer.Option("--mode", help="Try one threshold per layer, or one for all.")] = "layer",
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = 65536,
     window: Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens of one forward pass.")] = 512,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE.png", help="Draw a layer's activations (needs matplotlib).")
-    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     threads: ThreadsOption = 0,
     var: VarOption = None,
@@ -71,23 +69,19 @@ def calibrate(
     """
     if out is None and routing is None:
         raise OptionsError("nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both")
-    if out is None and report is not None:
-        raise OptionsError("--report draws the activations behind the thresholds: give --out FILE as well")
     for option, path in (("--out", out), ("--routing", routing)):
         if path is not None and path.exists() and not force:
             raise OptionsError(f"{path} exists; give --force to overwrite it, or {option} with another FILE")
-    for path in (out, routing, report):
+    for path in (out, routing):
         if path is not None and not path.parent.is_dir():
             raise OptionsError(f"{path}: the folder {path.parent} does not exist; create it first")
     options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
-    content = text.read_bytes() if text is not None else None
+    content = text_content(text, "calibration")
     from moegraft.injection.calibration import CalibrationOptions, describe_source, record_routing, sparse_rules, work_tokens
     from moegraft.injection.calibration import calibrate as find_thresholds
     from moegraft.injection.cli.models import load_model, model_of, short_name, text_ids
     from moegraft.injection.model_source import find_model
-    from moegraft.injection.plots import plot_activations, require_matplotlib
     from moegraft.injection.rules import DEFAULT_RULES, read_rules
-    from moegraft.injection.texts import read_text
     from moegraft.operators.registry import load_registry
     from moegraft.operators.thresholds import write_thresholds
 
@@ -95,24 +89,19 @@ def calibrate(
         run = CalibrationOptions(tuple(target or (0.5, 0.7, 0.85)), scope, mode, window)
     except ValueError as error:
         raise OptionsError(str(error)) from error
-    if report is not None:
-        require_matplotlib("--report")
     terminal = open_terminal()
     registry = load_registry()
     source = find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf)
     rule_file = read_rules(options.rules or DEFAULT_RULES, vars=options.vars(), registry=registry)
     loaded = load_model(options, terminal, rule_file if out is None else sparse_rules(rule_file, registry))
-    content = read_text("calibration").encode() if content is None else content
-    ids = text_ids(loaded, content, str(text), tokens)
+    ids = text_ids(loaded, content, text, tokens)
     lines: list[str] = []
     data: dict[str, object] = {}
     if out is not None:
         about = describe_source(loaded.model, source, name=short_name(model), text_sha256=hashlib.sha256(content).hexdigest())
         with terminal.stage("calibrating", work_tokens(loaded.model, ids, run)) as advance:
-            thresholds, calibration = find_thresholds(loaded.model, about, ids, run, advance)
+            thresholds = find_thresholds(loaded.model, about, ids, run, advance)
         write_thresholds(thresholds, out)
-        if report is not None:
-            plot_activations(calibration, report)
         lines += _thresholds_lines(thresholds, out)
         data |= _thresholds_json(thresholds, out)
     if routing is not None:

@@ -14,13 +14,13 @@ from moegraft.injection.cli.options import (
     JsonOption,
     LoadedModelOption,
     ModelOptions,
-    OptionsError,
     RulesOption,
     ThreadsOption,
     TrustOption,
     VarOption,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.draft_costs import DraftCosts
@@ -34,7 +34,6 @@ def drafts(
     rules: RulesOption = None,
     text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to verify; default: the Gettysburg address.")] = None,
     longest: Annotated[int, typer.Option("--longest", metavar="N", min=1, max=15, help="Tokens of the longest draft.")] = 7,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the curves (needs matplotlib).")] = None,
     threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
@@ -43,43 +42,34 @@ def drafts(
 ) -> None:
     """Measure drafting and verifying 1 to N tokens, and show the acceptance at which each length of draft is as fast as plain decoding.
 
-    The drafters are n-grams, the MTP layers that the rules load, and fewer experts as the rules' speculative_draft has them, or one expert
-    for each token without one. The text is given, so that every draft is accepted: what a model's own drafts gain follows from the share of
-    accepted tokens, which /stats of local_chat shows. Measure while no other programs run.
+    The drafters are n-grams, the MTP layers or the EAGLE-3 head that the rules load, and fewer experts as the rules' speculative_draft has
+    them, or one expert for each token without one. The text is given, so that every draft is accepted: what a model's own drafts gain
+    follows from the share of accepted tokens, which /stats of local_chat shows. Measure while no other programs run.
     """
     options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
-    content = text.read_bytes() if text is not None else None
+    content = text_content(text, "gettysburg")
     import psutil
     import torch
 
     from moegraft.injection.cli.models import load_model, text_ids
     from moegraft.injection.estimate.measure import BUSY
     from moegraft.injection.injected import Injection
-    from moegraft.injection.plots import plot_draft_costs, require_matplotlib
-    from moegraft.injection.texts import read_text
     from moegraft.operators.decode.draft_costs import measure_draft_costs
     from moegraft.operators.draft import DraftSettings
     from moegraft.operators.machine import probe_machine
 
-    if plot is not None:
-        require_matplotlib("--plot")  # before minutes of loading
     terminal = open_terminal()
     load = psutil.getloadavg()[0] / probe_machine().cores
     if load > BUSY:
         terminal.notice(f"other programs are running (load {load:.1f} per core): measure again when they are done", style="yellow")
     loaded = load_model(options, terminal)
-    content = read_text("gettysburg").encode() if content is None else content
-    ids = text_ids(loaded, content, str(text), 4096)
-    if len(ids) < 2:
-        raise OptionsError(f"{text}: the text has {plural(len(ids), 'token')}; at least 2 are needed, and some hundred are better")
+    ids = text_ids(loaded, content, text, 4096, least=2)
     injection = loaded.model.moegraft
     assert isinstance(injection, Injection), "load_model gives injected models"
     operator = injection.model_operator
     settings = DraftSettings(1) if operator is None else type(operator).traits(operator.options).drafting
     with terminal.stage("measuring drafts"), torch.inference_mode():
         found = measure_draft_costs(loaded.model, injection.context, ids, longest=longest, settings=settings)
-    if plot is not None:
-        plot_draft_costs(found, plot)
     if json:
         write_json(terminal, {"drafters": [_as_json(costs) for costs in found]})
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,9 +22,7 @@ from moegraft.injection.cli.options import (
     ModelOptions,
     OptionsError,
     RamOption,
-    StatedMachine,
     TrustOption,
-    stated_machine,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
@@ -170,13 +168,12 @@ def init(
     rules of that file are converted one by one, and those left out are listed. Exit code 0: the file is written; 1: nothing fits,
     or no rule can be converted; 2: a file or the model cannot be read, or the command is wrong.
     """
-    stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
+    stated = {"ram": ram, "gpu_memory": gpu_memory, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth}
     if output != STANDARD_OUTPUT and output.exists() and not force:
         raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
-        predicting = {"goal": goal, "ram": ram, "gpu_memory": gpu_memory, "context": context, "gguf": gguf}
-        _refuse_with_ktransformers({**predicting, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth})
+        _refuse_with_ktransformers({"goal": goal, **stated, "context": context, "gguf": gguf})
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
     else:
         options = ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code)
@@ -184,7 +181,7 @@ def init(
 
 
 def _predict_and_write(
-    options: ModelOptions, goal: Goal, context: int, stated: StatedMachine, output: Path, terminal: Terminal, *, json: bool
+    options: ModelOptions, goal: Goal, context: int, stated: Mapping[str, Any], output: Path, terminal: Terminal, *, json: bool
 ) -> None:
     from moegraft.injection.candidates import candidates, choose, file_text
     from moegraft.injection.cli.models import open_meta_model, target_machine
@@ -192,9 +189,9 @@ def _predict_and_write(
     from moegraft.injection.estimate.planned import Workload
     from moegraft.operators.registry import load_registry
 
-    target_machine(None, stated)  # reports errors of the options before a measurement, which takes a minute
+    target_machine(None, **stated)  # reports errors of the options before a measurement, which takes a minute
     meta_model = open_meta_model(options)
-    target = target_machine(store.load() or measure_and_save(terminal), stated)
+    target = target_machine(store.load() or measure_and_save(terminal), **stated)
     load = Workload(context, 1, min(512, context))
     tried = candidates(meta_model, load, target, load_registry())
     chosen = choose(tried, goal)

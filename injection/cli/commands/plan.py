@@ -21,7 +21,6 @@ from moegraft.injection.cli.options import (
     TrustOption,
     VarOption,
     parse_sizes,
-    stated_machine,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 from moegraft.operators.errors import human_bytes
@@ -63,14 +62,13 @@ def plan(
     are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
     options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
-    stated = stated_machine(ram, gpu_memory, gpu_bandwidth, link_bandwidth)
     from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import divided_forecast, forecast
     from moegraft.injection.estimate.planned import Workload
     from moegraft.injection.planning import plan as make_plan
 
-    target = target_machine(store.load(), stated)
+    target = target_machine(store.load(), ram=ram, gpu_memory=gpu_memory, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
     meta_model, rule_file, registry = model_and_rules(options)
     planned = make_plan(meta_model, rule_file, registry=registry)
     workload = Workload(context, batch, min(prompt, context))

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    LoadedModelOption,
+    ModelOptions,
+    OptionsError,
+    ThreadsOption,
+    TrustOption,
+)
 from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +46,7 @@ def quantize(
             "such a mapping.",
         ),
     ] = DEFAULT_TYPE,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")] = None,
+    model: LoadedModelOption = None,
     imatrix: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +65,7 @@ def quantize(
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = DEFAULT_TOKENS,
     window: Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens of one forward pass.")] = 512,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    threads: Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")] = 0,
+    threads: ThreadsOption = 0,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
@@ -88,7 +98,7 @@ def quantize(
         choices = read_types(weights)
     except ValueError as error:
         raise OptionsError(f"--weights: {error}") from error
-    text = None if imatrix in (None, NO_IMATRIX) else Path(imatrix).read_bytes()
+    text = text_content(None if imatrix in (None, NO_IMATRIX) else Path(imatrix), "calibration")
     terminal = open_terminal()
     quiet_libraries()
     meta = build_meta_model(model_of(options), weights=True, gguf=gguf, trust_remote_code=trust_remote_code)
@@ -119,14 +129,13 @@ def quantize(
 
 
 def _importance(
-    options: ModelOptions, meta: MetaModel, text: bytes | None, name: str, tokens: int, window: int, terminal: Terminal
+    options: ModelOptions, meta: MetaModel, text: bytes, name: str, tokens: int, window: int, terminal: Terminal
 ) -> Mapping[str, torch.Tensor]:
     from moegraft.injection.cli.models import load_model, text_ids
     from moegraft.injection.importance import measure_importance
-    from moegraft.injection.texts import read_text
 
     loaded = load_model(options, terminal)
-    ids = text_ids(loaded, read_text("calibration").encode() if text is None else text, name, tokens)
+    ids = text_ids(loaded, text, name, tokens)
     assert meta.weights is not None, "a model that is built with its weights has them"
     if len(ids) < FEW_TOKENS:
         terminal.notice(

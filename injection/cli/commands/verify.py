@@ -14,13 +14,13 @@ from moegraft.injection.cli.options import (
     JsonOption,
     LoadedModelOption,
     ModelOptions,
-    OptionsError,
     RulesOption,
     ThreadsOption,
     TrustOption,
     VarOption,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
     from moegraft.injection.verify import LayerError, Verification
@@ -32,7 +32,6 @@ def verify(
     rules: RulesOption = None,
     text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to use; default: the Gettysburg address.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of the text to use.")] = 256,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw each layer's error (needs matplotlib).")] = None,
     threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
@@ -45,25 +44,16 @@ def verify(
     weight type; 1: one is not, or the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
     options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
-    content = text.read_bytes() if text is not None else None
+    content = text_content(text, "gettysburg")
     from moegraft.injection.cli.models import load_model, model_of, text_ids
     from moegraft.injection.model_source import find_model
-    from moegraft.injection.plots import plot_errors, require_matplotlib
-    from moegraft.injection.texts import read_text
     from moegraft.injection.verify import verify as compare
 
-    if plot is not None:
-        require_matplotlib("--plot")  # before minutes of loading
     terminal = open_terminal()
     loaded = load_model(options, terminal)
-    content = read_text("gettysburg").encode() if content is None else content
-    ids = text_ids(loaded, content, str(text), min(tokens, loaded.context_tokens or tokens))
-    if len(ids) < 2:
-        raise OptionsError(f"{text}: the text has {plural(len(ids), 'token')}; at least 2 are needed, and some hundred are better")
+    ids = text_ids(loaded, content, text, min(tokens, loaded.context_tokens or tokens), least=2)
     with terminal.stage(f"comparing on {len(ids)} tokens"):
         verification = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
-    if plot is not None:
-        plot_errors(verification, plot)
     if json:
         write_json(terminal, _as_json(verification))
     else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 20.0  # for the head of a request to arrive
@@ -20,8 +21,8 @@ OWN_FILES = 64  # of the process, beside connections: the model's, libraries
 class Connection(HttpToolsProtocol):
     """A connection, which is aborted if a request's head does not arrive, or if the client does not read its answer.
 
-    If there are as many connections as the server takes, a new one takes the place of that which has been sending its request for
-    longest; only if all are being answered, the new one is refused with 503, by uvicorn.
+    If there are as many connections as the server takes, a new one, or a request of another, takes the place of that which has been
+    sending its request for longest; only if all others are being answered, a request is refused with 503.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -29,14 +30,20 @@ class Connection(HttpToolsProtocol):
         self.since = time.monotonic()  # of the request that is awaited
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._start("head", HEAD_S)
-        most = self.limit_concurrency
-        while most is not None and len(self.connections) >= most:
+        # uvicorn's own check counts tasks as well, which end after their answers, and makes no room.
+        self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._finds_room()
+
+    def _finds_room(self) -> bool:
+        """Return whether there is room for this connection, for which others that await a request are aborted."""
+        while self._most is not None and len(self.connections) >= self._most:
             waiting = [other for other in self.connections if other is not self and isinstance(other, Connection) and other.awaits_request]
             if not waiting:
-                break
+                return False
             longest = min(waiting, key=lambda other: other.since)
             self.connections.discard(longest)
             longest.transport.abort()
+        return True
 
     @property
     def awaits_request(self) -> bool:
@@ -55,7 +62,12 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop("head")
+        app = self.app
+        if not self._finds_room():
+            self.logger.warning("Exceeded concurrency limit.")
+            self.app = service_unavailable
         super().on_headers_complete()
+        self.app = app
 
     def pause_writing(self) -> None:
         super().pause_writing()

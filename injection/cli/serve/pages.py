@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
@@ -30,6 +31,7 @@ LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its en
 MOST_CHECKPOINTS = 8  # of a sequence
 # Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
+MOST_NOISE = 0.25  # of a model's own logits, of which four times as much is allowed over pages: unrelated ones differ by 1.4
 PAST_SHARE = 8  # of the memory, for the states after each token of a draft, at most
 IntArray = NDArray[np.int64]
 
@@ -224,7 +226,7 @@ class SequencePool:
         """
         self._stepped, self._continuation = [], None  # another pass may come between two steps
         if self.streams is not None:
-            extra["output_hidden_states"] = -1
+            extra["output_hidden_states"] = asked_states(self._model)
         self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
         device = self._model.device
         output = self._model(
@@ -236,7 +238,7 @@ class SequencePool:
         )
         self._cache.finish()
         if self.streams is not None:
-            self.streams.note(sequences, token_ids, output.hidden_states[-1])
+            self.streams.note(sequences, token_ids, read_states(self._model, output))
         logits: torch.Tensor = output.logits
         return logits
 
@@ -395,7 +397,8 @@ def open_pool(
             each token of a draft.
 
     Raises:
-        UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
+        UnbatchableError: the forward pass fails on a few tokens, computes other logits beside another sequence, or differs so much from one
+            pass to the next that this cannot be known.
     """
     try:
         example, expected = _stock_steps(model)
@@ -404,6 +407,9 @@ def open_pool(
         raise
     except Exception as error:  # what a single answer by `generate` may not need
         raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
+    if not noise <= MOST_NOISE:
+        differ = f"its logits after the same tokens differ by {noise:.0%} between a pass over all of them and passes over one"
+        raise UnbatchableError(f"{differ}, too much to compare them with those of several sequences")
     layers: list[Any] = list(example.layers)  # without a common type
     body = len(layers)
     mtp = _mtp_example(model) if drafts is not None and drafts.by_mtp_layers else None
@@ -523,7 +529,8 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
                 pool.forward([sequence], [prompt[:-3]])
             pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
             found = pool.step(sequences, [prompt[-1] for prompt in prompts])
-            finite = pool.streams is None or bool(pool.draft(sequences, [[*prompt, 0] for prompt in prompts]).isfinite().all())
+            # Tokens that a head cannot draft have -inf.
+            finite = pool.streams is None or bool((pool.draft(sequences, [[*prompt, 0] for prompt in prompts]) < math.inf).all())
     finally:
         for sequence in sequences:
             pool.end(sequence)

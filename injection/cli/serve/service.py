@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,15 +85,18 @@ class Service:
         self._response_template = response_template(loaded.model, loaded.tokenizer)
         self.alone_because = batching_obstacle(loaded.model)
         self.metrics = Metrics(self)
-        self.engine = Engine(
-            self._decoder(),
-            max_queue=limits.max_queue,
-            max_client=limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8)),
-            counts=partial(work_counts, loaded.model),
-            metrics=self.metrics,
-        )
+        with ExitStack() as changed:
+            self.engine = Engine(
+                self._decoder(changed),
+                max_queue=limits.max_queue,
+                max_client=limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8)),
+                counts=partial(work_counts, loaded.model),
+                metrics=self.metrics,
+            )
+            self._changed = changed.pop_all()
 
-    def _decoder(self) -> Decoder:
+    def _decoder(self, changed: ExitStack) -> Decoder:
+        """Return what answers requests; `changed` gets what restores the model when the server has ended."""
         loaded, limits = self.loaded, self.limits
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
@@ -106,7 +110,9 @@ class Service:
         if limits.batch_invariant and injection is not None:
             if injection.device_counts():
                 raise OptionsError("--batch-invariant: which device computes an expert depends on time; keep all experts on the CPU")
-            injection.context.replay = None  # the first steps of a kind are computed layer by layer, which rounds elsewhere
+            # The first steps of a kind are computed layer by layer, which rounds elsewhere.
+            changed.callback(setattr, injection.context, "replay", injection.context.replay)
+            injection.context.replay = None
         if self.alone_because is None:
             try:
                 padding = 0 if drafts is None else drafts.longest
@@ -147,6 +153,7 @@ class Service:
 
     def close(self) -> None:
         self.engine.close()
+        self._changed.close()
 
     def choices(self, request: Request, listener: Callable[[int, Piece], None], *, client: str = "", scope: str = "") -> list[Choice]:
         """Return the answers to a request, whose jobs are not submitted; `listener` gets the number of an answer and its next piece.

@@ -225,7 +225,7 @@ class StepProgram:
         self.counters = [array for array in found if array is not None]  # of neurons
         self.sized_by_values = self._lowering.sized_by_values
         self._logits = self._fitted.outputs["logits"]
-        self._hidden: Place | None = self._fitted.outputs.get(HIDDEN_STATES)
+        self._hidden: list[Place] = list(self._fitted.outputs.get(HIDDEN_STATES, {}).values())
         self._binding: _Binding | None = None
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
@@ -299,7 +299,7 @@ class StepProgram:
         outputs = self._output_type.__new__(self._output_type)
         vars(outputs).update(self._no_outputs)
         made: dict[str, Any] = {"logits": logits}
-        if self._hidden is not None:
+        if self._hidden:
             made[HIDDEN_STATES] = (self.hidden_states(held_tokens, buffers.room),)
         for name in self._fitted.outputs:
             vars(outputs)[name] = made.get(name, cache)
@@ -307,11 +307,16 @@ class StepProgram:
         return outputs
 
     def hidden_states(self, position: int, room: int) -> torch.Tensor | None:
-        """Return a copy of the last hidden states of the step after `position` tokens, which has just run; None if recorded without."""
-        if self._hidden is None:
+        """Return a copy of the hidden states of the step after `position` tokens, which has just run, (B, T, H of all that it returns).
+
+        None if recorded without.
+        """
+        if not self._hidden:
             return None
         assert self._binding is not None, "a step has run"
-        return self._native.view(self._hidden, self._binding.tensors, position // self._period, room).clone()
+        tensors, position = self._binding.tensors, position // self._period
+        states = [self._native.view(place, tensors, position, room) for place in self._hidden]
+        return states[0].clone() if len(states) == 1 else torch.cat(states, dim=-1)
 
     @property
     def native(self) -> Program:
@@ -352,8 +357,7 @@ class StepProgram:
         return any(name in tensor.names for tensor in self._grown)
 
     def _build(self, last_position: int) -> None:
-        kept = [self._logits] if self._hidden is None else [self._logits, self._hidden]
-        self._native = NativeStep(self._lowering, self._runtime, kept, last_position)
+        self._native = NativeStep(self._lowering, self._runtime, [self._logits, *self._hidden], last_position)
         self._last_position = last_position
         self._arena = torch.empty(self._native.arena_bytes, dtype=torch.uint8)
         self._inputs = {

@@ -122,7 +122,7 @@ class NativePrograms(StepReplay):
             if name in ("input_ids", CACHE) or value is None:
                 continue
             if name in _PLAIN_ARGUMENTS:
-                if value not in _PLAIN_ARGUMENTS[name]:
+                if value not in _PLAIN_ARGUMENTS[name] and type(value) is not tuple:
                     return None
                 settings[name] = value
             elif name == "attention_mask":
@@ -306,7 +306,7 @@ class Continuation:
     or its end, as fewer experts run in it.
 
     Attributes:
-        hidden_states: the last ones of the latest `step`, (B, 1, H); None where the program was recorded without them.
+        hidden_states: those of the latest `step`, (B, 1, H); None where the program was recorded without them.
         step_ns: the time of each step of the latest `greedy`.
     """
 
@@ -389,7 +389,7 @@ def _memory(cache: Cache) -> CacheBuffers | None:
 
 
 def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
-    """Return the outputs of a model with Memory for the logits, and for its last hidden states where it returns no others.
+    """Return the outputs of a model with Memory for the logits, and for hidden states, if these were asked for after single layers.
 
     Raises:
         NotRecordableError: they have other tensors.
@@ -400,8 +400,9 @@ def _outputs(outputs: Any, cache: Any, recorder: Recorder) -> dict[str, Any]:
     for name, value in outputs.items():
         if name == "logits":
             found[name] = recorder.memory(value, produced=True)
-        elif name == HIDDEN_STATES and isinstance(value[-1], torch.Tensor) and not any(each is not None for each in value[:-1]):
-            found[name] = recorder.memory(value[-1], produced=True)
+        elif name == HIDDEN_STATES and (len(value) == 1 or any(each is None for each in value)):
+            states = [each for each in value if each is not None]
+            found[name] = {number: recorder.memory(each, produced=True) for number, each in enumerate(states)}
         elif value is cache:
             found[name] = None
         else:

@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import CalibrationOptions, calibrate, cut, describe_source, sparse_rules, work_tokens
 from moegraft.injection.model_source import find_model
-from moegraft.injection.plots import plot_activations
 from moegraft.injection.rules import read_rules
-from moegraft.operators.activations import Calibration
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import load_registry
 from moegraft.operators.thresholds import Thresholds
@@ -146,19 +144,8 @@ def test_experts_in_slots_are_calibrated_on_the_cpu(folder: Path, text_ids: torc
     model = optimize_and_load(folder, sparse_rules(read_rules(path, registry=registry), registry), progress=False, threads=1)
     assert any("emulated:0" in line for line in model.moegraft.placement())
     about = describe_source(model, find_model(folder), name="tiny", text_sha256="f")
-    found, _ = calibrate(model, about, text_ids, CalibrationOptions(targets=(0.5,)))
+    found = calibrate(model, about, text_ids, CalibrationOptions(targets=(0.5,)))
     for name, layer in found.layers.items():
         assert layer.quantiles == pytest.approx(thresholds.layers[name].quantiles, rel=0.02, abs=1e-5)
     (row,) = found.held_out
     assert row.achieved == pytest.approx(thresholds.held_out[0].achieved, abs=0.02)  # the trials run in the slots
-
-
-def test_the_report_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from moegraft.operators.activations import ActivationHistogram
-
-    histogram = ActivationHistogram(2, 8)
-    histogram.add(torch.tensor([[0], [1], [1]]), torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(0)))
-    path = tmp_path / "report.png"
-    plot_activations(Calibration({"layer": histogram}), path)
-    assert path.read_bytes().startswith(b"\x89PNG")

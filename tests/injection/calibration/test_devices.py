@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support import combinations
+from support.families import build_model, case_of, prompt
 from support.gpus import CUDA_GPU, limit, placed
 from support.sparse_models import left_out
 from support.virtual_device import VirtualDevice
@@ -33,7 +34,7 @@ SHARE = 0.6
 def load(model_type: str, folder: Path, more: str, weights: str = "stored") -> PreTrainedModel:
     rules = folder / "rules.yaml"
     rules.write_text(RULES.format(weights=weights, more=more))
-    model = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    model = build_model(case_of(model_type))
     if CUDA_GPU in more:
         model = placed(model, CUDA_GPU)
     return optimize_and_load(model, rules, progress=False, threads=1)
@@ -87,7 +88,7 @@ def engines_of(model: PreTrainedModel) -> list[EngineStatistics]:
 def test_every_family_is_the_reference(model_type: str, tmp_path: Path, gpu: str) -> None:
     alone = load(model_type, tmp_path, "gpu: none")
     thresholds = thresholds_for(alone)
-    stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    stock = build_model(case_of(model_type))
     with left_out(stock, thresholds):
         expected, answer = outputs(stock)
     take(alone, thresholds)
@@ -103,19 +104,18 @@ def test_every_family_is_the_reference(model_type: str, tmp_path: Path, gpu: str
     assert sum(each.on_cpu for each in computed) > 0 and sum(each.used - each.on_cpu for each in computed) > 0, "both took a part"
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "cache: {slots: 0}, schedule: two_threshold",
-        "cache: {slots: 1}, schedule: greedy",
-        "cache: {ratio: 0.5}, schedule: on_demand, prefetch: {policy: next_layer}",
-        "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
-        "cache: {ratio: 0.6}, schedule: layer_map",
-        "cache: {ratio: 0.5}, schedule: all_cpu",
-    ],
-)
-@pytest.mark.parametrize("weights", ["stored", "int8"])
-def test_every_setting_is_the_cpu_alone(more: str, weights: str, tmp_path: Path, gpu: str) -> None:
+SETTINGS = [
+    "cache: {slots: 0}, schedule: two_threshold",
+    "cache: {slots: 1}, schedule: greedy",
+    "cache: {ratio: 0.5}, schedule: on_demand, prefetch: {policy: next_layer}",
+    "cache: {ratio: 1.0, policy: lfu}, schedule: fixed",
+    "cache: {ratio: 0.6}, schedule: layer_map",
+    "cache: {ratio: 0.5}, schedule: all_cpu",
+]
+
+
+@pytest.mark.parametrize(("weights", "more"), combinations(["stored", "int8"], SETTINGS))
+def test_every_setting_is_the_cpu_alone(weights: str, more: str, tmp_path: Path, gpu: str) -> None:
     alone = load("qwen3_moe", tmp_path, "gpu: none", weights)
     thresholds = thresholds_for(alone)
     take(alone, thresholds)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from support.families import tiny_model
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.files import weight_files
@@ -25,9 +26,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded checkpoint with nothing wrong with it."""
     folder = tmp_path_factory.mktemp("whole")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES, intermediate_size=32, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="40KB")
+    tiny_model(**SIZES, moe_intermediate_size=24, num_experts=4).save_pretrained(folder, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     return folder
 

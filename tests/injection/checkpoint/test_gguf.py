@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.families import build_model, family_cases, prompt
+from support.families import build_model, case_of, prompt
 from support.gguf_files import (
     ARCHITECTURES,
     BlockType,
@@ -36,7 +36,7 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads"
 
 
 def build(model_type: str) -> PreTrainedModel:
-    case = next(case for case in family_cases() if case.model_type == model_type)
+    case = case_of(model_type)
     if model_type not in SPARSE_EVERYWHERE:
         return build_model(case)
     return build_model(dataclasses.replace(case, text={**case.text, "mlp_only_layers": []}))
@@ -113,7 +113,7 @@ def test_every_family_equals_stock(model_type: str, tmp_path: Path) -> None:
 
 def test_granite_hybrid_with_rotated_biases_and_two_groups(tmp_path: Path) -> None:
     """llama.cpp's converter changes the order of biases with that of their rows, and the norm of Mamba-2 has a row for each group."""
-    case = next(case for case in family_cases() if case.model_type == "granitemoehybrid")
+    case = case_of("granitemoehybrid")
     changes = {"attention_bias": True, "position_embedding_type": "rope", "mamba_n_groups": 2}
     stock = build_model(dataclasses.replace(case, text={**case.text, **changes}))
     assert relative_error(load(saved(stock, tmp_path)), stock) < 2e-6

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.families import SMALL_TEXT, build_config, build_model, family_cases, prompt
+from support.families import SMALL_TEXT, build_config, build_model, case_of, prompt
 from support.gguf_files import BlockType, gguf
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
@@ -175,7 +175,7 @@ FAMILIES = (
 
 
 def family(model_type: str) -> PreTrainedModel:
-    case = next(case for case in family_cases() if case.model_type == model_type)
+    case = case_of(model_type)
     more: dict[str, Any] = {"mlp_only_layers": []} if model_type.startswith("qwen") else {}
     if model_type == "qwen3_moe":
         more["norm_topk_prob"] = True
@@ -295,7 +295,7 @@ def test_importance_of_every_matrix_is_measured_and_used(tmp_path: Path) -> None
 
 
 def test_of_a_model_with_an_image_tower_the_language_model_is_written_and_loaded(tmp_path: Path) -> None:
-    model = build_model(next(case for case in family_cases() if case.model_type == "qwen3_5_moe"))
+    model = build_model(case_of("qwen3_5_moe"))
     meta = saved(model, tmp_path)
     assert meta.weights is not None
     plan = plan_export(meta.weights, meta.skeleton, read_types("F32"))
@@ -357,7 +357,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], m
 def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_refused(
     model_type: str, changes: dict[str, Any], message: str
 ) -> None:
-    config = build_config(next(case for case in family_cases() if case.model_type == model_type))
+    config = build_config(case_of(model_type))
     assert export.why_not_exportable(config) is None
     for name, value in changes.items():
         setattr(config, name, value)
@@ -399,7 +399,7 @@ def test_an_order_of_layers_that_llama_cpp_has_not_is_refused() -> None:
 
 
 def test_other_families_are_refused() -> None:
-    case = next(case for case in family_cases() if case.model_type == "phimoe")
+    case = case_of("phimoe")
     assert "'phimoe' cannot be written to GGUF files; supported are qwen3_moe" in str(export.why_not_exportable(build_model(case).config))
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import prompt
+from support.families import prompt, tiny_model
 from support.gguf_files import BlockType, write_gguf
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 
@@ -19,18 +19,7 @@ KINDS = {torch.float32: BlockType.F32, torch.float16: BlockType.F16, torch.bfloa
 
 
 def save(folder: Path, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=101,
-        num_local_experts=4,
-        initializer_range=0.2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny_model("mixtral", intermediate_size=32)
     model.to(dtype).save_pretrained(folder)
     write_gguf(folder / "model.gguf", model.float(), {"": KINDS[dtype]})
 

@@ -215,6 +215,23 @@ def test_if_all_connections_are_answered_another_is_refused(loaded: LoadedModel)
         hook.remove()
 
 
+def test_a_client_that_waited_beside_a_burst_takes_the_place_of_one_that_is_idle(loaded: LoadedModel) -> None:
+    hook = loaded.model.register_forward_pre_hook(lambda *args: time.sleep(0.005))
+    try:
+        with serving(loaded, Limits(max_batch=8), most=8) as server, ExitStack() as clients:
+            for _ in range(7):
+                client = clients.enter_context(connect(server))
+                client.sendall(request(40, stream=True))
+            until(lambda: server.service.engine.running == 7)
+            waited = clients.enter_context(connect(server))
+            until(lambda: len(server.connections) == 8)
+            until(lambda: server.service.engine.endings["length"] == 7)
+            waited.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert waited.recv(1000).startswith(b"HTTP/1.1 200")
+    finally:
+        hook.remove()
+
+
 def test_heads_that_do_not_arrive_and_answers_that_are_not_read_end_their_connection(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

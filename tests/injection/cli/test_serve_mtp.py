@@ -1,7 +1,8 @@
-"""`draft: mtp` in the server: MTP layers draft for the sequences of a batch, in the same pages, and change no answer."""
+"""`draft: mtp` and EAGLE-3 heads in the server: they draft for the sequences of a batch, in the same pages, and change no answer."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_layers
-from support.families import greedy, prompt
+from support.eagle3 import LAYERS, train_head
+from support.families import build_model, greedy, prompt, served_cases
 from support.mtp import write_checkpoint
 from transformers import PreTrainedModel
 
@@ -32,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"share": 0.02},
     "mellum": WINDOWS,
     "qwen3_next": {},  # recurrent states in the body
+    "eagle-3": {},  # a head that knows one of the texts
 }
 STOCK_ATTENTION = "- {id: attention, match: {kind: attention, name: nothing}, replace: {class: cpu_attention}, expect: any}\n"
 Folders = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -45,6 +48,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     def make(name: str) -> tuple[Path, PreTrainedModel]:
         if name not in made:
             folder = tmp_path_factory.mktemp("mtp")
+            if name == "eagle-3":
+                case = next(case for case in served_cases() if case.model_type == "qwen3_moe")
+                stock = build_model(dataclasses.replace(case, text={**case.text, "num_hidden_layers": LAYERS}))
+                stock.save_pretrained(folder)
+                ids, tokens = ASKED[1]
+                train_head(folder / "head", stock, greedy(stock, torch.tensor([ids]), max_new_tokens=tokens + 3), len(ids), 3)
+                made[name] = folder, stock
+                return made[name]
             made[name] = folder, write_checkpoint(folder, "deepseek_v3" if name == "three layers" else name, **CASES[name])
         return made[name]
 
@@ -54,7 +65,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def load(folder: Path, extra: str = "", **options: Any) -> PreTrainedModel:
     kwargs = ", ".join(f"{name}: {value}" for name, value in ({"schedule": "fixed", "max_draft": 3} | options).items())
     path = folder / "rules.yaml"
-    drafts = f"- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{draft: mtp, {kwargs}}}}}\n"
+    draft = "{model: head, weights: stored}" if (folder / "head").is_dir() else "mtp"
+    drafts = f"- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{draft: {draft}, {kwargs}}}}}\n"
     path.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{drafts}{extra}")
     return optimize_and_load(folder, path, progress=False, threads=1)
 
@@ -117,6 +129,8 @@ ASKED = [(ids_of(length, seed=length), tokens) for length, tokens in ((70, 40), 
         ("mellum", 2, ""),
         ("mellum", 3, STOCK_ATTENTION),
         ("qwen3_next", 3, ""),
+        ("eagle-3", 3, ""),
+        ("eagle-3", 2, STOCK_ATTENTION),
     ],
 )
 def test_answers_beside_others_are_those_without_drafts(
@@ -131,9 +145,13 @@ def test_answers_beside_others_are_those_without_drafts(
         server.step(2)
     for found, (ids, tokens) in zip(server.run(jobs), ASKED, strict=True):
         assert found == greedy(stock, torch.tensor([ids]), max_new_tokens=tokens)[0].tolist()
-    acceptance = server.operator.statistics()["acceptance_by_position"]
+    statistics = server.operator.statistics()
+    acceptance = statistics["acceptance_by_position"]
     assert len(acceptance) == depth
-    assert 0.4 < acceptance[0] < 1, "the layers are made to be right often"
+    if name == "eagle-3":
+        assert statistics["accepted_tokens"] >= 5, "the head knows one of the texts"
+    else:
+        assert 0.4 < acceptance[0] < 1, "the layers are made to be right often"
     server.assert_free()
 
 
@@ -154,7 +172,7 @@ def drafts_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> dic
     return found
 
 
-@pytest.mark.parametrize(("name", "extra"), [("three layers", ""), ("deepseek_v3", ""), ("mellum", STOCK_ATTENTION)])
+@pytest.mark.parametrize(("name", "extra"), [("three layers", ""), ("deepseek_v3", ""), ("mellum", STOCK_ATTENTION), ("eagle-3", "")])
 def test_drafts_are_those_of_a_text_alone(
     name: str, extra: str, checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -367,6 +367,15 @@ def test_a_batch_invariant_answer_is_exactly_the_same_beside_others(rules: str, 
             assert scored(service, [further[number]]) == ([goes_on[number]], [0])
 
 
+def test_a_model_replays_its_steps_again_after_a_batch_invariant_server() -> None:
+    loaded = bundled("cpu", "bfloat16")
+    with running(loaded, Limits(batch_invariant=True)) as service:
+        scored(service, [Ask([5, 6, 7, 8, 9], max_tokens=6)])
+    model: Any = loaded.model
+    model.generate(torch.tensor([[5, 6, 7, 8, 9]]), max_new_tokens=24, do_sample=False)
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"]
+
+
 @pytest.mark.parametrize("way", [lambda stock: stock, one_by_one], ids=["together", "one by one"])
 def test_batch_invariant_passes_have_one_text_and_the_same_tokens(stock: LoadedModel, way: Callable[[LoadedModel], LoadedModel]) -> None:
     model = way(stock)
@@ -413,9 +422,11 @@ def test_what_depends_on_time_is_refused_as_batch_invariant(stock: LoadedModel, 
     )
     for line, reason in lines:
         rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n- {{{line}}}\n")
-        model = optimize_and_load(placed(copy.deepcopy(stock.model), gpu), rules, progress=False, threads=1)
+        model: Any = optimize_and_load(placed(copy.deepcopy(stock.model), gpu), rules, progress=False, threads=1)
+        replay = model.moegraft.context.replay
         with pytest.raises(OptionsError, match=f"--batch-invariant: {reason}"):
             Service(LoadedModel("tiny", model, stock.tokenizer, lambda: []), Limits(batch_invariant=True))
+        assert model.moegraft.context.replay is replay
 
 
 @pytest.mark.parametrize(

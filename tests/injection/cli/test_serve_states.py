@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -43,7 +43,7 @@ def qwen() -> PreTrainedModel:
 
 
 def built(family: str, rules: str | Path = "cpu-exact") -> PreTrainedModel:
-    stock = build_model(next(case for case in served_cases() if case.model_type == family))
+    stock = build_model(case_of(family))
     return optimize_and_load(stock, rules, progress=False, threads=1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -19,7 +19,7 @@ VARS = {"gpu": "emulated", "weights": "stored", "cache": 0.5, "target": 0.0}
 
 
 def tiny() -> PreTrainedModel:
-    return build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    return build_model(case_of("qwen3_moe"))
 
 
 @pytest.mark.parametrize("who", ["any", "resident"])

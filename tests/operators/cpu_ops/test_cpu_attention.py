@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -22,7 +22,7 @@ ATTENTION = "- {match: {kind: attention}, replace: {class: cpu_attention}}\n"
 
 def stock(model_type: str, shallow: bool = False) -> PreTrainedModel:
     """Return a model of three layers, or of the first of them: torch.compile traces each layer again."""
-    case = next(case for case in served_cases() if case.model_type == model_type)
+    case = case_of(model_type)
     if shallow:
         kinds = {"layer_types": case.text["layer_types"][:1]} if "layer_types" in case.text else {}
         case = replace(case, text={**case.text, "num_hidden_layers": 1, **kinds})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt, served_cases
 from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import Runtime
@@ -36,7 +36,7 @@ OWN_NORMS = {"cohere2_moe", "phimoe"}
 
 
 def stock(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return build_model(next(case for case in served_cases() if case.model_type == model_type)).to(dtype).eval()
+    return build_model(case_of(model_type)).to(dtype).eval()
 
 
 def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt, served_cases
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -38,7 +38,7 @@ PARTS = (0, 13, 14, 17, 40)  # a prompt, one token, a draft's verification, anot
 
 
 def stock(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return build_model(next(case for case in served_cases() if case.model_type == model_type)).to(dtype).eval()
+    return build_model(case_of(model_type)).to(dtype).eval()
 
 
 def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:

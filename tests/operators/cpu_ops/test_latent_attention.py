@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -34,7 +34,7 @@ ODD = {
 
 
 def stock(model_type: str, **text: Any) -> PreTrainedModel:
-    case = next(case for case in served_cases() if case.model_type == model_type)
+    case = case_of(model_type)
     return build_model(dataclasses.replace(case, text={**case.text, **text})).eval()
 
 

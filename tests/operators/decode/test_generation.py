@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.byte_tokenizer import byte_tokenizer
-from support.families import build_model, prompt, served_cases
+from support.decoding import layer_by_layer, native_steps, new_model, replayed, shared_model
+from support.families import prompt
 from support.family_rows import VOCAB_SIZE
 from transformers import (
     DynamicCache,
@@ -25,12 +27,12 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
 )
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 from moegraft.cpu_backend import Program
-from moegraft.injection import new_cache, optimize_and_load
+from moegraft.injection import new_cache
 from moegraft.operators.decode.cache import cache_counts, cache_tensors
-from moegraft.operators.decode.native.steps import MAX_CONTINUED, NativePrograms
+from moegraft.operators.decode.native.steps import MAX_CONTINUED
 
 FAMILIES = (
     "qwen3_moe",
@@ -42,23 +44,6 @@ FAMILIES = (
 )
 TOKENS = 100  # more than one continuation
 IDS = prompt(9)
-
-
-def new_model(name: str, rules: str = "cpu-exact", dtype: torch.dtype = torch.float32, threads: int = 1) -> PreTrainedModel:
-    case = next(case for case in served_cases() if case.model_type == name)
-    model: PreTrainedModel = optimize_and_load(build_model(case).to(dtype), rules, progress=False, threads=threads)
-    return model
-
-
-@pytest.fixture(scope="module")
-def models() -> Callable[[str], PreTrainedModel]:
-    """Models that several tests share; each test leaves them as they were."""
-    return functools.cache(new_model)
-
-
-@pytest.fixture
-def qwen(models: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    return models("qwen3_moe")
 
 
 Generate = Callable[..., Any]
@@ -80,32 +65,6 @@ def _called(generate: Generate, ids: torch.Tensor | None, arguments: dict[str, A
     return generate(**({} if ids is None else {"inputs": ids}), **{"do_sample": False, **lengths, **arguments})
 
 
-class Counts:
-    """Steps of continuations."""
-
-    steps = 0
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counts]:
-    counts = Counts()
-    fed = NativePrograms.fed
-
-    def noted(self: NativePrograms, continuation: Any, *numbers: Any) -> None:
-        before = continuation.done
-        fed(self, continuation, *numbers)
-        counts.steps += continuation.done - before
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativePrograms, "fed", noted)
-        yield counts
-
-
-def replayed(model: PreTrainedModel) -> int:
-    found: int = model.moegraft.context.replay.replayed
-    return found
-
-
 def assert_equal_text(model: PreTrainedModel, ids: torch.Tensor | None = IDS, **arguments: Any) -> torch.Tensor:
     expected = stock(model, ids, **arguments)
     found = own(model, ids, **arguments)
@@ -118,22 +77,21 @@ def assert_equal_text(model: PreTrainedModel, ids: torch.Tensor | None = IDS, **
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 30}
 
 
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_texts_of_every_family(models: Callable[[str], PreTrainedModel], family: str, sampled: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("sampled", "family"), combinations([False, True], FAMILIES))
+def test_texts_of_every_family(sampled: bool, family: str) -> None:
     """Over several continuations; the buffers of the cache grow at 256 tokens and more, and windows of 16 fill."""
-    model = models(family)
-    with counted() as counts:
-        assert_equal_text(model, prompt(12, seed=3), **sampled)
-        assert_equal_text(model, prompt(230, seed=4), **sampled)
-    assert counts.steps == 0 if family == "phimoe" else counts.steps > TOKENS
+    model = shared_model(family)
+    with native_steps() as steps:
+        for ids in (prompt(12, seed=3), prompt(230, seed=4)):
+            assert_equal_text(model, ids, **(SAMPLED if sampled else {}))
+    assert sum(steps) == 0 if family == "phimoe" else sum(steps) > TOKENS
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_next"])
-def test_a_text_across_a_growth_of_the_buffers(models: Callable[[str], PreTrainedModel], family: str) -> None:
-    with counted() as counts:
-        assert_equal_text(models(family), max_new_tokens=600)
-    assert counts.steps > 4 * MAX_CONTINUED
+def test_a_text_across_a_growth_of_the_buffers(family: str) -> None:
+    with native_steps() as steps:
+        assert_equal_text(shared_model(family), max_new_tokens=600)
+    assert sum(steps) > 4 * MAX_CONTINUED
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.long)])
@@ -142,7 +100,7 @@ def test_rounded_models(family: str) -> None:
     model = new_model(family, "cpu", torch.bfloat16)
     stock(model, max_new_tokens=200)  # makes the programs
     ties = 0
-    with counted() as counts:
+    with native_steps() as steps:
         for arguments in ({}, SAMPLED):
             given = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 200, **arguments}
             found, expected = own(model, **given), stock(model, **given)
@@ -151,7 +109,7 @@ def test_rounded_models(family: str) -> None:
             logits = torch.cat(found.logits)
             assert torch.equal(logits, torch.cat(expected.logits))
             ties += int((logits.topk(2).values.diff() == 0).sum())
-    assert counts.steps > 400
+    assert sum(steps) > 400
     assert ties
 
 
@@ -175,10 +133,9 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("call", CALLS)
-def test_arguments(qwen: PreTrainedModel, call: str, sampled: dict[str, Any]) -> None:
-    assert_equal_text(qwen, **{**sampled, **CALLS[call]})
+@pytest.mark.parametrize(("sampled", "call"), combinations([True, False], list(CALLS)))
+def test_arguments(qwen: PreTrainedModel, sampled: bool, call: str) -> None:
+    assert_equal_text(qwen, **{**(SAMPLED if sampled else {}), **CALLS[call]})
 
 
 @pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -210,13 +167,6 @@ def test_the_configuration_of_the_model(qwen: PreTrainedModel, monkeypatch: pyte
         assert_equal_text(qwen, max_new_tokens=30)
 
 
-@pytest.mark.parametrize("limit", [5, 10, 40, 75, 200])
-def test_a_length_criterion_of_the_caller(qwen: PreTrainedModel, limit: int) -> None:
-    """It replaces the one of the maximum length, which may be longer; the first limit is shorter than the prompt."""
-    for sampled in ({}, SAMPLED):
-        assert_equal_text(qwen, stopping_criteria=[MaxLengthCriteria(limit)], **sampled)
-
-
 def test_stop_strings(qwen: PreTrainedModel) -> None:
     words = byte_tokenizer()
     text = stock(qwen)[0, IDS.shape[1] :].tolist()
@@ -231,21 +181,48 @@ def test_stop_strings(qwen: PreTrainedModel) -> None:
             generate(qwen, stop_strings=["x"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"inputs": prompt(7, batch=2)},
-        {"num_beams": 2},
-        {"num_return_sequences": 2, **SAMPLED},
-        {"prompt_lookup_num_tokens": 3},
-        {"use_cache": False, "max_new_tokens": 12},
-        {"cache_implementation": "static", "max_new_tokens": 12},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_calls_of_other_kinds(qwen: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    ids = arguments.pop("inputs", IDS)
-    assert_equal_text(qwen, ids, **arguments)
+def assert_text_layer_by_layer(model: PreTrainedModel, ids: torch.Tensor = IDS, **arguments: Any) -> None:
+    """As `assert_equal_text`, beside transformers' loop without programs."""
+    with layer_by_layer():
+        expected = stock(model, ids, **arguments)
+    for generate in (own, stock):
+        assert torch.equal(generate(model, ids, **arguments), expected)
+
+
+KINDS = [
+    {"inputs": prompt(7, batch=2)},
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"num_return_sequences": 2, **SAMPLED},
+    {"prompt_lookup_num_tokens": 3},
+    {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+]
+
+
+@pytest.mark.parametrize(("family", "arguments"), combinations(["qwen3_moe", "mixtral"], KINDS), ids=str)
+def test_calls_of_other_kinds(family: str, arguments: dict[str, Any]) -> None:
+    """Through the window of 16."""
+    given = dict(arguments)
+    assert_text_layer_by_layer(shared_model(family), given.pop("inputs", IDS), max_new_tokens=24, **given)
+
+
+def test_an_assistant(qwen: PreTrainedModel) -> None:
+    assert_text_layer_by_layer(qwen, assistant_model=new_model("qwen3_moe"), max_new_tokens=40)
+
+
+@pytest.mark.parametrize("limit", [5, 10, 40, 75, 200])
+def test_a_length_criterion_of_the_caller(qwen: PreTrainedModel, limit: int) -> None:
+    """It replaces the one of the maximum length, which may be longer; the first limit is shorter than the prompt."""
+    for sampled in ({}, SAMPLED):
+        found = assert_equal_text(qwen, stopping_criteria=[MaxLengthCriteria(limit)], **sampled)
+        assert found.shape == (1, max(limit, IDS.shape[1] + 1))
+
+
+def test_positional_arguments(qwen: PreTrainedModel) -> None:
+    expected = stock(qwen, max_new_tokens=20)
+    assert torch.equal(qwen.generate(IDS, *[None] * 10, max_new_tokens=20, do_sample=False), expected)  # type: ignore[operator]
 
 
 def test_prompts_given_as_embeddings(qwen: PreTrainedModel) -> None:
@@ -253,18 +230,13 @@ def test_prompts_given_as_embeddings(qwen: PreTrainedModel) -> None:
     assert_equal_text(qwen, None, inputs_embeds=embedded, max_new_tokens=20)
 
 
-def test_an_assistant(models: Callable[[str], PreTrainedModel], qwen: PreTrainedModel) -> None:
-    assistant = new_model("qwen3_moe")
-    assert_equal_text(qwen, assistant_model=assistant, max_new_tokens=40)
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[2:])])
 @pytest.mark.parametrize("padded", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_a_prompt_behind_padding(models: Callable[[str], PreTrainedModel], family: str, padded: int) -> None:
+def test_a_prompt_behind_padding(family: str, padded: int) -> None:
     ids = torch.cat([torch.zeros(1, padded, dtype=torch.int64), IDS], -1)
     mask = torch.cat([torch.zeros(1, padded, dtype=torch.int64), torch.ones_like(IDS)], -1)
     for sampled in ({}, SAMPLED):
-        assert_equal_text(models(family), ids, attention_mask=mask, **sampled)
+        assert_equal_text(shared_model(family), ids, attention_mask=mask, **sampled)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -306,21 +278,44 @@ class Collect(BaseStreamer):
 def test_a_streamer_receives_the_prompt_single_tokens_and_the_end(qwen: PreTrainedModel, arguments: dict[str, Any]) -> None:
     found, expected = Collect(), Collect()
     stock(qwen, streamer=expected, **arguments)
-    with counted() as counts:
+    with native_steps() as steps:
         own(qwen, streamer=found, **arguments)
     assert found.pieces == expected.pieces
-    assert counts.steps or len(found.pieces) < 10
+    assert sum(steps) or len(found.pieces) < 10
+
+
+def test_a_cache_is_complete_when_its_stream_ends(qwen: PreTrainedModel) -> None:
+    """Another thread may then read from the streamer, and go on with the cache."""
+    own(qwen)
+    cache, found = new_cache(qwen), []
+    streamer = TextIteratorStreamer(SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens))))  # type: ignore[arg-type]
+    end = streamer.end
+    streamer.end = lambda: (found.append(cache.get_seq_length()), end())[1]  # type: ignore[method-assign, func-returns-value]
+    own(qwen, prompt(7), max_new_tokens=20, past_key_values=cache, streamer=streamer)
+    assert found == [7 + 20 - 1]
+
+
+def test_a_model_that_replaces_its_cache() -> None:
+    """Phi-MoE computes its text once again, with another cache, at the length where its rotary embedding changes."""
+    model = new_model("phimoe")
+    model.config.original_max_position_embeddings = 16
+    fed_tokens: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: fed_tokens.append(given[0].shape[1]))
+    for generate in (stock, own):
+        made = generate(model, prompt(7), max_new_tokens=20, return_dict_in_generate=True)
+        assert made.past_key_values.get_seq_length() == 7 + 20 - 1
+    assert fed_tokens[20:] == fed_tokens[:20]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_next"])
 @pytest.mark.parametrize("arguments", [{}, SAMPLED, {"repetition_penalty": 1.3}], ids=["greedy", "sampled", "penalty"])
-def test_returned_scores_logits_and_cache(models: Callable[[str], PreTrainedModel], family: str, arguments: dict[str, Any]) -> None:
-    model = models(family)
+def test_returned_scores_logits_and_cache(family: str, arguments: dict[str, Any]) -> None:
+    model = shared_model(family)
     given = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **arguments}
     expected = stock(model, **given)
-    with counted() as counts:
+    with native_steps() as steps:
         found = own(model, **given)
-    assert counts.steps > TOKENS // 2
+    assert sum(steps) > TOKENS // 2
     assert type(found) is type(expected) and found.keys() == expected.keys()
     assert found.sequences.tolist() == expected.sequences.tolist()
     for name in ("scores", "logits"):
@@ -343,15 +338,14 @@ def assert_equal_caches(found: DynamicCache, expected: DynamicCache) -> None:
     torch.testing.assert_close(*tensors, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long), 90])
-def test_a_cache_of_the_caller(models: Callable[[str], PreTrainedModel], family: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "family"), combinations([90, 1, 2, 8], FAMILIES))
+def test_a_cache_of_the_caller(tokens: int, family: str) -> None:
     """Its contents after a call, and texts that go on with it: one call after the other, greedy and sampled."""
-    model = models(family)
+    model = shared_model(family)
     own(model)
     caches = [new_cache(model), new_cache(model)]
     texts = [IDS, IDS]
-    with counted() as counts:
+    with native_steps() as steps:
         for arguments in ({}, SAMPLED, {"repetition_penalty": 1.2}):
             for index, generate in enumerate((own, stock)):
                 texts[index] = generate(model, texts[index], past_key_values=caches[index], max_new_tokens=tokens, **arguments)
@@ -359,12 +353,12 @@ def test_a_cache_of_the_caller(models: Callable[[str], PreTrainedModel], family:
             assert caches[0].get_seq_length() == texts[0].shape[1] - 1
             assert_equal_caches(*caches)
             texts = [torch.cat([text, prompt(3, seed=1)], -1) for text in texts]
-    assert counts.steps > 0 or tokens < 90 or family == "phimoe"
+    assert sum(steps) > 0 or tokens < 90 or family == "phimoe"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_cache_that_is_cropped_between_calls(models: Callable[[str], PreTrainedModel], family: str) -> None:
-    model = models(family)
+def test_a_cache_that_is_cropped_between_calls(family: str) -> None:
+    model = shared_model(family)
     results = []
     for generate in (own, stock):
         cache = new_cache(model)
@@ -377,9 +371,9 @@ def test_a_cache_that_is_cropped_between_calls(models: Callable[[str], PreTraine
     assert results[0] == results[1]
 
 
-def test_a_returned_cache_serves_steps_of_the_caller(models: Callable[[str], PreTrainedModel]) -> None:
+def test_a_returned_cache_serves_steps_of_the_caller() -> None:
     for family in ("mixtral", "qwen3_next"):
-        model = models(family)
+        model = shared_model(family)
         results = [generate(model, return_dict_in_generate=True) for generate in (own, stock)]
         ids = prompt(20, seed=9)
         with torch.no_grad():
@@ -456,11 +450,9 @@ class Broken(Exception):
         for error in (Broken, KeyboardInterrupt)
     ],
 )
-def test_an_error_between_two_tokens(
-    models: Callable[[str], PreTrainedModel], family: str, between: Between, error: type[BaseException]
-) -> None:
+def test_an_error_between_two_tokens(family: str, between: Between, error: type[BaseException]) -> None:
     """The caller's cache is that of transformers' loop, and the text goes on."""
-    model = models(family)
+    model = shared_model(family)
     text = stock(model)
     own(model)
 
@@ -478,11 +470,9 @@ def test_an_error_between_two_tokens(
 
 @pytest.mark.parametrize("method", ["greedy", "follow"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_an_interrupt_after_native_steps(
-    models: Callable[[str], PreTrainedModel], family: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_after_native_steps(family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python raises it when the call returns, which is where nearly every Ctrl-C arrives; the cache has the tokens that were fed."""
-    model = models(family)
+    model = shared_model(family)
     sampled = {"do_sample": True, "top_k": 1} if method == "follow" else {}
     text = stock(model, max_new_tokens=2 * TOKENS)
     own(model, **sampled)
@@ -606,9 +596,9 @@ def test_criteria_receive_scores_and_tokens(qwen: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_next"])
-def test_texts_within_a_text(models: Callable[[str], PreTrainedModel], family: str) -> None:
+def test_texts_within_a_text(family: str) -> None:
     """A criterion generates with the same model, so that its programs serve another cache."""
-    model = models(family)
+    model = shared_model(family)
     inner = stock(model, prompt(6, seed=2), max_new_tokens=40).tolist()
     outer = stock(model)
     own(model)
@@ -649,14 +639,14 @@ def test_few_calls_lie_between_generate_and_the_native_program(qwen: PreTrainedM
 def test_replayed_steps_are_counted(qwen: PreTrainedModel) -> None:
     own(qwen, max_new_tokens=200)
     before = replayed(qwen)
-    with counted() as counts:
+    with native_steps() as steps:
         own(qwen, max_new_tokens=200)
     assert 180 < replayed(qwen) - before <= 199
-    assert counts.steps > 170
+    assert sum(steps) > 170
     for arguments in (SAMPLED, {"repetition_penalty": 1.2}, {"streamer": Collect()}, a_criterion(0, lambda: None)):
-        with counted() as counts:
+        with native_steps() as steps:
             own(qwen, max_new_tokens=200, **arguments)
-        assert counts.steps > 170
+        assert sum(steps) > 170
 
 
 def test_timelines_have_every_step(qwen: PreTrainedModel) -> None:
@@ -673,7 +663,8 @@ def test_timelines_have_every_step(qwen: PreTrainedModel) -> None:
 def test_two_models_in_turn_and_in_threads() -> None:
     pair = [new_model("qwen3_next", threads=2), new_model("mixtral", threads=2)]
     ids = [prompt(7, seed=seed) for seed in range(4)]
-    expected = [stock(pair[index % 2], ids[index]).tolist() for index in range(4)]
+    with layer_by_layer():
+        expected = [stock(pair[index % 2], ids[index]).tolist() for index in range(4)]
     for index in (0, 1, 2, 3, 1, 0):
         assert own(pair[index % 2], ids[index]).tolist() == expected[index]
     found: dict[int, Any] = {}

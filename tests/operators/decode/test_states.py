@@ -8,26 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import FamilyCase, build_config, build_model, prompt, served_cases
+from support.families import FamilyCase, build_model, prompt, stateful_cases
 from transformers import DynamicCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.rollback import CacheMark, unsupported_model_reason
-from moegraft.operators.decode.states import TENSORS, SavedStates, drop_past, has_states
+from moegraft.operators.decode.states import TENSORS, SavedStates, drop_past
 
-
-def _keeps_states(case: FamilyCase) -> bool:
-    if case.model_type == "minimax":  # makes a cache of its own, which is not one of ours
-        return False
-    try:
-        cache = DynamicCache(config=build_config(case).get_text_config(decoder=True))
-    except (AttributeError, ValueError):
-        return False
-    return any(has_states(layer) for layer in cache.layers)
-
-
-RECURRENT = [case for case in served_cases() if _keeps_states(case)]
+RECURRENT = [case for case in stateful_cases() if case.model_type != "minimax"]  # which makes a cache of its own
 
 
 def fed(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.families import tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -27,28 +28,12 @@ IDS = torch.tensor([[5, 17, 33, 60, 3, 8, 61]])
 LAYERS = 2
 
 
-def save_model(folder: Path, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        initializer_range=0.3,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 class Setup:
     """A checkpoint, a cache folder and rules that use it, with a count of the packed matrices."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checkpoint, self.cache, self._rules = folder / "model", folder / "cache", folder / "rules.yaml"
-        save_model(self.checkpoint)
+        tiny_model().save_pretrained(self.checkpoint)
         self.weights = "int8"
         self.packs = 0
         pack = PackedExperts.pack
@@ -129,7 +114,7 @@ def test_a_truncated_file_is_rebuilt(setup: Setup, size: int) -> None:
 
 def test_changed_weights_are_never_served_from_the_cache(setup: Setup) -> None:
     before = setup.logits()
-    save_model(setup.checkpoint, seed=1)
+    tiny_model(seed=1).save_pretrained(setup.checkpoint)
     after = setup.logits()
     assert setup.packs == LAYERS * 5 * 3
     with torch.no_grad():

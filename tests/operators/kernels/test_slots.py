@@ -88,10 +88,8 @@ def test_biases_limits_and_offset(gated: bool, path: str) -> None:
     assert relative_error(forward(layer, *batch, path, "int8"), layer.reference(*batch)) <= limit(path, torch.float32)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-@pytest.mark.parametrize("activation", activations())
-def test_every_activation(activation: str, gated: bool, path: str) -> None:
+@pytest.mark.parametrize(("path", "gated", "activation"), combinations(PATHS, [True, False], activations()))
+def test_every_activation(path: str, gated: bool, activation: str) -> None:
     layer = make_layer("float32", 2, 32, 32, gated=gated, spec=GateSpec(activation))
     batch = make_batch(1, 1, layer)
     assert relative_error(forward(layer, *batch, path, "float32"), layer.reference(*batch)) <= limit(path, torch.float32)

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support import combinations
 from support.engine_rig import EXPERTS, LAYERS, TABLES, TOP_K, EngineRig, Setting, engine_rig
 from support.faulty_device import EVERY, Faults
 from support.gpus import ON_CUDA
@@ -24,12 +25,12 @@ from moegraft.operators.offload.transfers import Urgency
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)
 CAPACITIES = [
-    pytest.param((0,) * LAYERS, id="none"),
-    pytest.param((1,) * LAYERS, id="one"),
-    pytest.param((2,) * LAYERS, id="below-k"),
-    pytest.param((3,) * LAYERS, id="k"),
-    pytest.param((EXPERTS,) * LAYERS, id="all"),
-    pytest.param((3, 2, 0), id="uneven"),
+    (0,) * LAYERS,  # none
+    (1,) * LAYERS,  # one
+    (2,) * LAYERS,  # below-k
+    (3,) * LAYERS,  # k
+    (EXPERTS,) * LAYERS,  # all
+    (3, 2, 0),  # uneven
 ]
 KINDS = pytest.mark.parametrize("kind", ["virtual", pytest.param("cuda", marks=ON_CUDA)])
 BATCHES = (1, 1, 4, 1, 17, 0, 1)  # decode, a verified draft, a prompt, nothing
@@ -51,7 +52,7 @@ def assert_nothing_held(rig: EngineRig) -> None:
         assert all(slots.state(slot) is SlotState.READY for slot in slots.slot_of(layer) if slot >= 0)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @KINDS
 def test_every_schedule_computes_the_same(kind: str, schedule: str, capacity: tuple[int, ...]) -> None:
@@ -61,10 +62,9 @@ def test_every_schedule_computes_the_same(kind: str, schedule: str, capacity: tu
         assert rig.engine.statistics.recoveries == 0
 
 
-@pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
-@pytest.mark.parametrize("prefetch", ["impact", "next_layer", "none"])
+@pytest.mark.parametrize(("prefetch", "policy"), combinations(["impact", "next_layer", "none"], ["mrs", "lru", "lfu", "score_frequency"]))
 @KINDS
-def test_every_policy_and_prefetch_computes_the_same(kind: str, policy: str, prefetch: str) -> None:
+def test_every_policy_and_prefetch_computes_the_same(kind: str, prefetch: str, policy: str) -> None:
     options = PrefetchOptions(policy=prefetch)  # type: ignore[arg-type]
     for seed in range(3):
         device = {"seed": seed, "jitter": 1.0} if kind == "virtual" else {}

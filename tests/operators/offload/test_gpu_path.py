@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
+from support import combinations
 from support import engine_rig as rigs
 from support.emulated import HostSlotLayers
 from support.engine_rig import EXPERTS, LAYERS, TABLES, TOP_K, EngineRig, Setting, engine_rig
@@ -81,21 +82,21 @@ def test_slots_have_the_bytes_of_a_file(rig: EngineRig) -> None:
         assert relative_error(found, expected) < 1e-5, f"{tokens} tokens"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+GATHERED = [
+    # tokens, experts, hidden, top_k
+    (1, 6, 64, 2),
+    (4, 7, 72, 3),  # no power of two
+    (2, 4, 1100, 4),  # more than a program copies, and every expert chosen
+    (1, 1030, 32, 1),  # more experts than a program copies
+]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "hidden", "top_k"),
-    [
-        (1, 6, 64, 2),
-        (4, 7, 72, 3),  # no power of two
-        (2, 4, 1100, 4),  # more than a program copies, and every expert chosen
-        (1, 1030, 32, 1),  # more experts than a program copies
-    ],
+    ("scored", "dtype", "shape"), combinations([True, False], [torch.float32, torch.float16, torch.bfloat16], GATHERED), ids=str
 )
-@pytest.mark.parametrize("scored", [True, False])
-def test_a_layer_is_gathered_in_one_launch(
-    tokens: int, num_experts: int, hidden: int, top_k: int, scored: bool, dtype: torch.dtype
-) -> None:
+def test_a_layer_is_gathered_in_one_launch(scored: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """As PyTorch does it in many."""
+    tokens, num_experts, hidden, top_k = shape
     generator = torch.Generator().manual_seed(0)
     found = []
     for write in (EngineLayers.write_routing, HostSlotLayers.write_routing):

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
+from support.families import tiny_model
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
@@ -105,20 +106,7 @@ def test_a_rule_injects_sparse_experts_into_a_whole_model(tmp_path: Path, monkey
     rules.write_text(
         "version: 1\nrules:\n- match: {kind: experts}\n  replace: {class: sparse_experts, kwargs: {sparsity: {target: 0, scope: routed}}}\n"
     )
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=64,
-    )
-    loaded = Qwen3MoeForCausalLM(config).eval()
+    loaded = tiny_model(hidden_size=32, moe_intermediate_size=16, initializer_range=0.02)
     ids = torch.arange(5)[None]
     with torch.no_grad():
         expected = loaded(ids).logits

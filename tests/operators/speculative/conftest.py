@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, served_cases
-from support.family_rows import FamilyCase
+from support.families import build_model, case_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -25,10 +24,6 @@ DEMO = "demo"  # the bundled model, whose experts are trained
 Make = Callable[..., PreTrainedModel]
 
 
-def case(model_type: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == model_type)
-
-
 @pytest.fixture(scope="session")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """`drafting("qwen3_moe", draft_top_k=1, ...)`: that family's tiny model, or `DEMO`, with `speculative_draft` and a fixed schedule."""
@@ -37,7 +32,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
         options = {"schedule": "fixed", "max_draft": 4} | options
         rules.write_text(RULES.format(options=", ".join(f"{name}: {value}" for name, value in options.items())))
-        source = demo_path() if model_type == DEMO else build_model(case(model_type)).to(dtype)
+        source = demo_path() if model_type == DEMO else build_model(case_of(model_type)).to(dtype)
         return optimize_and_load(source, rules, dtype=dtype if model_type == DEMO else None, progress=False)
 
     return make
@@ -50,6 +45,6 @@ def stock() -> Make:
     def make(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         if model_type == DEMO:
             return AutoModelForCausalLM.from_pretrained(demo_path(), dtype=dtype)
-        return build_model(case(model_type)).to(dtype)
+        return build_model(case_of(model_type)).to(dtype)
 
     return make

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, served_cases
+from support.families import build_model, case_of
 from transformers import AutoTokenizer, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -62,8 +62,8 @@ def statistics(model: PreTrainedModel) -> Any:
     ("experts", "draft"),
     [
         (WHOLE, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
-        (WHOLE, "draft_top_k: 2, draft_sparsity: 0.8"),
-        ("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85"),
+        pytest.param(WHOLE, "draft_top_k: 2, draft_sparsity: 0.8", marks=pytest.mark.long),
+        pytest.param("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85", marks=pytest.mark.long),
         ("sparsity: {target: 0.3, scope: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8, experts: resident"),
@@ -79,7 +79,7 @@ def test_sparser_drafts_do_not_change_the_text(experts: str, draft: str, tmp_pat
 
 def test_sparser_drafts_over_recurrent_states_do_not_change_the_text(tmp_path: Path) -> None:
     tokenizer, texts = AutoTokenizer.from_pretrained(demo_path()), []
-    case = next(case for case in served_cases() if case.model_type == "qwen3_next")
+    case = case_of("qwen3_next")
     model = build_model(replace(case, text={**case.text, "vocab_size": len(tokenizer)}))
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")

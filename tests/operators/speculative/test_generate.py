@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
+from support.decoding import native_steps
 from support.families import VOCAB_SIZE, prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -20,7 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.operators.decode.native.steps import Continuation, NativePrograms
+from moegraft.operators.decode.native.steps import Continuation
 from moegraft.operators.decode.schedule import DraftSchedule, Round
 
 STEPS = 24
@@ -233,9 +235,9 @@ class BreaksAt:
         return scores
 
 
-@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [2, 4, 6, 7, 9])  # the first is the prompt's; then drafts, then verification
-def test_an_interrupted_round_restores_cache_and_experts(pair: Any, call: int, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(("error", "call"), combinations([Broken, KeyboardInterrupt], [2, 4, 6, 7, 9]))
+def test_an_interrupted_round_restores_cache_and_experts(pair: Any, error: type[BaseException], call: int) -> None:
+    """The first call is the prompt's; then drafts, then verification."""
     model, stock = pair
     cache = DynamicCache(config=model.config)
     with pytest.raises(error):
@@ -342,23 +344,16 @@ def test_steps_of_one_token_have_one_program_with_past_states_and_without(drafti
     assert not any(done.prepared for done in schedule.rounds[first:] if not done.confidences)
 
 
-def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_without_drafts_go_on_in_a_program(drafting: Any, stock: Any) -> None:
     """Nothing is drafted under a processor with state; the steps follow each other as those of plain decoding do."""
     pair = drafting("mixtral"), stock("mixtral")
-    fed, steps = NativePrograms.fed, []
-
-    def noted(self: NativePrograms, continuation: Any, *numbers: Any) -> None:
-        before = continuation.done
-        fed(self, continuation, *numbers)
-        steps.append(continuation.done - before)
-
-    monkeypatch.setattr(NativePrograms, "fed", noted)
     marks = SynthIDTextWatermarkingConfig(ngram_len=5, keys=[654, 400, 836])
-    for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
-        for seed in range(3):
-            texts = []
-            for model in pair:
-                torch.manual_seed(seed)
-                texts.append(model.generate(prompt(9, seed=seed), max_new_tokens=60, watermarking_config=marks, **arguments))
-            assert torch.equal(*texts)
+    with native_steps() as steps:
+        for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5}):
+            for seed in range(3):
+                texts = []
+                for model in pair:
+                    torch.manual_seed(seed)
+                    texts.append(model.generate(prompt(9, seed=seed), max_new_tokens=60, watermarking_config=marks, **arguments))
+                assert torch.equal(*texts)
     assert sum(steps) > 100

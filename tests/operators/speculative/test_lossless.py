@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import combinations
 from support.families import greedy, prompt, served_cases
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
@@ -58,20 +59,19 @@ def test_greedy_text_is_that_of_plain_decoding(model_type: str, drafting: Any, s
     assert any(share < 1 for share in statistics(model)["acceptance_by_position"])
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"draft_top_k": 1, "max_draft": 1}, STEPS),
-        ({"draft_top_k": 1, "max_draft": 30}, STEPS),  # longer than the windows, and than what is left
-        ({"draft_top_k": 1, "max_draft": 8}, 2),  # one token remains: nothing can be drafted
-        ({"draft_top_k": 1, "max_draft": 4, "confidence": 0.5}, STEPS),
-        ({"draft": "ngram", "max_draft": 6}, STEPS),
-        ({"schedule": "marginal", "max_draft": 5}, STEPS),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3_next"])
-def test_greedy_text_is_the_same_for_every_option(options: dict[str, Any], steps: int, model_type: str, drafting: Any, stock: Any) -> None:
+OPTIONS: list[tuple[dict[str, Any], int]] = [
+    ({"draft_top_k": 1, "max_draft": 1}, STEPS),
+    ({"draft_top_k": 1, "max_draft": 30}, STEPS),  # longer than the windows, and than what is left
+    ({"draft_top_k": 1, "max_draft": 8}, 2),  # one token remains: nothing can be drafted
+    ({"draft_top_k": 1, "max_draft": 4, "confidence": 0.5}, STEPS),
+    ({"draft": "ngram", "max_draft": 6}, STEPS),
+    ({"schedule": "marginal", "max_draft": 5}, STEPS),
+]
+
+
+@pytest.mark.parametrize(("model_type", "given"), combinations(["qwen3_moe", "gpt_oss", "qwen3_next"], OPTIONS), ids=str)
+def test_greedy_text_is_the_same_for_every_option(model_type: str, given: tuple[dict[str, Any], int], drafting: Any, stock: Any) -> None:
+    options, steps = given
     found = greedy(drafting(model_type, **options), prompt(12), max_new_tokens=steps)
     assert torch.equal(found, greedy(stock(model_type), prompt(12), max_new_tokens=steps))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers.modeling_layers
 from safetensors.torch import load_file, save_file
-from support.families import build_model, greedy, prompt, served_cases
+from support.families import build_model, case_of, greedy, prompt
 from support.mtp import write_checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
@@ -460,7 +460,7 @@ def refusal(model: PreTrainedModel, folder: Path) -> str:
 
 
 def tiny(model_type: str) -> PreTrainedModel:
-    return build_model(next(case for case in served_cases() if case.model_type == model_type))
+    return build_model(case_of(model_type))
 
 
 def test_families_and_versions_without_mtp_layers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

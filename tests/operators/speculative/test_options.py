@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.decode.acceptance import Adaptive, DraftToken, Greedy, Sampling
@@ -86,7 +86,7 @@ def test_drafting_needs_experts_that_can_run_fewer(tmp_path: Any) -> None:
     rules = tmp_path / "rules.yaml"
     text = "version: 1\nrules:\n- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: experts}}\n"
     rules.write_text(text)
-    model = build_model(next(case for case in served_cases() if case.model_type == "qwen3_moe"))
+    model = build_model(case_of("qwen3_moe"))
     with pytest.raises(UnsupportedModelError, match="class: hybrid_experts"):
         optimize_and_load(copy.deepcopy(model), rules, progress=False)
     rules.write_text(text.replace("draft: experts", "draft: ngram"))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.families import build_model, prompt, served_cases
-from support.family_rows import FamilyCase
+from support.families import build_model, case_of, prompt
 from support.gpus import limit, placed
 from transformers import PreTrainedModel
 
@@ -30,10 +29,6 @@ rules:
 FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen3_next", "nemotron_h"]
 RESIDENT = "max_draft: 4, draft_top_k: 2, experts: resident"
 STEPS = 24
-
-
-def case_of(model_type: str) -> FamilyCase:
-    return next(case for case in served_cases() if case.model_type == model_type)
 
 
 @pytest.fixture

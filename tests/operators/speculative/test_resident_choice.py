@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.families import build_model, prompt, served_cases
+from support.families import build_model, case_of, prompt
 
 from moegraft.operators.offload.gpu_layer import ResidentDraft, keep_resident, likeliest_resident
 from moegraft.operators.routing import RoutedCall, Router, Scoring, routers_of, watch_routing
@@ -35,7 +35,7 @@ class Seen:
 @cache
 def seen(model_type: str) -> list[Seen]:
     """Every call of a tiny model's experts with its router's output."""
-    model = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    model = build_model(case_of(model_type))
     last: dict[int, Any] = {}
     for router in routers_of(model).values():
         router.module.register_forward_hook(lambda module, args, output: last.__setitem__(id(module), output))

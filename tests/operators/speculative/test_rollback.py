@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.families import build_config, build_model, model_class, prompt, served_cases
+from support import combinations
+from support.families import build_config, build_model, case_of, model_class, prompt, served_cases
 from transformers import DynamicCache, StaticCache
 
 from moegraft.injection import optimize_and_load
@@ -22,24 +23,25 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # full layers; sliding and full ones
-@pytest.mark.parametrize(
-    ("before", "fed", "kept"),
-    [
-        (5, 4, 2),  # inside the window
-        (5, 4, 0),
-        (5, 4, 4),  # nothing to remove
-        (13, 5, 1),  # feeding crosses the window, keeping does not
-        (13, 5, 4),  # both do
-        (15, 1, 0),  # the removed token fills the window
-        (16, 3, 1),  # the window is exactly full
-        (30, 6, 3),  # far beyond the window
-        (30, 6, 0),
-    ],
-)
+REWINDS = [
+    # tokens before, fed and kept of these
+    (5, 4, 2),  # inside the window
+    (5, 4, 0),
+    (5, 4, 4),  # nothing to remove
+    (13, 5, 1),  # feeding crosses the window, keeping does not
+    (13, 5, 4),  # both do
+    (15, 1, 0),  # the removed token fills the window
+    (16, 3, 1),  # the window is exactly full
+    (30, 6, 3),  # far beyond the window
+    (30, 6, 0),
+]
+
+
+@pytest.mark.parametrize(("kind", "model_type", "rewind"), combinations(list(CACHES), ["qwen3_moe", "gpt_oss"], REWINDS), ids=str)
 @torch.no_grad()
-def test_a_rewound_cache_equals_one_that_was_never_fed(kind: str, model_type: str, before: int, fed: int, kept: int, stock: Any) -> None:
+def test_a_rewound_cache_equals_one_that_was_never_fed(kind: str, model_type: str, rewind: tuple[int, int, int], stock: Any) -> None:
+    """In full layers, and in sliding and full ones."""
+    before, fed, kept = rewind
     model, ids, other = stock(model_type), prompt(60), prompt(60, seed=1)
 
     def feed(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -93,7 +95,7 @@ def test_models_that_cannot_be_rolled_back_are_reported_by_the_kind_of_layer(mod
 
 
 def test_models_are_refused_before_any_weight_is_read(tmp_path: Any) -> None:
-    case = next(case for case in served_cases() if case.model_type == "minimax")
+    case = case_of("minimax")
     build_config(case).save_pretrained(tmp_path)
     with pytest.raises(RuleFileError, match="a cache of its own"):
         optimize_and_load(tmp_path, "speculative", dry_run=True)
@@ -120,7 +122,7 @@ def test_a_draft_is_shorter_than_the_window(drafting: Any, stock: Any) -> None:
 def test_static_caches_with_windows_generate_stock_text(model_type: str, drafting: Any) -> None:
     """Compared with stock and the same cache; `build_model` builds equal models."""
     model = drafting(model_type, max_draft=4)
-    stock = build_model(next(case for case in served_cases() if case.model_type == model_type))
+    stock = build_model(case_of(model_type))
     arguments = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "static"}
     assert torch.equal(model.generate(prompt(6), **arguments), stock.generate(prompt(6), **arguments))
     assert model.moegraft.model_operator.statistics()["rounds"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,6 @@ def test_rules_that_name_the_file_can_make_it(folder: Path, run: Run, text: Path
     ("arguments", "says"),
     [
         ((), "nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both"),
-        (("--routing", "x.npz", "--report", "x.png"), "--report draws the activations behind the thresholds: give --out FILE as well"),
         (("--routing", "no/such/folder/x.npz"), "no/such/folder/x.npz: the folder no/such/folder does not exist"),
         (("--out", "x.json", "--target", "1.5"), "target is a share from 0 to below 1, not 1.5"),
         (("--out", "x.json", "--target", "0"), "target 0 leaves no neuron out"),
@@ -177,19 +175,6 @@ def test_wrong_rules_are_exit_code_1(folder: Path, run: Run, rules: Callable[[st
     path = rules("- {match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weight: int8}}}\n")
     result = run("calibrate", "--model", folder, "--rules", path, "--out", tmp_path / "x.json")
     assert result.exit_code == 1 and "did you mean 'weights'" in result.stderr
-
-
-def test_the_report_is_a_png_or_a_sentence(folder: Path, run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("calibrate", "--model", folder, "--rules", "cpu-exact", "--text", text, "--target", 0.5, "--force")
-    picture = tmp_path / "report.png"
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "matplotlib", None)
-        result = run(*arguments, "--out", tmp_path / "x.json", "--report", picture)
-        assert result.exit_code == 2 and "--report needs matplotlib, which is not installed" in result.stderr
-        assert list(tmp_path.iterdir()) == [text]  # said before the work
-    pytest.importorskip("matplotlib")
-    assert run(*arguments, "--out", tmp_path / "x.json", "--report", picture).exit_code == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_verify_judges_layers_with_every_neuron(folder: Path, run_json: RunJson, run: Run, text: Path, tmp_path: Path) -> None:

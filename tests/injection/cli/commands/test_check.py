@@ -56,7 +56,10 @@ def test_a_mistake_is_named_where_it_is(mistake: Mistake, run: Run, rules: Write
     path = rules(mistake.text)
     result = run("check", path, "--model", config_folder)
     assert result.exit_code == 1, result.output
-    assert f"{path}:{mistake.place}: error: " in result.stdout
+    (error,) = (line for line in result.stdout.splitlines() if ": error: " in line)  # one mistake is one error
+    assert error.startswith(f"{path}:{mistake.place}: error: ")
+    explained = run("explain", path, "--model", config_folder)
+    assert explained.exit_code == 1 and error in explained.stdout + explained.stderr
     for part in mistake.says:
         assert part in result.stdout
     assert "Traceback" not in result.output
