@@ -453,8 +453,10 @@ def open_pool(
         streams = None
         if drafts is not None and mtp is not None:
             injection = injection_of(model)
-            switch = None if injection is None else injection.context.draft_switch
-            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, switch=switch, offers_pages=offers_pages)
+            ours = None if injection is None else injection.context
+            switch, engines = (None, None) if ours is None else (ours.draft_switch, ours.gpu_engines_in_use)
+            given = {"first": body, "longest": drafts.longest}
+            streams = PagedStreams(model, memory, mtp, **given, switch=switch, engines=engines, offers_pages=offers_pages)
             caches.append(streams.cache)
         pool = SequencePool(model, cache, prefix_bytes, streams)
         try:
