@@ -72,7 +72,7 @@ class Routing {
   std::vector<Segment> segments_;
 };
 
-constexpr int kMaxTileTokens = 16;  // the largest tile of any kernel
+constexpr int kMaxTileTokens = 32;  // the largest tile of any kernel
 
 // The records of all tokens of a pass, (tokens, words), group by group.
 struct Records {
