@@ -439,8 +439,9 @@ def build_time() -> str:
     rows = read("build_time")
     builds, units = ([row for row in rows if bool(row["of_base"]) == whole] for whole in (True, False))
     share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
+    builds_of_each = "one build of each" if rows[0]["rounds"] == "1" else f"medians of {rows[0]['rounds']} alternating builds"
     return (
-        f"A full build takes {share}: medians of {rows[0]['rounds']} alternating builds with {rows[0]['compiler']}, compiler and linker "
+        f"A full build takes {share}: {builds_of_each} with {rows[0]['compiler']}, compiler and linker "
         f"together. By unit:\n\n{listed(units, {'unit': 'unit', 'CPU seconds': 'cpu_s'})}\n\n{provenance(units)}"
     )
 
