@@ -64,13 +64,14 @@ MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower()
 UNITS = {
     **ISA_UNITS.get(MACHINE, {}),
     "bindings": (["bindings/*.cpp"], ["-Og", "--param", "ggc-min-heapsize=1000000"]),
-    "program": (["program/*.cpp", "sparse/*.cpp"], []),
     # Weights are quantised to the same codes on every CPU: ARM64's compilers would fuse products and sums.
-    "experts": (["core/*.cpp", "experts/*.cpp", "scheduler/*.cpp"], ["-ffp-contract=off"]),
-    "ops": (["attention/*.cpp", "ops/*.cpp", "recurrent/jobs.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"], []),
-    # These and the instruction sets' include the descriptions of formats; the units above do not.
-    "formats": (["formats/*.cpp"], ["-ffp-contract=off"]),
-    "scalar": (["simd/scalar.cpp"], []),
+    "core": (
+        [f"{folder}/*.cpp" for folder in ("core", "experts", "scheduler", "program", "sparse", "attention", "ops")]
+        + ["recurrent/jobs.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"],
+        ["-ffp-contract=off"],
+    ),
+    # This and the instruction sets' include the descriptions of formats; the units above do not.
+    "formats": (["formats/*.cpp", "simd/scalar.cpp"], ["-ffp-contract=off"]),
 }
 
 

@@ -75,9 +75,9 @@ def cpu_experts() -> str:
     return (
         "One layer of Qwen3-30B-A3B's shapes (H 2048, I 768, 128 experts, 8 per token), milliseconds, medians, "
         f"{rows[0]['threads']} threads:\n\n{table(['', 'weights', *(f'T={count}' for count in tokens)], body)}\n\n"
-        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth that a probe reads with between "
-        f"the rounds, and T={tokens[-1]} in bfloat16 at {float(widest['read_share']):.0%} of {widest['read_probe_gb_s']} GB/s. Kernels of "
-        f"`{widest['isa']}`. {provenance(rows)}"
+        f"Decode (T=1) reads its weights at {min(read_share):.0%} to {max(read_share):.0%} of the bandwidth that a probe of reading has "
+        f"between the rounds, and T={tokens[-1]} in bfloat16 at {float(widest['read_share']):.0%} of {widest['read_probe_gb_s']} GB/s. "
+        f"Kernels of `{widest['isa']}`. {provenance(rows)}"
     )
 
 
@@ -439,8 +439,9 @@ def build_time() -> str:
     rows = read("build_time")
     builds, units = ([row for row in rows if bool(row["of_base"]) == whole] for whole in (True, False))
     share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
+    builds_of_each = "one build of each" if rows[0]["rounds"] == "1" else f"medians of {rows[0]['rounds']} alternating builds"
     return (
-        f"A full build takes {share}: medians of {rows[0]['rounds']} alternating builds with {rows[0]['compiler']}, compiler and linker "
+        f"A full build takes {share}: {builds_of_each} with {rows[0]['compiler']}, compiler and linker "
         f"together. By unit:\n\n{listed(units, {'unit': 'unit', 'CPU seconds': 'cpu_s'})}\n\n{provenance(units)}"
     )
 

@@ -16,6 +16,8 @@
 - mtp (`speculative_mtp.csv`): rounds of the bundled model's MTP layer, with the rules `cpu`, in greedy text and with the model's own
   sampling settings, which do not depend on the machine's load; and how many of the greedy texts are those of plain decoding, in
   float32 with the rules `cpu-exact`.
+- foresight (`speculative_foresight.csv`): the share of the bundled model's chosen experts that a router names in advance, by layer: on the
+  hidden states of 1 to 3 layers before, as prefetching asks it, and on the state that the MTP layer has of the same token.
 - speed (`speculative_speed.csv`): decoded tokens/s of the bundled model with draft configurations and without, interleaved. A draft of n
   tokens pays if the tokens per round exceed `needed = (n * draft_ms + verify_ms(n)) / plain_ms`; rows have both figures, and `schedule` is
   what the schedule has settled on.
@@ -52,15 +54,19 @@ from transformers import AutoConfig, MellumConfig, PreTrainedModel
 from moegraft.injection.demo import demo_path
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy
 from moegraft.operators.decode.drafts import Drafting
+from moegraft.operators.decode.mtp import MtpStreams
 from moegraft.operators.decode.schedule import FixedSchedule, Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.offload.gpu_layer import GpuLayer
+from moegraft.operators.routing import RoutedCall, watch_routing
 
 MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
 RATIOS = (0.125, 0.25, 0.5, 0.75)
 MTP_DRAFT = 4
+FORESIGHT_TOKENS = 1024  # the bundled model's context
+PARTS = ("rounds", "quality", "tasks", "sparsity", "mtp", "foresight", "speed", "mtp-speed", "plot")
 EXACT = "extends: cpu-exact\n"  # in int8, values of a pass over several tokens are rounded otherwise on some CPUs, and text may change
 TOLERANCE = 0.3
 BINS = 10
@@ -286,6 +292,22 @@ def mtp(prompts: Sequence[torch.Tensor], new_tokens: int, rows: Recorder) -> Non
         row |= {"new_tokens": new_tokens, "same_text": "" if sampled else same}
         row |= {f"position_{at}": round(share, 3) for at, share in enumerate(found["acceptance_by_position"], 1)}
         rows.add({**row, "tokens_per_round": round(found["tokens_per_round"], 3), "rounds": found["rounds"]})
+
+
+@torch.inference_mode()
+def foresight(text: torch.Tensor, rows: Recorder) -> None:
+    """Record the recall of routers that are asked in advance, in one pass over `text` (T,)."""
+    model = load({"draft": "mtp"}, EXACT)
+    calls: list[RoutedCall] = []
+    with watch_routing(model, calls.append):
+        states = model(text[None], output_hidden_states=True, use_cache=False).hidden_states[-1]
+    of_tokens, _ = MtpStreams(model).feed(0, states[:, :-1], text[None])  # of the token that follows each state
+    for layer, call in enumerate(calls):
+        asked = {f"{depth} before": calls[layer - depth].router_input[1:] for depth in (1, 2, 3) if layer >= depth}
+        for source, tokens in {**asked, "MTP layer": of_tokens[0]}.items():
+            named, chosen = call.router.route(tokens).top_k_index, call.top_k_index[1:]
+            recall = float((chosen[:, :, None] == named[:, None, :]).any(-1).float().mean())
+            rows.add({"layer": layer, "asked on": source, "tokens": len(tokens), "recall": round(recall, 3)})
 
 
 @torch.inference_mode()
@@ -519,7 +541,7 @@ def plot() -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("parts", nargs="+", choices=("rounds", "quality", "tasks", "sparsity", "mtp", "speed", "mtp-speed", "plot"))
+    options.add_argument("parts", nargs="+", choices=PARTS)
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="a text for tasks; may be repeated")
     options.add_argument("--prompts", type=int, default=12)
@@ -548,6 +570,8 @@ def main() -> None:
                 tasks(given.model, {"held out": held_out(), **texts}, given.prompts, given.new_tokens, rows)
             case "mtp":
                 mtp(prompts, given.new_tokens, rows)
+            case "foresight":
+                foresight(pieces(held_out(), 1, FORESIGHT_TOKENS)[0].flatten(), rows)
             case "speed":
                 speed(prompts[: max(1, given.prompts // 3)], given.rounds, rows)
             case "mtp-speed":

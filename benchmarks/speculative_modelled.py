@@ -3,6 +3,7 @@
     python benchmarks/speculative_modelled.py --models deepseek-v2-lite moonlight-16b-a3b --bits 16 --link 19
     python benchmarks/speculative_modelled.py --models mixtral-8x7b --append
     python benchmarks/speculative_modelled.py --models mixtral-8x7b --ratios 0.25 --tokens 128 --name speculative_modelled_long --append
+    python benchmarks/speculative_modelled.py --acceptance 0.8 --machine a100_amx36 --tokens 192 --append
 
 The product's engine, prefetchers and schedules run on the virtual clock with synthetic routing and the bundled model's acceptance (run
 `speculative.py rounds` first). Each row has its speed over two baselines without drafts:
@@ -20,6 +21,10 @@ experts are prefetched while drafting; `marginal`, the draft length by measured 
 removed since are the reason: drafts without `+ ahead`, with `resident_chosen` (only those of the token's own experts that have a slot) and
 `scaled` (weights scaled to the sum of all) were slower.
 
+`speculative_modelled_mtp.csv` has drafts by an MTP layer, marginal, on CPU and GPU together, with a quarter of the experts in slots, whose
+tokens are accepted with a given chance: `+ ahead`, its states are shown to the body's routers. `of_bound` is the share of `bound` at the
+acceptance that chance gave, and `needed` the acceptance at which the bound breaks even.
+
 The upper bounds of the hybrid engine, by the arithmetic of `harness/draft_simulation.py` at the run's `acceptance` per token: `bound` for
 drafts of the best length. `needed` is the acceptance at which `bound` reaches the target of 1.15.
 """
@@ -30,11 +35,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from harness.draft_simulation import Costs, DraftBound, DraftSimulation, DraftWay, Played, Text, Verification
+from harness.draft_simulation import DraftBound, DraftSimulation, DraftWay, Played, Text
 from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.routing import MODELS, ModelShape, synthetic_trace
-from harness.simulation import Simulation, System, rest_layer_ms
+from harness.simulation import Simulation, System
 from support.virtual_device import PROFILES
 
 from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
@@ -53,8 +58,9 @@ ABLATED_RATIO = 0.25  # ratio with all configurations; other ratios have only th
 WARM_TOKENS, BASELINE_TOKENS, LEFT_OVER = 200, 12, 16
 TOLERANCE = 0.3
 TARGET = 1.15
-BOUND_TOKENS = 48
-NAME = "speculative_modelled"
+BOUND_TOKENS = 36
+NAME, GIVEN_NAME = "speculative_modelled", "speculative_modelled_mtp"
+GIVEN = ("of_bound", "least_round_ms")  # columns of the second file
 Row = dict[str, object]
 
 
@@ -70,15 +76,14 @@ class Case:
     seed: int
 
     def traces(self) -> tuple[Text, Text]:
-        """Return a trace to fill slots by, and one to replay."""
+        """Return a trace to fill slots by, and one to replay; the last layer is that for multi-token prediction."""
         length = WARM_TOKENS + self.tokens + LEFT_OVER
-        whole = Text(
-            synthetic_trace(self.model.name, length, self.seed), synthetic_trace(self.model.name, length, self.seed, other_tokens=7)
-        )
-        return whole, Text(whole.real.part(WARM_TOKENS, length), whole.other.part(WARM_TOKENS, length))
+        real, other = (synthetic_trace(self.model.name, length, self.seed, other_tokens=tokens, more_layers=1) for tokens in (None, 7))
+        return Text(real, other), Text(real.part(WARM_TOKENS, length), other.part(WARM_TOKENS, length))
 
-    def simulation(self, system: System, warm: Text, ratio: float) -> Simulation:
-        return Simulation(self.model, self.machine, ratio, system, warm.real.part(0, WARM_TOKENS), self.bits)
+    def simulation(self, system: System, warm: Text, ratio: float, way: DraftWay | None = None) -> Simulation:
+        model = self.model.with_layers(int(way is not None and way.experts == "mtp"))
+        return Simulation(model, self.machine, ratio, system, warm.real.part(0, WARM_TOKENS), self.bits)
 
 
 def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedule]]:
@@ -93,6 +98,12 @@ def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedul
         yield "resident + ahead, marginal", DraftWay(top_k, "resident", tolerance), MarginalSchedule(LONGEST)
 
 
+def given_ways(top_k: int) -> Iterator[tuple[str, DraftWay]]:
+    """Return the configurations for which acceptance is given, by name."""
+    yield "mtp", DraftWay(top_k, "mtp", looks_ahead=False)
+    yield "mtp + ahead", DraftWay(top_k, "mtp")
+
+
 def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
     warm, text = case.traces()
     baseline = DraftSimulation(case.simulation(LOAD_ON_DEMAND, warm, 0.0), text, None, None).run(BASELINE_TOKENS)
@@ -100,34 +111,51 @@ def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
     for engine in (each for each in ENGINES if each.name in engines):
         plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
         yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline)
-        bound = bound_of(case, engine, warm, text, plain) if engine.schedule == "two_threshold" else None
+        resident, hybrid = DraftWay(case.model.top_k, "resident"), engine.schedule == "two_threshold"
+        bound = bound_of(case, engine, warm, text, plain, resident) if hybrid else None
         for name, way, schedule in ways(case.model.top_k, case.ratio):
-            played = DraftSimulation(case.simulation(engine, warm, case.ratio), text, way, schedule, case.seed).run(case.tokens)
+            played = DraftSimulation(case.simulation(engine, warm, case.ratio, way), text, way, schedule, case.seed).run(case.tokens)
             limits = limits_of(bound, played) if bound is not None and way.resident else {}
             yield _row(case, engine.name, name, way.tolerance, played, plain, baseline) | limits
 
 
-def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played) -> DraftBound:
-    """Return the bound of drafts by resident experts."""
-    model, machine = case.model, case.machine
-    size, one = model.expert_bytes(case.bits), np.ones(1)
-    gpu, cpu = (float(cost(one, size, case.bits)[0]) for cost in (machine.gpu_ms, machine.cpu_ms))
-    rest = [rest_layer_ms(model, machine, count + 1) for count in range(LONGEST + 1)]
-    costs = Costs(plain.ms_per_token / model.layers, rest, gpu, cpu, machine.first_cpu_ms(size), machine.transfer_ms(size))
-    way, verifications = DraftWay(model.top_k, "resident"), []
+def rows_at(case: Case, acceptances: Sequence[float]) -> Iterator[Row]:
+    """Yield rows of drafts on CPU and GPU together whose tokens are accepted with given chances."""
+    engine = next(each for each in ENGINES if each.name == "hybrid")
+    warm, text = case.traces()
+    plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
+    yield _row(case, engine.name, "plain", 0.0, plain, plain, plain) | dict.fromkeys(GIVEN, "")
+    bound: DraftBound | None = None
+    for name, way in given_ways(case.model.top_k):
+        bound = bound or bound_of(case, engine, warm, text, plain, way)
+        for acceptance in acceptances:
+            drafted = dataclasses.replace(way, acceptance=acceptance)
+            base = case.simulation(engine, warm, case.ratio, way)
+            played = DraftSimulation(base, text, drafted, MarginalSchedule(LONGEST), case.seed).run(case.tokens)
+            row, found = _row(case, engine.name, name, 0.0, played, plain, plain), played.statistics
+            # What chance gave in this run; at least without drafts.
+            limit = max(1.0, bound.best_gain(sum(found.accepted_at) / max(1, sum(found.compared_at))))
+            needed = bound.acceptance_for(1.0)
+            row |= {"acceptance": acceptance, "bound": round(limit, 3), "needed": "none" if needed is None else round(needed, 3)}
+            row |= {"of_bound": round(plain.ms_per_token / played.ms_per_token / limit, 3)}
+            yield row | {"least_round_ms": " ".join(f"{ms:.3f}" for ms in bound.round_ms)}
+
+
+def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played, way: DraftWay) -> DraftBound:
+    """Return the bound of drafts by the model's own number of resident experts, or by an MTP layer."""
+    certain, round_ms = dataclasses.replace(way, acceptance=1.0), []
     for length in range(1, LONGEST + 1):
-        base = case.simulation(engine, warm, case.ratio)
-        found = DraftSimulation(base, text, way, FixedSchedule(length), certain=True).run(min(case.tokens, BOUND_TOKENS)).parts["verify"]
-        verifications.append(Verification(found.experts / found.layers, found.missing / found.layers))
-    return DraftBound(costs, verifications, model.top_k)
+        base = case.simulation(engine, warm, case.ratio, way)
+        found = DraftSimulation(base, text, certain, FixedSchedule(length)).run(min(case.tokens, BOUND_TOKENS))
+        round_ms.append(found.least_ms / found.statistics.rounds)
+    return DraftBound(plain.ms_per_token, round_ms)
 
 
 def limits_of(bound: DraftBound, played: Played) -> Row:
-    """Return the columns of the upper bounds for the number of experts that drafted."""
+    """Return the columns of the upper bounds at the acceptance of a run."""
     judged = sum(played.statistics.compared_at)
     if not judged:
         return {}
-    bound = dataclasses.replace(bound, top_k=played.parts["draft"].experts / played.parts["draft"].layers)
     acceptance, needed = sum(played.statistics.accepted_at) / judged, bound.acceptance_for(TARGET)
     limits = {"acceptance": round(acceptance, 3), "bound": round(bound.best_gain(acceptance), 3)}
     return {**limits, "needed": "none" if needed is None else round(needed, 3)}
@@ -181,6 +209,26 @@ def plot(rows: list[dict[str, str]]) -> None:
     save(figure, NAME, dpi=110)
 
 
+def plot_given(rows: list[dict[str, str]]) -> None:
+    """Plot the bound of each model and machine by acceptance, whose crossing of 1 is the break-even, and the runs."""
+    by_model = grouped([row for row in rows if row["way"] != "plain"], lambda row: row["model"])
+    figure, grid = panels(1, len(by_model), (4.4, 3.6))
+    for axes, (model, mine) in zip(grid.flat, by_model.items(), strict=True):
+        for (device, line), colour in zip(grouped(mine, lambda row: row["device"]).items(), ("C0", "C1", "C2", "C3"), strict=False):
+            runs = [row for row in line if row["way"] == "mtp + ahead"]
+            least = [float(ms) for ms in runs[0]["least_round_ms"].split()]
+            plain_ms = float(runs[0]["ms_per_token"]) * float(runs[0]["over_plain"])
+            chances = np.linspace(0, 1, 51)
+            gains = [DraftBound(plain_ms, least).best_gain(float(chance)) for chance in chances]
+            axes.plot(chances, gains, color=colour, label=f"{device.removeprefix('modelled ')}: bound")
+            axes.plot([float(row["acceptance"]) for row in runs], [float(row["over_plain"]) for row in runs], "s", color=colour)
+        axes.axhline(1, color="grey", linewidth=0.5)
+        axes.set(title=model, xlabel="acceptance", ylabel="over the same engine without drafts")
+        axes.legend(fontsize=6)
+    figure.suptitle("Drafts by an MTP layer, a quarter of the experts in slots (modelled)")
+    save(figure, GIVEN_NAME, dpi=110)
+
+
 def main() -> None:
     options = parser(__doc__, tokens=96, seed=0)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
@@ -190,19 +238,25 @@ def main() -> None:
     options.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
     options.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
     options.add_argument("--name", default=NAME, help="name of the file; only the default one is plotted")
+    options.add_argument("--acceptance", nargs="+", type=float, help=f"only drafts by an MTP layer, accepted so often, as {GIVEN_NAME}")
     options.add_argument("--append", action="store_true", help="keep rows of other conditions in the file")
     given = options.parse_args()
     machine = PROFILES[given.machine]
     if given.link is not None:
         machine = dataclasses.replace(machine, link_gb_s=given.link)
-    replaces = ("model", "engine", "cache_ratio") if given.append else ()
+    if given.acceptance:
+        given.name, given.ratios = GIVEN_NAME, [ABLATED_RATIO]
+    replaces = ("device", "model", "engine", "cache_ratio") if given.append else ()
     rows = Recorder(given.name, ("torch", "numpy"), replaces=replaces, write=given.write)
     for model in given.models:
         for ratio in given.ratios:
-            for row in rows_of(Case(MODELS[model], machine, given.bits, ratio, given.tokens, given.seed), given.engines):
+            case = Case(MODELS[model], machine, given.bits, ratio, given.tokens, given.seed)
+            for row in rows_at(case, given.acceptance) if given.acceptance else rows_of(case, given.engines):
                 rows.add(row)
     if given.write and given.name == NAME:
         plot(read_rows(NAME))
+    elif given.write and given.acceptance:
+        plot_given(read_rows(GIVEN_NAME))
 
 
 if __name__ == "__main__":

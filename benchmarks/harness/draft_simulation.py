@@ -4,16 +4,17 @@ Nothing is computed, so the acceptance of a drafted token is drawn from a traine
 share of the router's weight that the draft's experts have. The draft's routing differs from the full model's as much as that of the
 checkpoint (`recall` in `speculative_drafts.csv`). Rejected tokens of a draft are other tokens at the same positions.
 
-The upper bounds of the gain are those of rounds in which no device ever waits (`DraftBound`). For one layer, c0 is the time of everything
-except experts, g of a resident expert on the GPU, c of an expert on the CPU, f the extra time of the CPU's first expert, and t the transfer
-of one expert. A verification of n drafted tokens needs U(n + 1) distinct experts, of which M(n + 1) are missing:
+Drafts by an MTP layer run one more layer of the model's kind, which is the engine's last, and the head. Their acceptance is given. The
+layer's state is shown to the routers of all layers of the body, whose choices are right as often as those of the bundled model's MTP layer
+(`speculative_foresight.csv`).
 
-- a draft step takes `c0 + r * g`, since all its r experts are resident;
-- in a verification, the CPU computes some missing experts and the link transfers the others, both without a pause: `c0 + max(U * g, T)`
-  with the least T for which `(T - f) / c + T / t >= M`.
-
-Plain steps take their simulated time. M comes from the simulated verification of drafts of that length that are always accepted, with the
-engine's cache and prefetches: better prefetches would help plain decoding as well.
+The upper bounds of the gain are those of rounds in which no device ever waits (`DraftBound`). Each expert that a verification needs and
+that has no slot when its round begins must come over the link, which works from the beginning of the round, or be computed by the CPU. That
+can begin once a layer's rest is done, and takes longer for its first expert of a layer. The GPU computes the rest of every layer and the
+other experts; a draft step takes, in each layer that drafts, the rest and its experts, as if all were resident. `least_round_ms` is the
+least time of this, where experts can be divided at will and the work of all layers be done in any order. Experts have the tokens and the
+slots of simulated rounds whose drafts are always accepted; of those in flight, the bytes that have landed count as resident. Plain steps
+take their simulated time. What is missing when a round begins depends on the engine's cache; a better one would help plain decoding too.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.record import read_rows
-from harness.routing import PREDICTION_NOISE, SPREAD, ModelShape
-from harness.simulation import Simulation, _Counted, rest_layer_ms
+from harness.routing import MTP_NOISE, PREDICTION_NOISE, SPREAD, ModelShape
+from harness.simulation import Simulation, _Counted, head_ms, rest_layer_ms
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 
-Experts = Literal["any", "resident"]
+Experts = Literal["any", "resident", "mtp"]
 NOISES = np.linspace(0.0, 1.2, 13)
 SAMPLE_TOKENS = 40
+WORTHS = np.geomspace(0.01, 100, 81)  # of a ms of the link or the GPU, in ms of the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,26 @@ class DraftWay:
     """One configuration of drafts.
 
     Attributes:
-        experts: the value of the option `experts` of `speculative_draft`.
+        experts: the value of the option `experts` of `speculative_draft`; `mtp` for `draft: mtp`, whose layer is the engine's last.
         tolerance: 0 for lossless, or a tolerance that was measured with the checkpoint.
+        acceptance: the chance that a drafted token is accepted after accepted ones; None for what was measured with the checkpoint.
+        looks_ahead: whether the MTP layer's states are shown to the routers of the body.
     """
 
     top_k: int
     experts: Experts
     tolerance: float = 0.0
+    acceptance: float | None = None
+    looks_ahead: bool = True
 
     @property
     def resident(self) -> bool:
         """Whether only experts with a slot draft."""
-        return self.experts != "any"
+        return self.experts == "resident"
+
+    def drafts(self) -> MeasuredDrafts:
+        """Return what decides on the drafted tokens."""
+        return MeasuredDrafts(self.experts, self.tolerance) if self.acceptance is None else GivenDrafts(self.acceptance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +110,15 @@ class MeasuredDrafts:
         return float(np.interp(kept_share, [point.kept_share for point in self._points], [point.recall for point in self._points]))
 
 
-class CertainDrafts(MeasuredDrafts):
-    """Drafts whose tokens are always accepted, so that the cost of rounds does not depend on chance."""
+class GivenDrafts(MeasuredDrafts):
+    """Drafts whose tokens are accepted with a given chance, which is also what the drafter expects of each."""
+
+    def __init__(self, acceptance: float) -> None:
+        super().__init__("resident", 0.0)  # for the recall of drafts by fewer experts
+        self._acceptance = acceptance
 
     def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
-        return 1.0, True
+        return self._acceptance, bool(rng.random() < self._acceptance)
 
 
 def _is(row: dict[str, str], experts: Experts, tolerance: float) -> bool:
@@ -143,6 +157,7 @@ class Played:
     parts: dict[str, Parts] = field(default_factory=lambda: {name: Parts() for name in ("plain", "draft", "verify")})
     kept: list[float] = field(default_factory=list)
     draft_demands: int = 0
+    least_ms: float = 0.0  # of all rounds
     schedule: str = ""
 
     @property
@@ -153,16 +168,16 @@ class Played:
 class DraftSimulation:
     """Generation of a text with drafts, or by plain steps, over a `Simulation`'s engine."""
 
-    def __init__(
-        self, base: Simulation, text: Text, way: DraftWay | None, schedule: DraftSchedule | None, seed: int = 0, *, certain: bool = False
-    ) -> None:
+    def __init__(self, base: Simulation, text: Text, way: DraftWay | None, schedule: DraftSchedule | None, seed: int = 0) -> None:
         self._base = base
         self._text = text
         self._way = way
         self._schedule = schedule
-        self._rng = np.random.default_rng(seed)
-        drafts = CertainDrafts if certain else MeasuredDrafts
-        self._measured = None if way is None else drafts(way.experts, way.tolerance)
+        self._rng, self._accepting = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        self._measured = None if way is None else way.drafts()
+        self._mtp = way is not None and way.experts == "mtp"
+        self._layers = base.model.layers - self._mtp
+        self._head_ms = head_ms(base.model, base.machine)
         self._recalls = noise_recalls(base.model, text.real)
         self._compute = base.device.stream("compute")
         self.played = Played()
@@ -183,13 +198,13 @@ class DraftSimulation:
 
     def _round(self, place: int) -> Round:
         device = self._base.device
-        start_ms = device.now_ms()
+        start_ms, absent = device.now_ms(), self._absent()
         planned = self._schedule.plan(self._text.real.num_tokens) if self._schedule is not None else 0
         confidences: list[float] = []
         accepted, stands = 0, True
         while len(confidences) < planned:
             token = self._token(place + len(confidences), real=stands)
-            confidence, stood = self._draft(token)
+            confidence, stood = self._draft_by_mtp(token) if self._mtp else self._draft(token)
             confidences.append(confidence)
             stands = stands and stood
             accepted += stands
@@ -199,6 +214,8 @@ class DraftSimulation:
         drafted_ms = device.now_ms()
         fed = [self._token(place + at, real=at <= accepted) for at in range(len(confidences) + 1)]
         self._pass(fed, "verify" if confidences else "plain")
+        if confidences:
+            self.played.least_ms += self._least_ms(fed, absent)
         judged = min(accepted + 1, len(confidences))
         return Round(confidences, judged, accepted, accepted + 1, drafted_ms - start_ms, device.now_ms() - drafted_ms)
 
@@ -214,7 +231,7 @@ class DraftSimulation:
         share = float(np.mean(self.played.kept[-8:])) if self.played.kept else 0.5
         noise = float(np.interp(-self._measured.recall(share), -self._recalls, NOISES))
         demanded = self._base.engine.cache.queue.statistics.demanded
-        for layer in range(self._base.model.layers):
+        for layer in range(self._layers):
             there = slots.slot_of(layer) >= 0
             logits = np.log(token.scores[0, layer]) + SPREAD * noise * (self._rng.normal(size=len(there)) if layer else 0.0)
             order = np.argsort(-logits, kind="stable").astype(np.int64)
@@ -224,15 +241,33 @@ class DraftSimulation:
             kept.append(float(scores[few].sum() / scores[whole].sum()))
             step = LayerStep.of(layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k, way.resident))
             self._layer(step, 1, "draft")
+        self._head()
         self.played.kept.append(float(np.mean(kept)))
         self.played.draft_demands += self._base.engine.cache.queue.statistics.demanded - demanded
-        return self._measured.draw(self.played.kept[-1], self._rng)
+        return self._measured.draw(self.played.kept[-1], self._accepting)
+
+    def _draft_by_mtp(self, token: Trace) -> tuple[float, bool]:
+        """Run the MTP layer on one token, and show its state to the body's routers."""
+        assert self._way is not None and self._measured is not None, "drafts have a configuration"
+        self._layer(LayerStep.of(self._layers, token.chosen[:, self._layers], token.scores[:, self._layers]), 1, "draft")
+        self._head()
+        if self._way.looks_ahead:
+            logits = np.log(token.scores[0, : self._layers])
+            noisy = logits + SPREAD * MTP_NOISE * self._rng.normal(size=logits.shape)
+            chosen = np.argsort(-noisy, axis=-1, kind="stable")[:, : self._base.model.top_k]
+            self._base.engine.expect_verification([Prediction.of(layer, each[None]) for layer, each in enumerate(chosen)])
+        return self._measured.draw(0.0, self._accepting)
+
+    def _head(self) -> None:
+        self._base.device.launch(self._compute, None, Work("dense", cost_ms=self._head_ms))
+        self._compute.record().wait()
 
     def _pass(self, tokens: Sequence[Trace], kind: str) -> None:
-        for layer in range(self._base.model.layers):
+        for layer in range(self._layers):
             chosen = np.concatenate([token.chosen[:, layer] for token in tokens])
             scores = np.concatenate([token.scores[:, layer] for token in tokens])
             self._layer(LayerStep.of(layer, chosen, scores, self._predictions(tokens, layer)), len(tokens), kind)
+        self._head()
 
     def _layer(self, step: LayerStep, tokens: int, kind: str) -> None:
         device, engine = self._base.device, self._base.engine
@@ -240,8 +275,28 @@ class DraftSimulation:
         self._compute.record().wait()
         self.played.parts[kind].add(step, engine.cache.slots.slot_of(step.layer) >= 0)
         engine.run(step, _Counted())
-        if step.layer == self._base.model.layers - 1:
-            self._compute.record().wait()
+
+    def _absent(self) -> NDArray[np.float64]:
+        """Return what has not landed of each expert, (L, E), as a share of it."""
+        cache = self._base.engine.cache
+        absent = (cache.slots.table < 0).astype(np.float64)
+        for layer in range(len(absent)):
+            for expert, transfer in cache.queue._in_flight[layer].items():
+                absent[layer, expert] = 1 - transfer.landed_bytes / cache.queue.store.expert_bytes
+        return absent
+
+    def _least_ms(self, tokens: Sequence[Trace], absent: NDArray[np.float64]) -> float:
+        """Return the least time of a round that verifies these tokens."""
+        base, model, machine = self._base, self._base.model, self._base.machine
+        size = model.expert_bytes(base.bits)
+        steps = [LayerStep.of(layer, np.concatenate([each.chosen[:, layer] for each in tokens])) for layer in range(self._layers)]
+        cpu_ms, gpu_ms = ([cost(step.loads, size, base.bits) for step in steps] for cost in (machine.cpu_ms, machine.gpu_ms))
+        link_ms = [absent[step.layer, step.experts] * machine.transfer_ms(size) for step in steps]
+        drafting = 1 if self._mtp else self._layers
+        resident_ms = model.top_k * float(machine.gpu_ms(np.ones(1), size, base.bits)[0])
+        draft_ms = drafting * (rest_layer_ms(model, machine, 1) + resident_ms) + self._head_ms
+        rest_ms = (len(tokens) - 1) * draft_ms + self._layers * rest_layer_ms(model, machine, len(tokens)) + self._head_ms
+        return least_round_ms(rest_ms, cpu_ms, gpu_ms, link_ms, machine.first_cpu_ms(size))
 
     def _predictions(self, tokens: Sequence[Trace], layer: int) -> list[Prediction]:
         depth = min(self._base.system.prefetch.depth, len(PREDICTION_NOISE))
@@ -262,58 +317,48 @@ def noise_recalls(model: ModelShape, trace: Trace) -> NDArray[np.float64]:
     return np.asarray(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Times of one layer in ms.
+def least_round_ms(
+    rest_ms: float,
+    cpu_ms: Sequence[NDArray[np.float64]],
+    gpu_ms: Sequence[NDArray[np.float64]],
+    link_ms: Sequence[NDArray[np.float64]],
+    first_cpu_ms: float,
+) -> float:
+    """Return a lower bound of the time of a round, by the duals of two linear programs: the CPU and the link, and the CPU and the GPU.
 
-    Attributes:
-        plain: a step without drafts.
-        rest: everything except experts, for 1, 2, ... tokens.
-        gpu, cpu, first_cpu, link: one expert on the GPU, on the CPU, as the CPU's first, and its transfer.
+    For any worth w of a ms of the other device in ms of the CPU, no division of the work takes the CPU less than w times what the other
+    one cannot do by the end, plus the sum over all layers of the least of `first_cpu_ms + sum(cpu_ms - w * other_ms)`, 0 included.
+
+    Args:
+        rest_ms: of the GPU's work that is no expert of the verification; the CPU has nothing to do meanwhile, and the link has.
+        cpu_ms, gpu_ms, link_ms: of each expert of a layer alone, layer by layer; the link's is 0 for resident ones.
+        first_cpu_ms: what the CPU takes once in each layer in which it computes.
     """
-
-    plain: float
-    rest: Sequence[float]
-    gpu: float
-    cpu: float
-    first_cpu: float
-    link: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The mean numbers of needed and of missing experts of a layer."""
-
-    experts: float
-    missing: float
+    least = rest_ms
+    for other_ms, before_ms in ((link_ms, 0.0), (gpu_ms, rest_ms)):
+        total = before_ms + sum(float(each.sum()) for each in other_ms)
+        for worth in WORTHS:
+            layers = zip(cpu_ms, other_ms, strict=True)
+            by_cpu = sum(min(0.0, first_cpu_ms + float(np.minimum(0.0, cpu - worth * other).sum())) for cpu, other in layers)
+            least = max(least, (worth * total + by_cpu + rest_ms) / (1 + worth))
+    return least
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBound:
-    """The most that drafts by `top_k` experts can gain; `verifications` are of 1, 2, ... drafted tokens."""
+    """The most that drafts can gain, by the ms of a plain step and the least ms of rounds that verify 1, 2, ... drafted tokens."""
 
-    costs: Costs
-    verifications: Sequence[Verification]
-    top_k: float
-
-    @property
-    def draft_ms(self) -> float:
-        return self.costs.rest[0] + self.top_k * self.costs.gpu
-
-    def verify_ms(self, drafted: int) -> float:
-        costs, needed = self.costs, self.verifications[drafted - 1]
-        together = (needed.missing + costs.first_cpu / costs.cpu) / (1 / costs.cpu + 1 / costs.link)
-        busy = min(needed.missing * costs.link, together)  # a CPU may cost more than it saves
-        return costs.rest[drafted] + max(needed.experts * costs.gpu, busy)
+    plain_ms: float
+    round_ms: Sequence[float]
 
     def gain(self, acceptance: float, drafted: int) -> float:
         """Return the gain of drafts of `tokens` tokens that are each accepted with chance `acceptance` after accepted ones."""
         tokens = float(np.power(acceptance, np.arange(drafted + 1)).sum())
-        return tokens * self.costs.plain / (drafted * self.draft_ms + self.verify_ms(drafted))
+        return tokens * self.plain_ms / self.round_ms[drafted - 1]
 
     def best_gain(self, acceptance: float) -> float:
         """Return the gain of the best draft length."""
-        return max(self.gain(acceptance, drafted) for drafted in range(1, len(self.verifications) + 1))
+        return max(self.gain(acceptance, drafted) for drafted in range(1, len(self.round_ms) + 1))
 
     def acceptance_for(self, gain: float) -> float | None:
         """Return the least acceptance at which drafts of the best length reach the gain; None where none does."""

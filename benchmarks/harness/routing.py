@@ -8,7 +8,7 @@ the logits with more noise: recall of about 0.70, 0.58 and 0.51 at depths 1 to 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from moegraft.operators.routing_trace import NO_EXPERT, Trace, mark_experts, rec
 SPREAD = 1.2  # standard deviation of the logits
 TOPIC_CHANGE = 0.015  # probability per token that the topic changes
 PREDICTION_NOISE = (0.45, 0.70, 0.90)  # in units of the logits' spread, by depth
+# Of predictions by an MTP layer's states: on the bundled model they are right less often than those at depth 2, and more often than at 3.
+MTP_NOISE = 0.78
 
 
 WINDOW = 1024  # tokens that see each other: the bundled model's context
@@ -35,6 +37,7 @@ class ModelShape:
         rest_ms: time of one layer's attention, router and shared experts on the GPU for one decoded token; assumed equal on all modelled
             machines.
         shared_share: the shared experts' share of `rest_ms`, by the weights that are read according to the models' configs.
+        vocabulary: rows of the head.
     """
 
     name: str
@@ -45,10 +48,15 @@ class ModelShape:
     layers: int
     rest_ms: float
     shared_share: float = 0.0
+    vocabulary: int = 0
 
     def expert_bytes(self, bits_per_weight: float = INT4_BITS) -> int:
         """Return the bytes of gate, up and down of one expert."""
         return round(3 * self.hidden * self.intermediate * bits_per_weight / 8)
+
+    def with_layers(self, more: int) -> ModelShape:
+        """Return the shape with as many more layers."""
+        return replace(self, layers=self.layers + more)
 
 
 # The times are assumptions, not measurements.
@@ -56,12 +64,13 @@ MODELS = {
     shape.name: shape
     for shape in (
         # shared_share: 3 x 2048 x 2816 of 31 million weights per layer
-        ModelShape("deepseek-v2-lite", 64, 6, 2048, 1408, layers=26, rest_ms=0.150, shared_share=0.55),
-        ModelShape("moonlight-16b-a3b", 64, 6, 2048, 1408, layers=26, rest_ms=0.150, shared_share=0.55),  # the same experts, another router
+        ModelShape("deepseek-v2-lite", 64, 6, 2048, 1408, layers=26, rest_ms=0.150, shared_share=0.55, vocabulary=102400),
+        # The same experts, another router.
+        ModelShape("moonlight-16b-a3b", 64, 6, 2048, 1408, layers=26, rest_ms=0.150, shared_share=0.55, vocabulary=163840),
         # From the model's own config: HybriMoE's Table I prints the intermediate size of its dense layers, 18944.
         # shared_share: 3 x 3584 x 20480 of 250 million.
-        ModelShape("qwen2-57b-a14b", 64, 8, 3584, 2560, layers=28, rest_ms=0.220, shared_share=0.88),
-        ModelShape("mixtral-8x7b", 8, 2, 4096, 14336, layers=32, rest_ms=0.260),
+        ModelShape("qwen2-57b-a14b", 64, 8, 3584, 2560, layers=28, rest_ms=0.220, shared_share=0.88, vocabulary=151936),
+        ModelShape("mixtral-8x7b", 8, 2, 4096, 14336, layers=32, rest_ms=0.260, vocabulary=32000),
     )
 }
 
@@ -84,13 +93,14 @@ MIXTURES = {
 }
 
 
-def synthetic_trace(name: str, tokens: int, seed: int = 0, *, other_tokens: int | None = None) -> Trace:
+def synthetic_trace(name: str, tokens: int, seed: int = 0, *, other_tokens: int | None = None, more_layers: int = 0) -> Trace:
     """Return `tokens` tokens of routing for a model of `MODELS`.
 
     Args:
+        more_layers: layers after those of the model, such as those for multi-token prediction.
         other_tokens: a seed of the noise alone, for other tokens at the same positions of a text, such as rejected tokens of a draft.
     """
-    shape, mixture = MODELS[name], MIXTURES[name]
+    shape, mixture = MODELS[name].with_layers(more_layers), MIXTURES[name]
     rng = np.random.default_rng(seed)
     logits = _logits(shape, mixture, tokens, rng, None if other_tokens is None else np.random.default_rng(other_tokens))
     scores = _softmax(logits)

@@ -100,6 +100,7 @@ class Simulation:
         self, model: ModelShape, machine: MachineProfile, ratio: float, system: System, profile: Trace, bits_per_weight: float = INT4_BITS
     ) -> None:
         self.model = model
+        self.bits = bits_per_weight
         self.system = system
         self.device = VirtualDevice(machine, bits_per_weight=bits_per_weight)
         self.machine = machine
@@ -192,3 +193,8 @@ def rest_layer_ms(model: ModelShape, machine: MachineProfile, tokens: int) -> fl
     Each further token counts 12 H^2 multiplications and additions: four projections and a shared MLP of two more hidden sizes.
     """
     return model.rest_ms + (tokens - 1) * 2 * 12 * model.hidden**2 / (machine.gpu_tflop_s * 1e9)
+
+
+def head_ms(model: ModelShape, machine: MachineProfile) -> float:
+    """Return the ms of the head on the GPU, which reads its weights in 16 bits once for all tokens of a pass."""
+    return 2 * model.vocabulary * model.hidden / machine.gpu_gb_s / 1e6

@@ -96,7 +96,8 @@ def measure_draft_costs(
     if settings is not None and switch.layers:
         drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings, 0.0), **drafters}
     if (layers := mtp_layers(model)) is not None:
-        drafters = {getattr(layers, "drafter", "mtp"): MtpDrafter(model, 0.0, switch, context.replay), **drafters}
+        by_layers = MtpDrafter(model, 0.0, switch, context.replay, context.gpu_engines_in_use)
+        drafters = {getattr(layers, "drafter", "mtp"): by_layers, **drafters}
     found = []
     for name, drafter in drafters.items():
         progress(name)

@@ -18,7 +18,7 @@ from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
-from moegraft.operators.decode.mtp_layers import layers_cache, mtp_layers
+from moegraft.operators.decode.mtp_layers import foresees_experts, layers_cache, mtp_layers
 from moegraft.operators.decode.passes import CachedPasses
 from moegraft.operators.decode.rollback import longest_rewind
 from moegraft.operators.decode.states import has_states
@@ -26,6 +26,7 @@ from moegraft.operators.draft import DraftSwitch
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
+    from moegraft.operators.offload.model_experts import ModelEngines
 
 MANY = 8  # waiting states that a draft feeds in one step; more are a prompt
 MOST_WAITING = 512  # states, which take memory
@@ -203,13 +204,22 @@ class MtpDrafter(Drafter):
     Args:
         confidence: a draft ends after a token of lower probability.
         replay: what replays the steps of a layer, as it does those of the body; None where nothing does.
+        engines: load what the verification of a draft will probably need while it is drawn; None where no experts are on a GPU.
     """
 
     feeds = False  # the model's cache
     reads_hidden_states = True
 
-    def __init__(self, model: PreTrainedModel, confidence: float, switch: DraftSwitch, replay: StepReplay | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        confidence: float,
+        switch: DraftSwitch,
+        replay: StepReplay | None,
+        engines: ModelEngines | None,
+    ) -> None:
         self._model = model
+        self._engines = engines if foresees_experts(model) else None
         self._confidence = confidence
         self._switch = switch
         self._replay = replay
@@ -278,9 +288,15 @@ class MtpDrafter(Drafter):
             drafted = states[:, kept if last else -1 :]
             return logits
 
+        def logits_expecting(tokens: Sequence[int]) -> torch.Tensor:
+            logits = logits_after(tokens)
+            if self._engines is not None and drafted is not None:
+                self._engines.expect(drafted[:, -1:])
+            return logits
+
         position, streams.position = streams.position, -1
         try:
-            drafts = draw(sequence, rule, length, continues, self._confidence, logits_after)
+            drafts = draw(sequence, rule, length, continues, self._confidence, logits_expecting)
             streams.position = position
             return drafts
         finally:

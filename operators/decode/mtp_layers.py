@@ -162,6 +162,11 @@ def new_mtp_cache(config: PretrainedConfig) -> Any:
     return MtpCache(config=_mtp_config(config))
 
 
+def foresees_experts(model: nn.Module) -> bool:
+    """Return whether the layers that draft compute states like the body's last ones, on which its routers can be asked."""
+    return asked_states(model) == -1
+
+
 def layers_cache(model: PreTrainedModel) -> Any:
     """Return an empty cache of the MTP layers that were added to a model."""
     from transformers.cache_utils import MtpCache

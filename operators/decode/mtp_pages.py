@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from moegraft.operators.decode.mtp import MANY
-from moegraft.operators.decode.mtp_layers import layers_cache, mtp_layers
+from moegraft.operators.decode.mtp_layers import foresees_experts, layers_cache, mtp_layers
 from moegraft.operators.decode.pages import PagedCache, PagedSequence, PagePool
 from moegraft.operators.draft import DraftSwitch
+
+if TYPE_CHECKING:
+    from moegraft.operators.offload.model_experts import ModelEngines
 
 MOST_WAITING = 256  # states of a sequence without drafts, which are then fed in one pass
 
@@ -66,6 +70,7 @@ class PagedStreams:
         example: from `example_cache`, whose layers' keys and values the pool stores from its layer `first` on.
         longest: tokens of a draft.
         switch: counts feeding many states as preparation, after which the next draft takes less time.
+        engines: load what the verification of drafts will probably need while they are drawn; None where no experts are on a GPU.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class PagedStreams:
         first: int,
         longest: int,
         switch: DraftSwitch | None = None,
+        engines: ModelEngines | None = None,
         offers_pages: bool = True,
     ) -> None:
         self.cache = PagedCache(pool, example, first=first, offers_pages=offers_pages)
@@ -84,6 +90,7 @@ class PagedStreams:
         self._layers = mtp_layers(model)
         self._last = len(self._layers.layers) - 1
         self._switch = switch
+        self._engines = engines if foresees_experts(model) else None
         self._device = model.device
         self._streams: dict[PagedSequence, _Stream] = {}
 
@@ -138,6 +145,8 @@ class PagedStreams:
                 self._switch.preparations += 1
             self._settle(list(zip(sequences, texts, strict=True)), padded=True)
         last = torch.stack([stream.made[-1:] for stream in streams if stream.made is not None])
+        if self._engines is not None:
+            self._engines.expect(last)
         logits: torch.Tensor = self._layers._project_to_logits(last)[:, -1]
         return logits.float()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -64,8 +64,8 @@ class Engine:
         self.policy = policy
         self.timings = timings
         self.statistics = EngineStatistics(cache.slots.layers)
-        self.prefetcher = Prefetcher(prefetch, cache.slots, cache.queue, self._gains)
         self.verification_prefetcher = VerificationPrefetcher(cache.slots, cache.queue, self.statistics)
+        self.prefetcher = Prefetcher(prefetch, cache.slots, cache.queue, self._gains, self.verification_prefetcher)
         self._slots = cache.slots
         self._queue = cache.queue
         self._compute = device.stream("compute")
@@ -247,6 +247,12 @@ class Engine:
         self.prefetcher.look_ahead(step)
         missed = step.experts[on_cpu & (self._slots.slot_of(step.layer)[step.experts] < 0)]
         self.prefetcher.promote(step.layer, missed.tolist(), self.policy.priority)
+
+    def expect_verification(self, predictions: Sequence[Prediction]) -> None:
+        """Load what the verification of drafted tokens is expected to need; no layer is computed."""
+        with self.exclusive():
+            if self.prefetcher.options.policy != "none":
+                self.verification_prefetcher.expect(predictions)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

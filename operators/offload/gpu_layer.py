@@ -20,6 +20,7 @@ from moegraft.operators.offload.shared_overlap import Experts
 from moegraft.operators.offload.step import DraftStep, Ids, LayerStep, Prediction
 from moegraft.operators.offload.step_graph import CallShape, CapturedLayer
 from moegraft.operators.routing import Router, Scoring, follows
+from moegraft.operators.structure import MTP
 
 LEARN_TOKENS = 512  # of a prompt: the cache's averages have forgotten what came before
 PREDICT_TOKENS = 256  # of a prompt: as many show what all will need
@@ -114,13 +115,26 @@ class GpuLayer:
             meanwhile()  # where the device failed before it was called
         return executor.result.to(hidden_states.dtype)
 
+    def expect_verification(self, states: torch.Tensor) -> None:
+        """Load what the engine's layers of the model's body would choose for hidden states (T, H) of drafted tokens."""
+        body = sum(not router.path.startswith(f"{MTP}.") for router in self.layers.routers)
+        if not body or self.engine.prefetcher.options.policy == "none":
+            return
+        chosen = self._look_ahead.chosen(states.detach().to(self.layers.device), range(body))
+        host = self.layers.fetch({f"layer {layer}": index for layer, index in enumerate(chosen)})
+        self.engine.expect_verification(self._predictions(host))
+
+    def _predictions(self, host: dict[str, torch.Tensor]) -> list[Prediction]:
+        return [Prediction.of(int(name[6:]), self._ids(host[name])) for name in host if name.startswith("layer ")]
+
     def _step(self, host: dict[str, torch.Tensor], settings: DraftSettings | None) -> LayerStep:
-        predictions = [Prediction.of(int(name[6:]), self._ids(host[name])) for name in host if name.startswith("layer ")]
         scores = host["scores"].numpy() if "scores" in host else None
         draft = None
         if settings is not None:
             draft = DraftStep(self._ids(host["routed index"]), settings.top_k, settings.resident)
-        return LayerStep.of(self._index, self._ids(host["index"]), scores, predictions, draft, self.layers.neurons(self._sparsity))
+        return LayerStep.of(
+            self._index, self._ids(host["index"]), scores, self._predictions(host), draft, self.layers.neurons(self._sparsity)
+        )
 
     def _ids(self, top_k_index: torch.Tensor) -> Ids:
         """(T, K) with -1 for every padded slot."""

@@ -148,6 +148,16 @@ class ModelEngines:
                 if gpu_layer is not None:
                     self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
 
+    @torch.no_grad()
+    def expect(self, states: torch.Tensor) -> None:
+        """Load the experts that the verification of drafted tokens will probably need: those that the body's routers choose for `states`.
+
+        Args:
+            states: (1, T, H), an MTP layer's, of these tokens.
+        """
+        for layer in {layer.engine: layer for layer in self.layers}.values():
+            layer.expect_verification(states.reshape(-1, states.shape[-1]))
+
     def statistics(self) -> Mapping[str, object]:
         """Return what each engine did, by its device."""
         return {engine.device.name: engine.report() for engine in self._engines}

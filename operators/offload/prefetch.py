@@ -7,11 +7,14 @@ distance, is measured.
 SS-MoE, section 3.3: a draft uses few experts and leaves the link idle. A verification routes every drafted token again, but mostly
 to the experts that the draft's own routers named for it, of which the draft ran only the first; those are loaded while later tokens
 are drafted.
+
+MoE-SpAc (arXiv:2603.09983): drafted tokens show which experts their verification will need. Drafters that do not run the model's layers,
+such as an MTP layer, have hidden states for these tokens, on which the routers of all layers are asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,10 +101,17 @@ class _Precision:
 
 
 class Prefetcher:
-    """Keeps the queue filled with the experts that are worth loading for later layers."""
+    """Keeps the queue filled with the experts that are worth loading for later layers.
 
-    def __init__(self, options: PrefetchOptions, slots: SlotTable, queue: TransferQueue, gains: Gains) -> None:
+    Args:
+        verification: what verifications of drafts need in layers of which a step predicts nothing.
+    """
+
+    def __init__(
+        self, options: PrefetchOptions, slots: SlotTable, queue: TransferQueue, gains: Gains, verification: VerificationPrefetcher
+    ) -> None:
         self.options = options
+        self._verification = verification
         self._precision = _Precision(slots.num_experts)
         self._slots = slots
         self._queue = queue
@@ -115,15 +125,16 @@ class Prefetcher:
         wanted: list[tuple[float, int, int, int]] = []  # -gain, depth, layer, expert
         for depth, prediction in enumerate(step.predictions[: self.options.depth], 1):
             self._precision.expect(depth, prediction)
-            # A layer keeps as many as it has slots: the experts with the most tokens, of equals the likeliest.
-            order = np.lexsort((prediction.ranks, -prediction.loads))[: self._slots.capacity_of(prediction.layer)]
-            self._slots.protect(prediction.layer, prediction.experts[order].tolist())
+            self._slots.protect(prediction.layer, prediction.experts.tolist())
             wanted += self._worth_loading(depth, prediction)
         self._slots.protect(step.layer, ())
         wanted = sorted(wanted, key=lambda each: each[:2])[:MAX_REQUESTS]
-        self._queue.replan({(layer, expert) for _, _, layer, expert in wanted}, started=True)
+        predicted = {step.layer, *(each.layer for each in step.predictions)}
+        later = self._verification.missing(predicted)[: MAX_REQUESTS - len(wanted)]
+        self._queue.replan({*((layer, expert) for _, _, layer, expert in wanted), *later}, started=True)
         for _, depth, layer, expert in wanted:
             self._queue.request(layer, expert, Urgency.NEXT if depth == 1 else Urgency.DEEPER)
+        self._verification.request(later)
 
     def _worth_loading(self, depth: int, prediction: Prediction) -> list[tuple[float, int, int, int]]:
         resident = self._slots.slot_of(prediction.layer)[prediction.experts] >= 0
@@ -150,7 +161,10 @@ class Prefetcher:
 
 
 class VerificationPrefetcher:
-    """While a draft is drawn, loads what its next layer needs, then what the draft's verification will need."""
+    """While a draft is drawn, loads what its next layer needs, then what the draft's verification will need.
+
+    What it expects of a layer holds until the full model has computed the layer.
+    """
 
     def __init__(self, slots: SlotTable, queue: TransferQueue, statistics: EngineStatistics) -> None:
         self._slots = slots
@@ -164,11 +178,25 @@ class VerificationPrefetcher:
         """Learn from a layer of a draft, and request what is worth loading now."""
         self._tokens[step.layer] += np.bincount(draft.chosen[draft.chosen >= 0], minlength=self._slots.num_experts)
         soon = self._for_draft(step, draft)
-        wanted = [*soon, *(each for each in self._for_verification() if each not in soon)][:MAX_REQUESTS]
+        wanted = [*soon, *(each for each in self.missing() if each not in soon)][:MAX_REQUESTS]
         self._queue.replan(set(wanted), started=True)
         for layer, expert in wanted:
             self._requested[layer, expert] = True
             self._queue.request(layer, expert, Urgency.NEXT if (layer, expert) in soon else Urgency.DEEPER)
+
+    def expect(self, predictions: Sequence[Prediction]) -> None:
+        """Learn what the verification of a drafted token is expected to need, and request what is worth loading now."""
+        for each in predictions:
+            self._tokens[each.layer, each.experts] += each.loads
+        wanted = self.missing()[:MAX_REQUESTS]
+        self._queue.replan(set(wanted), started=True)
+        self.request(wanted)
+
+    def request(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Request (layer, expert) pairs for the verification alone."""
+        for layer, expert in wanted:
+            self._requested[layer, expert] = True
+            self._queue.request(layer, expert, Urgency.DEEPER)
 
     def verified(self, step: LayerStep) -> None:
         """Count what helped a layer that computes with all its experts, and forget what was expected of it."""
@@ -189,11 +217,17 @@ class VerificationPrefetcher:
         missing = (following.ranks < draft.top_k) & (self._slots.slot_of(following.layer)[following.experts] < 0)
         return [(following.layer, expert) for expert in following.experts[missing].tolist()]
 
-    def _for_verification(self) -> list[tuple[int, int]]:
-        """The missing (layer, expert) pairs, most drafted tokens first; per layer as many as it has slots."""
+    def missing(self, known: Container[int] = ()) -> list[tuple[int, int]]:
+        """Return the missing (layer, expert) pairs, most drafted tokens first; per layer as many as it has slots.
+
+        Args:
+            known: layers that others load for.
+        """
         resident = self._slots.table >= 0
         found: list[tuple[int, int, int]] = []
         for layer in np.flatnonzero((self._tokens > 0).any(axis=1)).tolist():
+            if layer in known:
+                continue
             tokens = self._tokens[layer]
             # Of equals the resident ones, which cost nothing.
             order = np.lexsort((~resident[layer], -tokens))[: self._slots.capacity_of(layer)]

@@ -28,7 +28,7 @@ class EngineStatistics:
         planned_ms: makespans of all plans.
         recoveries: layers that were computed again on the CPU after a failure of the device.
         replayed: decode steps that were captured ones.
-        loaded_for_verification: experts that a verification found resident because they were loaded for it.
+        loaded_for_verification: experts that a verification found resident because its draft had them loaded.
         shared_in_verification: tokens of verifications whose missing expert was loaded or computed for another of them as well.
     """
 
@@ -94,7 +94,7 @@ class EngineStatistics:
             "experts computed by the CPU": f"{self.on_cpu / max(self.used, 1):.1%}",
             "experts transferred on demand": self.transferred,
             "layers computed again after a failure": self.recoveries,
-            "experts loaded while drafting for the verification": self.loaded_for_verification,
+            "experts loaded ahead of verifications and used there": self.loaded_for_verification,
             "loads shared by tokens verified together": self.shared_in_verification,
         }
 

@@ -208,7 +208,7 @@ class SpeculativeDraft(ModelOperator):
         if options.draft == "ngram":
             return NgramDrafter()
         if options.by_layers:
-            return MtpDrafter(model, options.confidence, self._switch, self._context.replay)
+            return MtpDrafter(model, options.confidence, self._switch, self._context.replay, self._context.gpu_engines_in_use)
         return ExpertsDrafter(self._switch, options.settings, options.confidence)
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

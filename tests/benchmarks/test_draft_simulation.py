@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from support import ROOT, combinations
 from support.model_shapes import MODELS
@@ -49,23 +50,24 @@ def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, engine: st
 
 def test_rounds_take_at_least_the_computed_bound(bench: Any) -> None:
     model = SHAPES["mixtral-8x7b"]
-    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, TOKENS, 0)
-    plain = played(bench, model.name, "hybrid", 0.25, None, None)
-    bound = bench.bound_of(case, bench.ENGINES[1], *case.traces(), plain)
-    way = bench.DraftWay(model.top_k, "resident")
-    for length in (1, 4):
-        found = played(bench, model.name, "hybrid", 0.25, way, FixedSchedule(length), FEW)
-        limits = bench.limits_of(bound, found)
-        assert plain.ms_per_token / found.ms_per_token <= limits["bound"]
-        assert found.statistics.draft_ms / found.statistics.drafted >= model.layers * bound.draft_ms * 0.99
-        assert found.statistics.verify_ms / found.statistics.rounds >= model.layers * bound.verify_ms(length)
+    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, FEW, 0)
+    warm, text = case.traces()
+    for way in (bench.DraftWay(model.top_k, "resident", acceptance=1.0), bench.DraftWay(model.top_k, "mtp", acceptance=1.0)):
+        for length in (1, 4):
+            base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
+            found = bench.DraftSimulation(base, text, way, FixedSchedule(length)).run(FEW)
+            assert found.statistics.tokens_per_round == length + 1
+            assert 0.5 * found.took_ms < found.least_ms <= found.took_ms
 
 
 def test_the_bound_matches_hand_computed_times(bench: Any) -> None:
-    costs = bench.Costs(plain=3.0, rest=[0.5, 0.5], gpu=0.25, cpu=2.0, first_cpu=1.0, link=4.0)
-    bound = bench.DraftBound(costs, [bench.Verification(experts=3, missing=1.75)], top_k=2)
-    assert bound.draft_ms == 1.0
-    assert bound.verify_ms(1) == pytest.approx(0.5 + 3.0)  # one on the CPU until 3 ms, three quarters of one over the link
+    from harness.draft_simulation import least_round_ms
+
+    one, none, cpu, link = [np.array([1.0])], [np.array([0.0])], [np.array([2.0])], [np.array([4.0])]
+    assert least_round_ms(1.0, cpu, none, link, 0.0) == pytest.approx(2.0, rel=0.02), "the CPU does half from 1 ms on"
+    assert 3.7 < least_round_ms(1.0, cpu, none, link, 50.0) <= 4.0, "nearly the link alone"
+    assert least_round_ms(1.0, [np.array([1e9])], one, none, 0.0) == pytest.approx(2.0, rel=0.02), "the GPU alone"
+    bound = bench.DraftBound(3.0, [4.5])
     assert bound.gain(1.0, 1) == pytest.approx(2 * 3 / 4.5)
     assert bound.gain(0.0, 1) < 1 < bound.best_gain(1.0)
     needed = bound.acceptance_for(1.2)
@@ -73,6 +75,16 @@ def test_the_bound_matches_hand_computed_times(bench: Any) -> None:
     assert bound.acceptance_for(1.5) is None
 
 
-def test_a_cpu_whose_first_expert_is_slower_than_the_link_is_not_used(bench: Any) -> None:
-    costs = bench.Costs(plain=3.0, rest=[0.5, 0.5], gpu=0.25, cpu=2.0, first_cpu=50.0, link=4.0)
-    assert bench.DraftBound(costs, [bench.Verification(3, 1.0)], top_k=2).verify_ms(1) == pytest.approx(0.5 + 4.0)
+def test_states_of_an_mtp_layer_let_a_verification_find_more_experts(bench: Any) -> None:
+    model = SHAPES["deepseek-v2-lite"]
+    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, FEW, 0)
+    warm, text = case.traces()
+
+    def missing(*, looks_ahead: bool) -> float:
+        way = bench.DraftWay(model.top_k, "mtp", acceptance=1.0, looks_ahead=looks_ahead)
+        base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
+        found = bench.DraftSimulation(base, text, way, FixedSchedule(3)).run(FEW).parts["verify"]
+        assert (base.engine.statistics.loaded_for_verification > 0) == looks_ahead
+        return float(found.missing / found.layers)
+
+    assert missing(looks_ahead=True) < missing(looks_ahead=False)

@@ -34,7 +34,6 @@ def test_instruction_sets_are_listed() -> None:
     assert Runtime.default_isa() in Runtime.available_isas()
 
 
-WIDE = {"int8", "int8_g128", "iq4_nl", "iq4_xs"}  # codes of 8 bits, whose products are slow without VNNI
 FLOAT8 = {"fp8", "fp8_rows"}
 GRIDS = {name for name, form in FORMATS.items() if form.gpu.group_words is not None}  # expanded to 8 bits in front of all products
 ZEN_4 = {"avx2", "avx512", "vnni", "bf16"}
@@ -51,8 +50,8 @@ on_arm64 = pytest.mark.skipif("neon" not in Runtime.compiled_isas(), reason="thi
     ("features", "wanted", "isa", "matrix"),
     [
         (set(), "", "scalar", set()),
-        ({"avx2"}, "", "avx2", {"bfloat16", *WIDE, *FLOAT8}),
-        ({"avx2", "avx512"}, "", "avx512", WIDE | FLOAT8),
+        ({"avx2"}, "", "avx2", {"bfloat16", *FLOAT8}),
+        ({"avx2", "avx512"}, "", "avx512", FLOAT8),
         ({"avx512", "vnni"}, "", "scalar", set()),  # a hypervisor may hide a feature that the others need
         ({"avx2", "avx512", "vnni"}, "", "avx512_vnni", FLOAT8),
         (ZEN_4, "", "avx512_bf16", FLOAT8),
@@ -75,12 +74,12 @@ def test_each_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, mat
 @pytest.mark.parametrize(
     ("features", "wanted", "isa", "matrix"),
     [
-        ({"neon"}, "", "neon", {"bfloat16", *WIDE, *FLOAT8}),
+        ({"neon"}, "", "neon", {"bfloat16", *FLOAT8}),
         ({"neon", "dotprod"}, "", "neon_dotprod", {"bfloat16", *FLOAT8}),
         ({"neon", "dotprod", "bf16"}, "", "neon_dotprod", {"bfloat16", *FLOAT8}),
         ({"neon", "dotprod", "i8mm"}, "", "neon_i8mm", INTEGERS - GRIDS),
         ({"neon", "dotprod", "i8mm", "bf16"}, "", "neon_bf16", {"bfloat16", *INTEGERS} - GRIDS),
-        ({"neon", "dotprod", "i8mm", "bf16"}, "neon", "neon", {"bfloat16", *WIDE, *FLOAT8}),
+        ({"neon", "dotprod", "i8mm", "bf16"}, "neon", "neon", {"bfloat16", *FLOAT8}),
     ],
 )
 def test_each_arm64_cpu_has_its_kernels(features: set[str], wanted: str, isa: str, matrix: set[str]) -> None:

@@ -45,7 +45,7 @@ COMPARE = textwrap.dedent(
     """
     import json, sys, torch
     from pathlib import Path
-    from support.families import prompt, served_cases, stock_model
+    from support.families import case_of, prompt, stock_model
     from moegraft.injection import optimize_and_load
     from moegraft.operators.expert_group import _Link
     from moegraft.operators.structure import SHARED_NAMES

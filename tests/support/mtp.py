@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from moegraft.operators.decode.mtp_layers import add_mtp_layers, with_declared_mtp
+from moegraft.operators.decode.schedule import DraftSchedule
 from support.families import build_model, case_of
 from support.gguf_files import ARCHITECTURES, write_gguf
 
@@ -107,3 +108,18 @@ def by_expert(key: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return [(key, value)]
     base = key.rpartition(".")[0]
     return [(f"{base}.{expert}.{name}.weight", matrix) for name, part in named for expert, matrix in enumerate(part)]
+
+
+class Alternating(DraftSchedule):
+    """Plain steps between drafts, so that layers have more than one state to catch up with."""
+
+    def __init__(self, plain: int, drafted: int) -> None:
+        self._plans = [0] * plain + [drafted]
+        self._rounds = 0
+
+    def plan(self, limit: int) -> int:
+        self._rounds += 1
+        return min(limit, self._plans[self._rounds % len(self._plans)])
+
+    def state(self) -> str:
+        return "alternating"

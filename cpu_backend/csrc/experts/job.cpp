@@ -8,8 +8,6 @@
 namespace moegraft {
 namespace {
 
-// Bytes of a segment's activations; a unit's weights need the remainder of the 1 MiB L2 (EPYC Zen 5).
-constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;
 constexpr int kUnitsPerWorker = 4;  // of the last phase: enough for balance, few enough for long sequential reads
 constexpr int kMaxUnitBlocks = 8;
 

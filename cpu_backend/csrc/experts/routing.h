@@ -72,7 +72,7 @@ class Routing {
   std::vector<Segment> segments_;
 };
 
-constexpr int kMaxTileTokens = 16;  // the largest tile of any kernel
+constexpr int kMaxTileTokens = 32;  // the largest tile of any kernel
 
 // The records of all tokens of a pass, (tokens, words), group by group.
 struct Records {
@@ -84,10 +84,6 @@ struct Records {
 
 // Copies the records of a segment, tile by tile. A tile has as many rows as tokens, or, for the matrix kernel, `tile_rows`.
 void gather_segment(const Records& records, const Pair* pairs, const Tiling& tiling, std::uint32_t* target, int tile_rows = 0);
-
-inline const std::uint32_t* tile_records(const Records& records, const Pair* pairs, Tile tile, const std::uint32_t* gathered) {
-  return tile.tokens == 1 ? records.of(pairs[tile.first].token) : gathered + static_cast<std::size_t>(tile.first) * records.words;
-}
 
 // Transposes a token's record to lanes of 16 groups of columns, the order of rows in the sparse layout; missing groups are zero.
 void transpose_to_lanes(const std::uint32_t* record, int groups, Format format, std::uint32_t* target);

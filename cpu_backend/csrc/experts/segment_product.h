@@ -10,6 +10,9 @@
 
 namespace moegraft {
 
+// Bytes of a segment's activations in front of tiles; a unit's weights need the remainder of the 1 MiB L2 (EPYC Zen 5).
+constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;
+
 class SegmentProduct {
  public:
   // `groups` of 32 columns, `tokens` of at least 1.
@@ -56,12 +59,6 @@ class SegmentProduct {
   void multiply(const std::byte* block, const std::byte* next, bool same_tokens, const std::uint32_t* records, float* out,
                 ExpandedWeights& expanded) const {
     if (by_matrix_) return multiply_part(block, next, same_tokens, records, {0, groups_}, out, expanded);
-    const auto panel = kernels_.panel[static_cast<int>(format_)];
-    if (panel != nullptr && tiling_.count() >= kernels_.panel_tiles[static_cast<int>(format_)]) {
-      const std::size_t bytes = block_bytes(weights_, groups_ * kGroup);
-      return panel({block, records, groups_, tokens_, out, next != nullptr ? next : block + bytes,
-                    next == block ? 0 : static_cast<int>(bytes / 64), &expanded});
-    }
     for (int index = 0; index < tiling_.count(); ++index) {
       const Tile tile = tiling_[index];
       TileArgs args = tile_args(block, weights_, groups_, tile, index, tiling_.count(), next);

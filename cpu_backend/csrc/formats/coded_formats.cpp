@@ -75,24 +75,10 @@ void pack_stored(HalfBlock target, const StoredRowsView& source, int first_row) 
 }
 
 template <class Coded>
-void unpack_stored(HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
-  for (int index = 0; index < cols / Coded::kColumns; ++index) {
-    const std::byte* block = source.block + static_cast<std::size_t>(Derived<Coded>::kBytes) * static_cast<std::size_t>(index);
-    for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
-      const int row = kLanes * source.half + lane;
-      float* values = rows_out + static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(cols) + index * Coded::kColumns;
-      const PackedRow<Coded> packed(block, row);
-      for (int group = 0; group < Derived<Coded>::kGroups; ++group) {
-        GroupCodes codes;
-        const GroupScales scales = packed.group(group, codes);
-        for (int k = 0; k < kGroup; ++k, ++values) {
-          const int part = k / (kGroup / Coded::kParts);
-          const float product = scales.scale[part] * number_of<Coded>(codes[k]);
-          *values = Coded::kMinimum ? product + scales.minimum[part] : product;
-        }
-      }
-    }
-  }
+void decode(const std::byte* block, int row, GroupCodes* codes, GroupScales* scales) {
+  static_assert(Derived<Coded>::kGroups <= kMostBlockGroups);
+  const PackedRow<Coded> packed(block, row);
+  for (int group = 0; group < Derived<Coded>::kGroups; ++group) scales[group] = packed.group(group, codes[group]);
 }
 
 template <class Coded, class = void>
@@ -120,7 +106,7 @@ void make_small(std::uint8_t* block) {
 
 struct StoredPacker {
   void (*pack)(HalfBlock target, const StoredRowsView& source, int first_row);
-  void (*unpack)(HalfBlock source, float* rows_out, int rows, int cols, int first_row);
+  void (*decode)(const std::byte* block, int row, GroupCodes* codes, GroupScales* scales);
   void (*make_small)(std::uint8_t* block);
 };
 struct StoredPackers {
@@ -128,7 +114,7 @@ struct StoredPackers {
 };
 template <class... Formats>
 constexpr StoredPackers packers_of(FormatList<Formats...>) {
-  return {{{pack_stored<Formats>, unpack_stored<Formats>, make_small<Formats>}...}};
+  return {{{pack_stored<Formats>, decode<Formats>, make_small<Formats>}...}};
 }
 constexpr StoredPackers kStoredPackers = packers_of(CodedFormats());
 const StoredPacker& packer_of(WeightType type) { return kStoredPackers.functions[static_cast<int>(type) - kFirstCoded]; }
@@ -144,7 +130,27 @@ void pack_half_block(WeightType type, HalfBlock target, const StoredRowsView& so
 }
 
 void unpack_stored(WeightType type, HalfBlock source, float* rows_out, int rows, int cols, int first_row) {
-  packer_of(type).unpack(source, rows_out, rows, cols, first_row);
+  const CodedFormat& format = coded_format(type);
+  const RecordForm& form = record_form(static_cast<Format>(type));
+  for (int lane = 0; lane < std::min(kLanes, rows - first_row); ++lane) {
+    float* values = rows_out + static_cast<std::size_t>(first_row + lane) * static_cast<std::size_t>(cols);
+    const std::byte* block = source.block;
+    for (int column = 0; column < cols; column += format.columns, block += format.file_bytes * kBlockRows) {
+      GroupCodes codes[kMostBlockGroups];
+      GroupScales scales[kMostBlockGroups];
+      decode_row(type, block, kLanes * source.half + lane, codes, scales);
+      for (int group = 0; group < format.columns / kGroup; ++group)
+        for (int k = 0; k < kGroup; ++k, ++values) {
+          const int part = k / (kGroup / form.parts);
+          const float product = scales[group].scale[part] * number_of(form, codes[group][k]);
+          *values = form.minimum ? product + scales[group].minimum[part] : product;
+        }
+    }
+  }
+}
+
+void decode_row(WeightType type, const std::byte* block, int row, GroupCodes* codes, GroupScales* scales) {
+  packer_of(type).decode(block, row, codes, scales);
 }
 
 void random_blocks(WeightType type, std::uint8_t* blocks, int rows, int cols, unsigned seed) {

@@ -94,17 +94,18 @@ using CodedOf = typename FormatAt<static_cast<int>(Kind) - kFirstCoded, CodedFor
 using CodedIndexes = std::make_integer_sequence<int, kCodedFormats>;
 constexpr Format coded(int index) { return static_cast<Format>(kFirstCoded + index); }
 
-// What the records of activations depend on.
+// What the records of activations depend on, and the numbers that codes mean.
 struct RecordForm {
   int parts;
-  bool float8;
+  bool float8, minimum;
+  int offset;
 };
 struct RecordForms {
   RecordForm of[kCodedFormats];
 };
 template <class... Formats>
 constexpr RecordForms record_forms(FormatList<Formats...>) {
-  return {{{Formats::kParts, kIsFloat8<Formats>}...}};
+  return {{{Formats::kParts, kIsFloat8<Formats>, Formats::kMinimum, Formats::kOffset}...}};
 }
 constexpr RecordForms kRecordForms = record_forms(CodedFormats());
 constexpr const RecordForm& record_form(Format format) { return kRecordForms.of[static_cast<int>(format) - kFirstCoded]; }
@@ -156,10 +157,8 @@ inline int code_at(const std::byte* lines, int row, int kk) {
 }
 
 // The number that an unsigned code means, before the scale.
-template <class Coded>
-inline float number_of(int code) {
-  if constexpr (kIsFloat8<Coded>) return float_from_e4m3(code);
-  else return static_cast<float>(code - Coded::kOffset);
+inline float number_of(const RecordForm& form, int code) {
+  return form.float8 ? float_from_e4m3(code) : static_cast<float>(code - form.offset);
 }
 
 // A row's part of a packed block.

@@ -4,6 +4,7 @@
 // The files of several instruction sets include this, so that everything that generates code is in an anonymous namespace.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/types.h"
@@ -42,6 +43,15 @@ struct CodedFormat {
   GridTable grid;  // zeros where there is none
 };
 const CodedFormat& coded_format(WeightType type);  // of a coded one
+
+using GroupCodes = std::uint8_t[kGroup];
+struct GroupScales {
+  float scale[2];
+  float minimum[2];
+};
+// Of a packed block, the unsigned codes of each of a row's groups, as many as the format's block has, and their scales.
+constexpr int kMostBlockGroups = 8;
+void decode_row(WeightType type, const std::byte* block, int row, GroupCodes* codes, GroupScales* scales);
 
 namespace {
 

@@ -53,11 +53,6 @@ struct Field {
   int bytes;  // 1, 2 or 4
 };
 
-struct GroupScales {
-  float scale[2];
-  float minimum[2];
-};
-
 inline float half_at(const std::uint8_t* bytes) {
   std::uint16_t half;
   std::memcpy(&half, bytes, 2);
@@ -69,8 +64,6 @@ inline float float_at(const std::uint8_t* bytes) {
   std::memcpy(&value, bytes, 4);
   return value;
 }
-
-using GroupCodes = std::uint8_t[kGroup];
 
 // Of 16 bytes whose low halves come first.
 inline void nibbles_of(const std::uint8_t* bytes, GroupCodes& codes) {

@@ -10,7 +10,7 @@ namespace moegraft {
 namespace {
 
 constexpr int kLinearUnitsPerWorker = 8;
-constexpr int kMaxUnitBlocks = 8;
+constexpr int kMaxLinearBlocks = 8;
 constexpr int kPartGroups = 64;  // of the matrix kernel: 2048 columns, which leave room in L2 for a segment of 100 tokens and more
 
 }  // namespace
@@ -28,7 +28,7 @@ LinearJob::LinearJob(const Kernels& kernels, std::vector<const PackedLinear*> li
       unit_ends_(linears_.size()) {
   int blocks = 0;
   for (const PackedLinear* linear : linears_) blocks += linear->blocks();
-  unit_blocks_ = std::clamp(blocks / (workers_ * kLinearUnitsPerWorker), 1, kMaxUnitBlocks);
+  unit_blocks_ = std::clamp(blocks / (workers_ * kLinearUnitsPerWorker), 1, kMaxLinearBlocks);
   for (std::size_t i = 0; i < linears_.size(); ++i) unit_ends_[i] = units_ += (linears_[i]->blocks() + unit_blocks_ - 1) / unit_blocks_;
 }
 

@@ -13,9 +13,9 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kVectors = 4;
   static constexpr int kFloatTokens = 6;    // for half a block: 12 sums, 2 weights and a broadcast in 16 registers
-  // For half a block: 8 integer sums in registers; float sums are loaded and stored once per group.
-  static constexpr int kByteTokens = 4, kIntegerTokens = 4;
-  static constexpr int kUnrolledByteTokens = 1, kUnrolledTokens = 1;  // Q4_K takes 1.2 of the time otherwise (EPYC Zen 4)
+  static constexpr bool kSignedBytes = true, kAddsShorts = true;
+  static constexpr int kFewTokens = 2;  // with 2, sums in memory take 1.15 of the time (Sapphire Rapids)
+  static constexpr int kUnrolledByteTokens = 1, kUnrolledTokens = 1;
   static constexpr int kWholeTokens = 1;  // a single token reads each line once, in order
   static constexpr int kDotRows = 2;  // by 4 tokens, for half the lanes: 8 sums and 2 rows
   static constexpr int kDotTokens = 4;
@@ -166,12 +166,20 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
   }
 
-  // vpmaddubsw would saturate, since 2 * 255 * 127 does not fit 16 bits: even and odd bytes are widened and multiplied separately.
+  // The sparse layout's. vpmaddubsw would saturate, since 2 * 255 * 127 does not fit 16 bits: even and odd bytes are widened and multiplied
+  // separately.
   static I dot_int8(I sum, I weights, I codes) {
     const I even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8));
     const I odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(codes, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
   }
+  // Sums of two products of an unsigned byte and a signed one, in 16 bits.
+  static I mul_bytes(I weights, I codes) { return _mm256_maddubs_epi16(weights, codes); }
+  static I add_shorts(I a, I b) { return _mm256_add_epi16(a, b); }
+  static I add_pairs(I sum, I shorts) { return _mm256_add_epi32(sum, _mm256_madd_epi16(shorts, _mm256_set1_epi16(1))); }
+  static I abs_bytes(I x) { return _mm256_abs_epi8(x); }
+  // Of signed bytes, of which `magnitudes` are the absolute values, up to 128: 2 * 128 * 127 fits 16 bits.
+  static I dot_signed(I sum, I magnitudes, I weights, I codes) { return dot_small(sum, magnitudes, _mm256_sign_epi8(codes, weights)); }
   // Of codes up to kMostSmallCode.
   static I dot_small(I sum, I weights, I codes) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, codes), _mm256_set1_epi16(1)));
@@ -180,8 +188,8 @@ struct Avx2 {
 
 Kernels make() {
   Kernels kernels = vector_kernels<Avx2>("avx2");
-  // In bfloat16 0.89 of the tiles' time at 12 tokens and 0.77 at 32, in int8 0.97 at 32 (EPYC Zen 5).
-  kernels.matrix = float_matrix_kernels<Avx2>(12, 32, 12);
+  // In bfloat16 0.89 of the tiles' time at 12 tokens and 0.77 at 32 (EPYC Zen 5); tiles of int8 take 0.75 of its time (Sapphire Rapids).
+  kernels.matrix = float_matrix_kernels<Avx2, 12, kNeverMatrix, 12>();
   return kernels;
 }
 

@@ -8,27 +8,16 @@ namespace {
 
 struct Avx512 : Avx512Base {
   static constexpr bool kHasBf16 = false;
-  // The products below need registers of their own. Together with the loops over columns, 0.6 to 1.05 of the time of tiles of 6; at 5 and 6
-  // tokens, Q6_K, Q3_K, Q5_K and MXFP4 take up to 1.14 (EPYC Zen 4).
-  static constexpr int kByteTokens = 4, kIntegerTokens = 4;
-  static constexpr int kUnrolledByteTokens = 2;
-  static constexpr float kDenseDots = kNeverDense;  // int8 takes 1.05 of the time without a threshold
-  // vpmaddubsw would saturate, since 2 * 255 * 127 does not fit 16 bits: even and odd bytes are widened and multiplied separately.
-  static I dot_int8(I sum, I weights, I codes) {
-    const I even = _mm512_madd_epi16(_mm512_and_si512(weights, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8));
-    const I odd = _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), _mm512_srai_epi16(codes, 8));
-    return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
-  }
-  // Of codes up to kMostSmallCode.
-  static I dot_small(I sum, I weights, I codes) {
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(weights, codes), _mm512_set1_epi16(1)));
-  }
+  static constexpr float kDenseDots = kNeverDense;  // of no format here
 };
 
+// Products of integers are AVX2's, as a copy in twice the width costs seconds to compile for Skylake-SP and its relatives alone. From the
+// second-level cache, int4 takes 1.6 of the time with 1 and 4 tokens and 1.25 with 32, and int8 1.3 (Sapphire Rapids without VNNI).
 Kernels make() {
-  Kernels kernels = vector_kernels<Avx512>("avx512");
-  // In int8 0.89 of the tiles' time at 13 tokens and 0.77 at 32 (EPYC Zen 5).
-  kernels.matrix = float_matrix_kernels<Avx512>(kNeverMatrix, 13, 13);
+  Kernels kernels = avx2_kernels();
+  kernels.isa = "avx512";
+  add_float_products<Avx512>(kernels);
+  kernels.matrix = float_matrix_kernels<Avx512, kNeverMatrix, kNeverMatrix, 13>();
   return kernels;
 }
 

@@ -1,5 +1,5 @@
-// AVX-512 with VNNI, BF16 and VBMI: Zen 4 and 5, Sapphire Rapids. FP8 by tables of the lower and of the upper bytes in bfloat16, which
-// replace the arithmetic of avx512_bf16.cpp.
+// AVX-512 with VNNI, BF16 and VBMI: Zen 4 and 5, Sapphire Rapids. The products of FP8 in bfloat16, whose bytes are looked up in tables of
+// the lower and of the upper ones.
 #include "simd/avx512_traits.h"
 #include "simd/vector_matrix.h"
 
@@ -29,6 +29,7 @@ struct Avx512Bf16Vbmi : Avx512Base {
   static F dot_bf16(F sum, I weights, I values) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(values));
   }
+  // The bytes of each word, E4M3 floats, in bfloat16: two of them in a word of `first`, and the next two in one of `second`.
   static void float8_pairs(I codes, I& first, I& second) {
     const I lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const I first_order = _mm512_add_epi8(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x04040404)), _mm512_set1_epi32(0x41014000));

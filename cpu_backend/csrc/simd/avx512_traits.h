@@ -15,9 +15,9 @@ struct Avx512Base {
   static constexpr int kWidth = 16;
   static constexpr int kVectors = 2;
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
-  // By 2 vectors; the float sums are loaded and stored once per group. 5 and 6 tokens in two tiles take 1.05 to 1.2 of the time in one, 7
-  // and 8 as long; codes of 8 bits, which are twice the bytes to read again, 1.1 (EPYC Zen 4).
-  static constexpr int kByteTokens = 8, kIntegerTokens = 6;
+  static constexpr bool kSignedBytes = false, kAddsShorts = false;
+  // With 2, 4 and 6 tokens, and 8 of bytes, sums in memory take 1.05 to 1.15 of the time (Sapphire Rapids).
+  static constexpr int kFewTokens = 6;
   // Of nibbles from L2, 1 and 2 tokens take 1.1 of the time otherwise, and of bytes up to 8 tokens 1.1 to 1.4 (EPYC Zen 4).
   static constexpr int kUnrolledByteTokens = 8, kUnrolledTokens = 2;
   static constexpr int kWholeTokens = 12;

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "simd/avx512_traits.h"
-#include "simd/vector_panels.h"
+#include "simd/vector_tiles.h"
 
 namespace moegraft {
 namespace {
@@ -369,24 +369,24 @@ MOEGRAFT_INLINE std::enable_if_t<kHasEightLevels<Coded>> expand(const std::byte*
   for (int group = 0; group < kTogether; ++group) expand_one(PackedGroup<Coded>{block, first + group}, outs[group]);
 }
 
-struct ToPanel {
-  PanelGroup& group;
+struct ToMemory {
+  ExpandedGroup& group;
   MOEGRAFT_INLINE void codes(int word, int half, I codes) const { _mm512_store_si512(&group.codes[word][half * kLanes], codes); }
   MOEGRAFT_INLINE void scale(int part, int half, F scale) const { _mm512_storeu_ps(&group.scale[part][half * kLanes], scale); }
 };
 
 template <class Coded>
 struct GridExpansion<Avx512Vbmi, Coded, std::enable_if_t<kHasThreeLevels<Coded> || kHasEightLevels<Coded>>> {
-  static void expand(const std::byte* block, int first, int count, PanelGroup* out) {
-    static_assert(Derived<Coded>::kGroups % kPanelGroups == 0 && kPanelGroups % kTogether == 0, "a panel has all groups of a block");
-    for (int group = 0; group < count; group += kTogether) {
-      ToPanel to[kTogether] = {{out[group]}, {out[group + 1]}};
-      moegraft::expand<Coded>(block, first + group, to);
+  static void expand(const std::byte* block, ExpandedGroup* out) {
+    static_assert(kGridGroups % kTogether == 0);
+    for (int group = 0; group < kGridGroups; group += kTogether) {
+      ToMemory to[kTogether] = {{out[group]}, {out[group + 1]}};
+      moegraft::expand<Coded>(block, group, to);
     }
   }
 };
 
-// A tile of one token multiplies codes where they are expanded: a panel in memory would take longer than the products.
+// A tile of one token multiplies codes where they are expanded: to store and load them would take longer than the products.
 template <Format Kind>
 struct ToDots {
   const std::uint32_t* words;  // a record's, of this group
@@ -406,7 +406,7 @@ template <Format Kind>
 void grid_tile(const TileArgs& args) {
   using Coded = CodedOf<Kind>;
   using T = Avx512Base;
-  if (args.tokens > 1) return panel_tile<Avx512Vbmi, Kind>(args);
+  if (args.tokens > 1) return tile_grid<Avx512Vbmi, Kind>(args);
   F sums[1][2] = {};
   for (int group = 0; group < args.groups; group += kTogether) {
     const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
@@ -436,7 +436,6 @@ void replace(Kernels& kernels, std::integer_sequence<int, Index...>) {
     constexpr Format kKind = coded(decltype(index)::value);
     if constexpr (kHasThreeLevels<CodedOf<kKind>> || kHasEightLevels<CodedOf<kKind>>) {
       kernels.tile[static_cast<int>(kKind)] = grid_tile<kKind>;
-      kernels.panel[static_cast<int>(kKind)] = panel<Avx512Vbmi, kKind>;
     }
   };
   (add(std::integral_constant<int, Index>()), ...);

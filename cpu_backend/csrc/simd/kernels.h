@@ -43,18 +43,6 @@ struct ExpandedWeights {
   int first = 0;  // where they begin, in the kernel's own units
 };
 
-// A block times the tiles of a segment.
-struct PanelArgs {
-  const std::byte* block;
-  const std::uint32_t* records;  // the tiles', one after the other, each as in TileArgs
-  int groups;
-  int tokens;  // of all tiles, over which they are spread evenly
-  float* out;  // (tokens, 32)
-  const std::byte* ahead;  // the bytes to read next, of which `ahead_lines` lines are prefetched meanwhile
-  int ahead_lines;
-  ExpandedWeights* expanded;
-};
-
 // A block times all tokens of a segment.
 struct MatrixArgs {
   const std::byte* block;  // one block of 32 rows, or a part of it that begins with a multiple of 256 columns
@@ -215,6 +203,9 @@ struct SparseKernels {
   // neurons = weight * neurons * (clamp(up + bias) + offset), or weight * neurons when ungated; zero where the threshold is not reached.
   void (*finish)(const NeuronsArgs& args);
 };
+
+// Kernels are compiled for 1, 2, 4 and further even numbers of rows or tokens. Where there is one less, the last is computed twice.
+constexpr int fewer(int rows) { return rows > 2 ? rows - 2 : 1; }
 
 // Plain loops, compiled in the file of every instruction set.
 namespace {
@@ -390,9 +381,6 @@ struct Kernels {
   int max_tokens[kFormats];
   // out = block times records, accumulated in float32; the result for a token does not depend on the other tokens of the tile.
   void (*tile[kFormats])(const TileArgs& args);
-  // The same for at least `panel_tiles` tiles, to the last bit; null where it is not faster.
-  void (*panel[kFormats])(const PanelArgs& args);
-  int panel_tiles[kFormats];
   // Writes the record of `groups` * 32 floats; group g begins at words[g * stride].
   void (*encode[kFormats])(const float* values, int groups, std::uint32_t* words, std::size_t stride);
   void (*gate)(const GateArgs& args);

@@ -9,7 +9,7 @@ namespace {
 Kernels make() {
   Kernels kernels = vector_kernels<Neon>("neon");
   // AVX2's numbers of tokens, whose tiles have the same sizes; not measured.
-  kernels.matrix = float_matrix_kernels<Neon>(12, 32, 12);
+  kernels.matrix = float_matrix_kernels<Neon, 12, 32, 12>();
   return kernels;
 }
 

@@ -11,7 +11,7 @@ Kernels make() {
   kernels.isa = "neon_dotprod";
   add_integer_products<Neon>(kernels);
   // Five products of integers by the instruction, four in float32: codes of 8 bits have no matrix kernel.
-  kernels.matrix = float_matrix_kernels<Neon>(12, kNeverMatrix, 12);
+  kernels.matrix = float_matrix_kernels<Neon, 12, kNeverMatrix, 12>();
   return kernels;
 }
 

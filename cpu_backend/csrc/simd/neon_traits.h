@@ -28,9 +28,8 @@ struct Neon {
   static constexpr int kWidth = 8;
   static constexpr int kVectors = 4;
   static constexpr int kFloatTokens = 6;    // for half a block: 24 sums, 4 weights and a broadcast in 32 registers
-  // For half a block: 16 integer sums; float sums are loaded and stored once per group.
-  static constexpr int kByteTokens = 4, kIntegerTokens = 4;
-  static constexpr int kUnrolledByteTokens = 1, kUnrolledTokens = 1;
+  static constexpr bool kSignedBytes = false, kAddsShorts = false;
+  static constexpr int kFewTokens = 1, kUnrolledByteTokens = 1, kUnrolledTokens = 1;
   static constexpr int kWholeTokens = 1;    // a single token reads each line once, in order
   static constexpr int kDotRows = 2;        // by 4 tokens, for half the lanes
   static constexpr int kDotTokens = 4;

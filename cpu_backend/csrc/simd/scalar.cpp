@@ -51,52 +51,43 @@ void tile_float(const TileArgs& args) {
   }
 }
 
-template <Format F>
-void tile_float8(const TileArgs& args) {
-  using Coded = CodedOf<F>;
-  for (int token = 0; token < args.tokens; ++token) {
-    float sums[kBlockRows] = {};
-    for (int group = 0; group < args.groups; ++group) {
-      const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-      const int index = group % Derived<Coded>::kGroups;
-      const std::uint32_t* words = group_words(args, F, group, token);
-      for (int row = 0; row < kBlockRows; ++row) {
-        GroupCodes weights;
-        const float scale = PackedRow<Coded>(block, row).group(index, weights).scale[0];
-        for (int k = 0; k < kGroup; ++k) sums[row] += number_of<Coded>(weights[k]) * scale * float_from_bits(words[k]);
+void tile_codes(const TileArgs& args, Format format) {
+  const WeightType type = weights_of(format);
+  const CodedFormat& coded = coded_format(type);
+  const RecordForm& form = record_form(format);
+  const int groups = coded.columns / kGroup, columns = kGroup / form.parts;
+  std::memset(args.out, 0, sizeof(float) * kBlockRows * args.tokens);
+  const std::byte* block = args.block;
+  for (int first = 0; first < args.groups; first += groups, block += coded.file_bytes * kBlockRows) {
+    for (int row = 0; row < kBlockRows; ++row) {
+      GroupCodes weights[kMostBlockGroups];
+      GroupScales scales[kMostBlockGroups];
+      decode_row(type, block, row, weights, scales);
+      for (int index = 0; index < groups * args.tokens; ++index) {
+        const int group = index / args.tokens, token = index % args.tokens;
+        const std::uint32_t* words = group_words(args, format, first + group, token);
+        float& sum = args.out[token * kBlockRows + row];
+        if (form.float8) {
+          for (int k = 0; k < kGroup; ++k) sum += number_of(form, weights[group][k]) * scales[group].scale[0] * float_from_bits(words[k]);
+          continue;
+        }
+        const float share = float_from_bits(words[0]);
+        std::int8_t codes[kGroup];
+        std::memcpy(codes, words + first_code_word(format), kGroup);
+        for (int part = 0; part < form.parts; ++part) {
+          int dot = 0;
+          for (int k = part * columns; k < (part + 1) * columns; ++k) dot += (weights[group][k] - form.offset) * codes[k];
+          if (form.minimum) sum += scales[group].minimum[part] * float_from_bits(words[1 + part]);
+          sum += static_cast<float>(dot) * (scales[group].scale[part] * share);
+        }
       }
     }
-    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
   }
 }
 
 template <Format F>
 void tile_coded(const TileArgs& args) {
-  using Coded = CodedOf<F>;
-  if constexpr (kIsFloat8<Coded>) return tile_float8<F>(args);
-  for (int token = 0; token < args.tokens; ++token) {
-    float sums[kBlockRows] = {};
-    for (int group = 0; group < args.groups; ++group) {
-      const std::byte* block = args.block + static_cast<std::size_t>(group / Derived<Coded>::kGroups) * Derived<Coded>::kBytes;
-      const int index = group % Derived<Coded>::kGroups;
-      const std::uint32_t* words = group_words(args, F, group, token);
-      const float share = float_from_bits(words[0]);
-      std::int8_t codes[kGroup];
-      std::memcpy(codes, words + first_code_word(F), kGroup);
-      for (int row = 0; row < kBlockRows; ++row) {
-        GroupCodes weights;
-        const GroupScales scales = PackedRow<Coded>(block, row).group(index, weights);
-        for (int part = 0; part < Coded::kParts; ++part) {
-          constexpr int kColumns = kGroup / Coded::kParts;
-          int dot = 0;
-          for (int k = part * kColumns; k < (part + 1) * kColumns; ++k) dot += (weights[k] - Coded::kOffset) * codes[k];
-          if (Coded::kMinimum) sums[row] += scales.minimum[part] * float_from_bits(words[1 + part]);
-          sums[row] += static_cast<float>(dot) * (scales.scale[part] * share);
-        }
-      }
-    }
-    std::memcpy(args.out + token * kBlockRows, sums, sizeof sums);
-  }
+  tile_codes(args, F);
 }
 
 void encode_float(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
@@ -112,9 +103,8 @@ void encode_bf16(const float* values, int groups, std::uint32_t* words, std::siz
   }
 }
 
-template <Format F>
-void encode_coded(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
-  using Coded = CodedOf<F>;
+void encode_codes(const float* values, int groups, std::uint32_t* words, std::size_t stride, Format format) {
+  const RecordForm& form = record_form(format);
   for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     float largest = 0.0f;
     bool finite = true;
@@ -130,14 +120,19 @@ void encode_coded(const float* values, int groups, std::uint32_t* words, std::si
     int sums[2] = {};  // of the codes of each part
     for (int k = 0; k < kGroup; ++k) {
       codes[k] = codable ? static_cast<std::int8_t>(std::nearbyintf(values[k] * inverse)) : std::int8_t{0};
-      sums[k / (kGroup / Coded::kParts)] += codes[k];
+      sums[k / (kGroup / form.parts)] += codes[k];
     }
     words[0] = bits_from_float(scale);
-    for (int part = 0; part < Coded::kParts; ++part)
-      words[1 + part] = Coded::kMinimum ? bits_from_float(scale * static_cast<float>(sums[part]))
-                                        : static_cast<std::uint32_t>(-Coded::kOffset * sums[part]);
-    std::memcpy(words + first_code_word(F), codes, kGroup);
+    for (int part = 0; part < form.parts; ++part)
+      words[1 + part] =
+          form.minimum ? bits_from_float(scale * static_cast<float>(sums[part])) : static_cast<std::uint32_t>(-form.offset * sums[part]);
+    std::memcpy(words + first_code_word(format), codes, kGroup);
   }
+}
+
+template <Format F>
+void encode_coded(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  encode_codes(values, groups, words, stride, F);
 }
 
 float activate(Activation activation, float alpha, float x) {

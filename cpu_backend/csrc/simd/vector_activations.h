@@ -25,9 +25,8 @@ void encode_bf16(const float* values, int groups, std::uint32_t* words, std::siz
 
 // Encodes a group as int8 codes and its scale, with the scalar version's rounding to the nearest even. A group that is not finite gets a
 // scale of NaN.
-template <class T, Format Kind>
-void encode_coded(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
-  using Coded = CodedOf<Kind>;
+template <class T, int Parts, bool Minimum>
+__attribute__((noinline)) void encode_codes(const float* values, int groups, std::uint32_t* words, std::size_t stride, int offset) {
   for (int group = 0; group < groups; ++group, values += kGroup, words += stride) {
     typename T::F most = T::zero();
     bool finite = true;
@@ -45,20 +44,26 @@ void encode_coded(const float* values, int groups, std::uint32_t* words, std::si
       const typename T::F value = codable ? T::load(values + i) : T::zero();
       const typename T::I code = T::round_to_int(T::mul(value, inverse));
       sums[i / 16] = T::add_int(sums[i / 16], code);
-      T::store_int8(reinterpret_cast<std::int8_t*>(words + first_code_word(Kind)) + i, code);
+      T::store_int8(reinterpret_cast<std::int8_t*>(words + 1 + Parts) + i, code);
     }
     std::memcpy(words, &scale, 4);
-    for (int part = 0; part < Coded::kParts; ++part) {
-      const int sum = T::reduce_add(Coded::kParts == 2 ? sums[part] : T::add_int(sums[0], sums[1]));
-      if constexpr (Coded::kMinimum) {
+    for (int part = 0; part < Parts; ++part) {
+      const int sum = T::reduce_add(Parts == 2 ? sums[part] : T::add_int(sums[0], sums[1]));
+      if constexpr (Minimum) {
         const float total = scale * static_cast<float>(sum);
         std::memcpy(words + 1 + part, &total, 4);
       } else {
-        const std::int32_t correction = -Coded::kOffset * sum;
+        const std::int32_t correction = -offset * sum;
         std::memcpy(words + 1 + part, &correction, 4);
       }
     }
   }
+}
+
+template <class T, Format Kind>
+void encode_coded(const float* values, int groups, std::uint32_t* words, std::size_t stride) {
+  using Coded = CodedOf<Kind>;
+  encode_codes<T, Coded::kParts, Coded::kMinimum>(values, groups, words, stride, Coded::kOffset);
 }
 
 // e^x as 2^n times a polynomial on [-ln2/2, ln2/2]; the relative error is about 1e-7. Overflows to infinity, underflows to 0, keeps NaN.

@@ -33,8 +33,18 @@ inline float element_as_float(const std::byte* p) {
   }
 }
 
+// The rows of a function for N, of which the last may be missing.
+template <int N>
+struct RowIndexes {
+  int of[N];
+  explicit RowIndexes(int rows) {
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) of[r] = r < rows ? r : rows - 1;
+  }
+};
+
 template <class T, ActivationType Type, int N>
-inline void score_key(const ScoreArgs& args, const std::byte* key, float* scores) {
+inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const std::byte* key, float* scores) {
   using F = typename T::F;
   constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
   constexpr int kPadded = (N + 3) / 4 * 4;
@@ -46,49 +56,50 @@ inline void score_key(const ScoreArgs& args, const std::byte* key, float* scores
     for (; d + 2 * T::kWidth <= args.dim; d += 2 * T::kWidth) {
       const typename T::I pairs = T::load_int(key + kBytes * d);
 #pragma GCC unroll 8
-      for (int r = 0; r < N; ++r) sums[r] = T::dot_bf16(sums[r], pairs, T::load_int(args.halves + r * args.query_stride + d));
+      for (int r = 0; r < N; ++r) sums[r] = T::dot_bf16(sums[r], pairs, T::load_int(args.halves + rows.of[r] * args.query_stride + d));
     }
   }
   for (; d + T::kWidth <= args.dim; d += T::kWidth) {
     const F columns = load_as_float<T, Type>(key + kBytes * d);
 #pragma GCC unroll 8
-    for (int r = 0; r < N; ++r) sums[r] = T::fma(columns, T::load(args.query + r * args.query_stride + d), sums[r]);
+    for (int r = 0; r < N; ++r) sums[r] = T::fma(columns, T::load(args.query + rows.of[r] * args.query_stride + d), sums[r]);
   }
 #pragma GCC unroll 2
   for (int r = 0; r < kPadded; r += 4) T::store_four_sums(scores + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
   for (; d < args.dim; ++d) {
     const float column = element_as_float<Type>(key + kBytes * d);
-    for (int r = 0; r < N; ++r) scores[r] += column * args.query[r * args.query_stride + d];
+    for (int r = 0; r < N; ++r) scores[r] += column * args.query[rows.of[r] * args.query_stride + d];
   }
 }
 
 template <class T, ActivationType Type, int N = kAttentionRows>
 void score(const ScoreArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows < N) return score<T, Type, N - 1>(args);
+    if (args.rows <= fewer(N)) return score<T, Type, fewer(N)>(args);
   }
+  const RowIndexes<N> rows(args.rows);
   alignas(64) float scores[kAttentionRows];
   const std::byte *key = args.keys, *ahead = args.ahead;
   for (int j = 0; j < args.count; ++j, key += args.key_bytes, ahead += args.key_bytes) {
     // 16 keys ahead covers the latency of memory. The rows of one head may be too far apart for the hardware prefetcher.
     const int line = 64 / (Type == ActivationType::kFloat32 ? 4 : 2);
     for (int d = 0; d < args.dim; d += line) __builtin_prefetch(ahead + d * (64 / line), 0, 3);
-    score_key<T, Type, N>(args, key, scores);
+    score_key<T, Type, N>(args, rows, key, scores);
 #pragma GCC unroll 8
-    for (int r = 0; r < N; ++r) args.scores[r * args.score_stride + j] = scores[r];
+    for (int r = 0; r < N; ++r) args.scores[rows.of[r] * args.score_stride + j] = scores[r];
   }
 }
 
 // Adds the weighted values to V vectors of columns from d on; the sums of all rows stay in registers while the values are read.
 template <class T, ActivationType Type, int N, int V>
-inline void mix_columns(const MixArgs& args, int d) {
+inline void mix_columns(const MixArgs& args, const RowIndexes<N>& rows, int d) {
   using F = typename T::F;
   constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
   F sums[N][V];
 #pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) sums[r][v] = T::load(args.sums + r * args.sum_stride + d + v * T::kWidth);
+    for (int v = 0; v < V; ++v) sums[r][v] = T::load(args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth);
   const std::byte* value = args.values + kBytes * d;
   for (int j = 0; j < args.count; ++j, value += args.value_bytes) {
     F columns[V];
@@ -96,7 +107,7 @@ inline void mix_columns(const MixArgs& args, int d) {
     for (int v = 0; v < V; ++v) columns[v] = load_as_float<T, Type>(value + kBytes * v * T::kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) {
-      const F share = T::set(args.shares[r * args.share_stride + j]);
+      const F share = T::set(args.shares[rows.of[r] * args.share_stride + j]);
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) sums[r][v] = T::fma(columns[v], share, sums[r][v]);
     }
@@ -104,23 +115,24 @@ inline void mix_columns(const MixArgs& args, int d) {
 #pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) T::store(args.sums + r * args.sum_stride + d + v * T::kWidth, sums[r][v]);
+    for (int v = 0; v < V; ++v) T::store(args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth, sums[r][v]);
 }
 
 template <class T, ActivationType Type, int N = kAttentionRows>
 void mix(const MixArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows < N) return mix<T, Type, N - 1>(args);
+    if (args.rows <= fewer(N)) return mix<T, Type, fewer(N)>(args);
   }
   constexpr int V = T::kWidth == 16 ? 2 : 1;  // 16 sums in 32 registers, 8 in 16
+  const RowIndexes<N> rows(args.rows);
   int d = 0;
-  for (; d + V * T::kWidth <= args.dim; d += V * T::kWidth) mix_columns<T, Type, N, V>(args, d);
-  for (; d + T::kWidth <= args.dim; d += T::kWidth) mix_columns<T, Type, N, 1>(args, d);
+  for (; d + V * T::kWidth <= args.dim; d += V * T::kWidth) mix_columns<T, Type, N, V>(args, rows, d);
+  for (; d + T::kWidth <= args.dim; d += T::kWidth) mix_columns<T, Type, N, 1>(args, rows, d);
   constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
   for (; d < args.dim; ++d)
     for (int j = 0; j < args.count; ++j) {
       const float column = element_as_float<Type>(args.values + j * args.value_bytes + kBytes * d);
-      for (int r = 0; r < N; ++r) args.sums[r * args.sum_stride + d] += args.shares[r * args.share_stride + j] * column;
+      for (int r = 0; r < args.rows; ++r) args.sums[r * args.sum_stride + d] += args.shares[r * args.share_stride + j] * column;
     }
 }
 
@@ -136,11 +148,12 @@ inline typename T::I broadcast_pair(const std::uint16_t* p) {
 template <class T, int N = kAttentionRows>
 void score_pairs(const ScoreArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows < N) return score_pairs<T, N - 1>(args);
+    if (args.rows <= fewer(N)) return score_pairs<T, fewer(N)>(args);
   }
   using F = typename T::F;
   using I = typename T::I;
   constexpr int W = T::kWidth;
+  const RowIndexes<N> rows(args.rows);
   for (int j = 0; j < args.count; j += W) {
     const int keys = args.count - j < W ? args.count - j : W;
     const std::byte* const key = args.keys + j * args.key_bytes;
@@ -161,10 +174,11 @@ void score_pairs(const ScoreArgs& args) {
 #pragma GCC unroll 16
       for (int k = 0; k < W; ++k)
 #pragma GCC unroll 8
-        for (int r = 0; r < N; ++r) sums[r] = T::dot_bf16(sums[r], words[k], broadcast_pair<T>(query + r * args.query_stride + 2 * k));
+        for (int r = 0; r < N; ++r)
+          sums[r] = T::dot_bf16(sums[r], words[k], broadcast_pair<T>(query + rows.of[r] * args.query_stride + 2 * k));
     }
     for (int r = 0; r < N; ++r) {
-      float* const scores = args.scores + r * args.score_stride + j;
+      float* const scores = args.scores + rows.of[r] * args.score_stride + j;
       if (keys == W) {
         T::store(scores, sums[r]);
         continue;
@@ -180,14 +194,15 @@ void score_pairs(const ScoreArgs& args) {
 template <class T, int N = kAttentionRows>
 void mix_pairs(const MixArgs& args) {
   if constexpr (N > 1) {
-    if (args.rows < N) return mix_pairs<T, N - 1>(args);
+    if (args.rows <= fewer(N)) return mix_pairs<T, fewer(N)>(args);
   }
   using F = typename T::F;
   using I = typename T::I;
   constexpr int W = T::kWidth;
+  const RowIndexes<N> rows(args.rows);
   alignas(64) std::uint16_t shares[N][kPairKeys];
   for (int r = 0; r < N; ++r) {
-    const float* row = args.shares + r * args.share_stride;
+    const float* row = args.shares + rows.of[r] * args.share_stride;
     int j = 0;
     for (; j + W <= args.count; j += W) T::store_bf16(shares[r] + j, T::load(row + j));
     if (j == args.count) continue;
@@ -199,7 +214,7 @@ void mix_pairs(const MixArgs& args) {
     F first[N], second[N];
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) {
-      const float* sums = args.sums + r * args.sum_stride + d;
+      const float* sums = args.sums + rows.of[r] * args.sum_stride + d;
       first[r] = T::load(sums);
       second[r] = T::load(sums + W);
       T::split(first[r], second[r]);
@@ -221,7 +236,7 @@ void mix_pairs(const MixArgs& args) {
     }
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) {
-      float* sums = args.sums + r * args.sum_stride + d;
+      float* sums = args.sums + rows.of[r] * args.sum_stride + d;
       T::join(first[r], second[r]);
       T::store(sums, first[r]);
       T::store(sums + W, second[r]);

@@ -15,7 +15,6 @@
 #include "simd/kernels.h"
 #include "simd/vector_activations.h"
 #include "simd/vector_attention.h"
-#include "simd/vector_panels.h"
 #include "simd/vector_sparse.h"
 #include "simd/vector_tiles.h"
 
@@ -26,8 +25,7 @@ template <class T, Format Kind, int V, int N>
 inline void tile_part(const TileArgs& args, int first_vector) {
   if constexpr (Kind == Format::kFloat32 || Kind == Format::kFloat16) tile_columns<T, Kind, V, N>(args, first_vector);
   else if constexpr (Kind == Format::kBFloat16 || Kind == Format::kBFloat16Dot) tile_pairs<T, Kind, V, N>(args, first_vector);
-  else if constexpr (kIsFloat8<CodedOf<Kind>>) tile_float8<T, V, N>(args, kFloat8Blocks<CodedOf<Kind>>, first_vector);
-  else tile_coded<T, Kind, V, N>(args, first_vector);
+  else tile_float8<T, V, N>(args, kFloat8Blocks<CodedOf<Kind>>, first_vector);
 }
 
 template <class T, Format Kind, int N>
@@ -36,14 +34,14 @@ void tile_of(const TileArgs& args) {
   for (int first = 0; first < T::kVectors; first += V) tile_part<T, Kind, V, N>(args, first);
 }
 
-// Calls the tile that is compiled for exactly this number of tokens.
+// Calls the tile that is compiled for this number of tokens, or for one more.
 template <class T, Format Kind, int N = tile_limit<T, Kind>()>
 void tile(const TileArgs& args) {
   if constexpr (N == 1) {
     tile_of<T, Kind, 1>(args);
   } else {
-    if (args.tokens == N) return tile_of<T, Kind, N>(args);
-    tile<T, Kind, N - 1>(args);
+    if (args.tokens > fewer(N)) return tile_of<T, Kind, N>(args);
+    tile<T, Kind, fewer(N)>(args);
   }
 }
 
@@ -51,17 +49,17 @@ template <class T, Format... Kinds>
 void add_floats(Kernels& kernels) {
   ((kernels.max_tokens[static_cast<int>(Kinds)] = T::kFloatTokens), ...);
   ((kernels.tile[static_cast<int>(Kinds)] = tile<T, Kinds>), ...);
-  ((kernels.encode[static_cast<int>(Kinds)] = Kinds == Format::kBFloat16Dot ? encode_bf16<T> : encode_float), ...);
 }
 
-// The least number of tiles that a panel is faster for. Of some formats, expanding the codes twice takes less time than storing and loading
-// them, with 512 bits and VNNI (EPYC Zen 4); other instruction sets were not measured. Those with one part were measured with tiles of up
-// to 8 tokens, where two were enough: three of up to 6 keep about the same number of tokens, and were not measured.
-template <class T, class Coded>
-constexpr int least_panel_tiles() {
-  constexpr bool kExpandsFast =
-      std::is_same_v<Coded, Q6K> || std::is_same_v<Coded, Q3K> || std::is_same_v<Coded, Q50> || std::is_same_v<Coded, Nvfp4>;
-  return T::kWidth == 16 && (kExpandsFast || (Coded::kParts == 1 && !kIsGrid<Coded>)) ? 3 : 2;
+template <class T, int... I>
+void add_encodings(Kernels& kernels, std::integer_sequence<int, I...>) {
+  for (auto& encode : kernels.encode) encode = encode_float;
+  kernels.encode[static_cast<int>(Format::kBFloat16Dot)] = encode_bf16<T>;
+  const auto add = [&](auto index) {
+    constexpr Format kKind = coded(decltype(index)::value);
+    if constexpr (has_codes(kKind)) kernels.encode[static_cast<int>(kKind)] = encode_coded<T, kKind>;
+  };
+  (add(std::integral_constant<int, I>()), ...);
 }
 
 // Coded formats whose products are of integers, or the others.
@@ -72,11 +70,11 @@ void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
     constexpr int kIndex = static_cast<int>(kKind);
     if constexpr (has_codes(kKind) == Integers) {
       kernels.max_tokens[kIndex] = tile_limit<T, kKind>();
-      if constexpr (kIsGrid<CodedOf<kKind>>) kernels.tile[kIndex] = panel_tile<T, kKind>;
-      else kernels.tile[kIndex] = tile<T, kKind>;
-      if constexpr (needs_panel<kKind>()) kernels.panel[kIndex] = panel<T, kKind>;
-      kernels.panel_tiles[kIndex] = least_panel_tiles<T, CodedOf<kKind>>();
-      kernels.encode[kIndex] = Integers ? encode_coded<T, kKind> : encode_float;
+      // Expansion by scalar code gains nothing from wider vectors.
+      if constexpr (kIsGrid<CodedOf<kKind>> && (T::kWidth == 8 || std::is_same_v<CodedOf<kKind>, Tq10>))
+        kernels.tile[kIndex] = tile_grid<T, kKind>;
+      else if constexpr (!kIsGrid<CodedOf<kKind>> && Integers) kernels.tile[kIndex] = tile_coded<T, kKind>;
+      else if constexpr (!kIsGrid<CodedOf<kKind>>) kernels.tile[kIndex] = tile<T, kKind>;
     }
   };
   (add(std::integral_constant<int, I>()), ...);
@@ -99,24 +97,31 @@ void add_pair_products(Kernels& kernels) {
   add_pair_attention<T>(kernels.attention);
 }
 
+// The kernels of products of floats and of attention, and those on activations whose time shows beside them.
 template <class T>
-Kernels vector_kernels(const char* isa) {
+void add_float_products(Kernels& kernels) {
   using K = Format;
-  Kernels kernels{};
-  kernels.isa = isa;
   add_floats<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>(kernels);
   kernels.gate = gate<T>;
-  kernels.act = act<T>;
-  kernels.sparse = sparse_kernels<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>();
-  add_row_sums<T, K::kInt8, K::kInt4>(kernels.sparse);
+  add_sparse<T, K::kFloat32, K::kFloat16, K::kBFloat16, K::kBFloat16Dot>(kernels.sparse);
   kernels.accumulate = accumulate<T>;
-  kernels.widen = widen<T>;
-  kernels.narrow = narrow<T>;
-  kernels.norm = norm<T>;
-  kernels.elementwise = elementwise;
   kernels.attention = vector_attention<T>();
   add_coded<T, false>(kernels, CodedIndexes());
+  add_encodings<T>(kernels, CodedIndexes());
+  kernels.widen = widen<T>;
+  kernels.narrow = narrow<T>;
+}
+
+// All kernels, of the first instruction set of a machine.
+template <class T>
+Kernels vector_kernels(const char* isa) {
+  Kernels kernels{};
+  kernels.isa = isa;
+  add_float_products<T>(kernels);
   add_integer_products<T>(kernels);
+  kernels.act = act<T>;
+  kernels.norm = norm<T>;
+  kernels.elementwise = elementwise;
   return kernels;
 }
 

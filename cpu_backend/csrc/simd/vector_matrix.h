@@ -81,15 +81,16 @@ MOEGRAFT_INLINE void expand_to_floats(const std::byte* block, int group, float* 
   }
 }
 
-// Some vectors of a panel times N tokens.
+// Some vectors of a panel times N tokens, of which the last may be missing.
 template <class T, int V, int N>
-inline void multiply_floats(const std::uint32_t* words, const float* weights, int groups, bool adds, float* out, int first_vector) {
+inline void multiply_floats(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds, float* out,
+                            int first_vector) {
   typename T::F sums[N][V] = {};
   if (adds) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sums[n][v] = T::load(out + n * kBlockRows + (first_vector + v) * T::kWidth);
+      for (int v = 0; v < V; ++v) sums[n][v] = T::load(out + token_words<N>(n, tokens, kBlockRows) + (first_vector + v) * T::kWidth);
   }
   weights += first_vector * T::kWidth;
   for (int group = 0; group < groups; ++group, words += (T::kFloatTokens - 1) * kGroup) {
@@ -99,22 +100,23 @@ inline void multiply_floats(const std::uint32_t* words, const float* weights, in
       for (int v = 0; v < V; ++v) factors[v] = T::load(weights + v * T::kWidth);
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        const typename T::F value = T::broadcast_float(words + n * kGroup);
+        const typename T::F value = T::broadcast_float(words + token_words<N>(n, tokens, kGroup));
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sums[n][v] = T::fma(factors[v], value, sums[n][v]);
       }
     }
   }
-  store_tile<T, V, N>(sums, out, first_vector);
+  store_tile<T, V, N>(sums, out, first_vector, tokens);
 }
 
 template <class T, int N = T::kFloatTokens>
-inline void multiply_floats_of(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds, float* out) {
+__attribute__((noinline)) void multiply_floats_of(int tokens, const std::uint32_t* words, const float* weights, int groups, bool adds,
+                                                  float* out) {
   if constexpr (N > 1) {
-    if (tokens != N) return multiply_floats_of<T, N - 1>(tokens, words, weights, groups, adds, out);
+    if (tokens <= fewer(N)) return multiply_floats_of<T, fewer(N)>(tokens, words, weights, groups, adds, out);
   }
   constexpr int V = vectors_at_once<T, N>();
-  for (int first = 0; first < T::kVectors; first += V) multiply_floats<T, V, N>(words, weights, groups, adds, out, first);
+  for (int first = 0; first < T::kVectors; first += V) multiply_floats<T, V, N>(tokens, words, weights, groups, adds, out, first);
 }
 
 template <class T, Format Kind>
@@ -176,6 +178,7 @@ MOEGRAFT_INLINE void expand_pairs(const std::byte* lines, int pair, PairPanel& o
 // of the time of filling it before, with 32 tokens, and 0.83 with 12 (EPYC Zen 4).
 constexpr int kPairsAhead = 4;
 
+// N tokens, of which the last may be missing: a tile has its rows, and products of pairs take no longer with numbers of any kind.
 template <class T, bool First, int N>
 inline void multiply_pairs(PairPanel& panel, [[maybe_unused]] const std::byte* lines, const std::uint32_t* words, bool adds, float* out) {
   constexpr int V = T::kVectors, kWords = words_per_group(Format::kBFloat16Dot), kPairs = kFloatPanelGroups * kWords;
@@ -211,7 +214,7 @@ inline void multiply_pairs(PairPanel& panel, [[maybe_unused]] const std::byte* l
 template <class T, bool First, int N = T::kFloatTokens>
 inline void multiply_pairs_of(int tokens, PairPanel& panel, const std::byte* lines, const std::uint32_t* words, bool adds, float* out) {
   if constexpr (N > 1) {
-    if (tokens != N) return multiply_pairs_of<T, First, N - 1>(tokens, panel, lines, words, adds, out);
+    if (tokens <= fewer(N)) return multiply_pairs_of<T, First, fewer(N)>(tokens, panel, lines, words, adds, out);
   }
   multiply_pairs<T, First, N>(panel, lines, words, adds, out);
 }
@@ -268,16 +271,16 @@ void add_floats_of(MatrixKernels& matrix, int least, std::integer_sequence<int, 
   (add(std::integral_constant<int, I>()), ...);
 }
 
-// From `bf16_tokens` and, for codes of 8 bits, `byte_tokens` on, measured against the tiles; for FP8 `float8_tokens`, estimated.
-template <class T>
-MatrixKernels float_matrix_kernels(int bf16_tokens, int byte_tokens, int float8_tokens) {
+// From these numbers of tokens on: of bfloat16 and of codes of 8 bits measured against the tiles, of FP8 estimated.
+template <class T, int BFloat16Tokens, int ByteTokens, int Float8Tokens>
+MatrixKernels float_matrix_kernels() {
   MatrixKernels matrix = no_matrix_kernels<T>(Format::kFloat32);
-  if (bf16_tokens != kNeverMatrix || byte_tokens != kNeverMatrix) {
-    matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = bf16_tokens;
+  if constexpr (BFloat16Tokens != kNeverMatrix) {
+    matrix.least_tokens[static_cast<int>(Format::kBFloat16Dot)] = BFloat16Tokens;
     matrix.multiply[static_cast<int>(Format::kBFloat16Dot)] = matrix_floats<T, Format::kBFloat16Dot>;
-    add_floats_of<T, Codes::kBytes>(matrix, byte_tokens, CodedIndexes());
   }
-  add_floats_of<T, Codes::kFloat8>(matrix, float8_tokens, CodedIndexes());
+  if constexpr (ByteTokens != kNeverMatrix) add_floats_of<T, Codes::kBytes>(matrix, ByteTokens, CodedIndexes());
+  add_floats_of<T, Codes::kFloat8>(matrix, Float8Tokens, CodedIndexes());
   return matrix;
 }
 

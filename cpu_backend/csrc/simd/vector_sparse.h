@@ -104,28 +104,34 @@ inline void dot_chunk(const std::byte* const (&rows)[R], const std::byte* const 
 
 // Prefetches the lines of one chunk of each of the next rows, so that all chunks together prefetch whole rows.
 template <Format Kind, int R>
-inline void prefetch_rows(const RowDotsArgs& args, int first_row, int chunk) {
+inline void prefetch_rows(const RowDotsArgs& args, const int (&rows)[R], int chunk) {
   constexpr std::size_t kBytes = static_cast<std::size_t>(row_lines(Kind)) * row_line_bytes(Kind);
   for (std::size_t at = 0; at < kBytes; at += 64)
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      __builtin_prefetch(args.ahead[first_row + r] + args.line_offset + static_cast<std::size_t>(chunk) * kBytes + at, 0, 3);
+      __builtin_prefetch(args.ahead[rows[r]] + args.line_offset + static_cast<std::size_t>(chunk) * kBytes + at, 0, 3);
 }
 
+// R rows and N tokens, of which the last ones may be missing: the last row or token is then computed in their place, and stored again.
 template <class T, Format Kind, int R, int N>
 void dot_tile(const RowDotsArgs& args, int first_row, int first_token) {
   typename T::F sums[R][N] = {};
+  int row_of[R], token_of[N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) row_of[r] = first_row + r < args.row_count ? first_row + r : args.row_count - 1;
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n) token_of[n] = first_token + n < args.tokens ? first_token + n : args.tokens - 1;
   for (int first = 0; first < kLanes; first += T::kWidth) {
     const std::byte *rows[R], *scales[R];
     const std::uint32_t* words[N];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) scales[r] = args.rows[first_row + r];
+    for (int r = 0; r < R; ++r) scales[r] = args.rows[row_of[r]];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) rows[r] = scales[r] + args.line_offset;
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) words[n] = args.lanes[first_token + n];
+    for (int n = 0; n < N; ++n) words[n] = args.lanes[token_of[n]];
     for (int chunk = 0; chunk < args.chunks; ++chunk) {
-      if (first_token == 0 && first == 0 && args.ahead) prefetch_rows<Kind, R>(args, first_row, chunk);
+      if (first_token == 0 && first == 0 && args.ahead) prefetch_rows<Kind, R>(args, row_of, chunk);
       dot_chunk<T, Kind, R, N>(rows, scales, words, first, sums);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) rows[r] += row_lines(Kind) * row_line_bytes(Kind);
@@ -136,33 +142,27 @@ void dot_tile(const RowDotsArgs& args, int first_row, int first_token) {
     }
   }
   // Four sums are always reduced together, so that a product does not depend on the tile that computes it.
-  float products[R * N + 3];
+  static_assert(R * N % 4 == 0 || N == 1);
+  float products[(R * N + 3) / 4 * 4];
   const auto sum = [&](int at) { return at < R * N ? sums[at / N][at % N] : T::zero(); };
 #pragma GCC unroll 8
   for (int at = 0; at < R * N; at += 4) T::store_four_sums(products + at, sum(at), sum(at + 1), sum(at + 2), sum(at + 3));
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) args.out[first_token + n][args.places[first_row + r]] = products[r * N + n];
-}
-
-template <class T, Format Kind, int R, int N = T::kDotTokens>
-inline void dot_tokens(const RowDotsArgs& args, int first_row) {
-  int token = 0;
-  for (; token + N <= args.tokens; token += N) dot_tile<T, Kind, R, N>(args, first_row, token);
-  const int left = args.tokens - token;
-  if constexpr (N > 3)
-    if (left == 3) return dot_tile<T, Kind, R, 3>(args, first_row, token);
-  if constexpr (N > 2)
-    if (left == 2) return dot_tile<T, Kind, R, 2>(args, first_row, token);
-  if (left == 1) dot_tile<T, Kind, R, 1>(args, first_row, token);
+    for (int n = 0; n < N; ++n) args.out[token_of[n]][args.places[row_of[r]]] = products[r * N + n];
 }
 
 template <class T, Format Kind>
 void dot_rows(const RowDotsArgs& args) {
-  int row = 0;
-  for (; row + T::kDotRows <= args.row_count; row += T::kDotRows) dot_tokens<T, Kind, T::kDotRows>(args, row);
-  for (; row < args.row_count; ++row) dot_tokens<T, Kind, 1>(args, row);
+  constexpr int R = T::kDotRows, N = T::kDotTokens;
+  for (int row = 0; row < args.row_count; row += R)
+    for (int token = 0; token < args.tokens; token += N) {
+      const int left = args.tokens - token;
+      if (left == 1) dot_tile<T, Kind, R, 1>(args, row, token);
+      else if (left == 2) dot_tile<T, Kind, R, 2>(args, row, token);
+      else dot_tile<T, Kind, R, N>(args, row, token);
+    }
 }
 
 constexpr int columns_per_line(Format kind) { return kGroup / row_lines(kind); }
@@ -545,14 +545,12 @@ void add_row_sums(SparseKernels& kernels) {
 }
 
 template <class T, Format... Kinds>
-SparseKernels sparse_kernels() {
-  SparseKernels kernels{};
+void add_sparse(SparseKernels& kernels) {
   kernels.dot_rows_at_once = T::kDotRows;
   add_row_products<T, Kinds...>(kernels);
-  add_row_sums<T, Kinds...>(kernels);
+  add_row_sums<T, Kinds..., Format::kInt8, Format::kInt4>(kernels);
   kernels.reached = reached_bits;
   kernels.finish = finish_neurons;
-  return kernels;
 }
 
 }  // namespace

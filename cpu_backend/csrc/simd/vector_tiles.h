@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "formats/coded_formats.h"
@@ -26,11 +27,17 @@ constexpr int vectors_at_once() {
 }
 
 template <class T, int V, int N>
-inline void store_tile(const typename T::F (&sums)[N][V], float* out, int first_vector) {
+inline void store_tile(const typename T::F (&sums)[N][V], float* out, int first_vector, int tokens = N) {
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) T::store(out + n * kBlockRows + (first_vector + v) * T::kWidth, sums[n][v]);
+    for (int v = 0; v < V; ++v) T::store(out + (n < N - 1 ? n : tokens - 1) * kBlockRows + (first_vector + v) * T::kWidth, sums[n][v]);
+}
+
+// The words from the first of N tokens' records to another one's, of which the last may be missing.
+template <int N>
+constexpr int token_words(int n, int tokens, int words) {
+  return (n < N - 1 ? n : tokens - 1) * words;
 }
 
 // float32 and float16 weights, one column per step.
@@ -40,7 +47,7 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
   constexpr int kBytes = Kind == Format::kFloat32 ? 4 : 2;
   const std::byte* line = args.block + first_vector * T::kWidth * kBytes;
   const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, words += (N - 1) * kGroup) {
+  for (int group = 0; group < args.groups; ++group, words += (args.tokens - 1) * kGroup) {
     prefetch_ahead(args, group);
     for (int col = 0; col < kGroup; ++col, line += kBlockRows * kBytes, ++words) {
       typename T::F weights[V];
@@ -52,13 +59,13 @@ inline void tile_columns(const TileArgs& args, int first_vector) {
       }
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
-        const typename T::F value = T::broadcast_float(words + n * kGroup);
+        const typename T::F value = T::broadcast_float(words + token_words<N>(n, args.tokens, kGroup));
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sums[n][v] = T::fma(weights[v], value, sums[n][v]);
       }
     }
   }
-  store_tile<T, V, N>(sums, args.out, first_vector);
+  store_tile<T, V, N>(sums, args.out, first_vector, args.tokens);
 }
 
 // bfloat16 weights, a pair of columns per step: bfloat16 products where the activations are bfloat16 and the CPU supports them, else float.
@@ -69,7 +76,7 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
   constexpr int kPairWords = kWords / 16;
   const std::byte* line = args.block + first_vector * T::kWidth * 4;
   const std::uint32_t* words = args.records;
-  for (int group = 0; group < args.groups; ++group, words += (N - 1) * kWords) {
+  for (int group = 0; group < args.groups; ++group, words += (args.tokens - 1) * kWords) {
     prefetch_ahead(args, group);
     for (int pair = 0; pair < kGroup / 2; ++pair, line += 128, words += kPairWords) {
       typename T::I weights[V];
@@ -77,19 +84,20 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
       for (int v = 0; v < V; ++v) weights[v] = T::load_int(line + v * T::kWidth * 4);
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) {
+        const std::uint32_t* const record = words + token_words<N>(n, args.tokens, kWords);
         if constexpr (Kind == Format::kBFloat16Dot && T::kHasBf16) {
-          const typename T::I values = T::broadcast_int(words + n * kWords);
+          const typename T::I values = T::broadcast_int(record);
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) sums[n][v] = T::dot_bf16(sums[n][v], weights[v], values);
         } else {
           typename T::F low, high;
           if constexpr (Kind == Format::kBFloat16Dot) {
-            const typename T::I values = T::broadcast_int(words + n * kWords);
+            const typename T::I values = T::broadcast_int(record);
             low = T::low_bf16(values);
             high = T::high_bf16(values);
           } else {
-            low = T::broadcast_float(words + n * kWords);
-            high = T::broadcast_float(words + n * kWords + 1);
+            low = T::broadcast_float(record);
+            high = T::broadcast_float(record + 1);
           }
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) sums[n][v] = T::fma(T::high_bf16(weights[v]), high, T::fma(T::low_bf16(weights[v]), low, sums[n][v]));
@@ -97,7 +105,7 @@ inline void tile_pairs(const TileArgs& args, int first_vector) {
       }
     }
   }
-  store_tile<T, V, N>(sums, args.out, first_vector);
+  store_tile<T, V, N>(sums, args.out, first_vector, args.tokens);
 }
 
 // Sums of a token and vector: a single one would wait for its additions, where a block has only two vectors.
@@ -136,14 +144,14 @@ inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int firs
   F sums[N][V] = {};
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
-  for (int first = 0; first < args.groups; first += form.groups, block += form.bytes, words += form.groups * N * kGroup) {
+  for (int first = 0; first < args.groups; first += form.groups, block += form.bytes, words += form.groups * args.tokens * kGroup) {
     alignas(64) float enlarged[kMostFloat8Groups * N * kGroup];
-    for (int i = 0; i < form.groups * N * kGroup; i += T::kWidth)
+    for (int i = 0; i < form.groups * args.tokens * kGroup; i += T::kWidth)
       T::store(enlarged + i, T::mul(T::load(reinterpret_cast<const float*>(words + i)), T::set(kFloat8Enlarged)));
     const auto* values = reinterpret_cast<const std::uint32_t*>(enlarged);
     const std::byte* line = block + form.lines_offset + first_vector * T::kWidth * 4;
     F parts[kSums][N][V] = {};
-    for (int group = 0; group < form.groups; ++group, values += (N - 1) * kGroup) {
+    for (int group = 0; group < form.groups; ++group, values += (args.tokens - 1) * kGroup) {
       prefetch_ahead(args, first + group);
       for (int four = 0; four < kGroup / 4; ++four, line += kWordsBytes, values += 4) {
         F weights[V][4];
@@ -153,7 +161,7 @@ inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int firs
         for (int column = 0; column < 4; ++column)
 #pragma GCC unroll 16
           for (int n = 0; n < N; ++n) {
-            const F value = T::broadcast_float(values + n * kGroup + column);
+            const F value = T::broadcast_float(values + token_words<N>(n, args.tokens, kGroup) + column);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) parts[column % kSums][n][v] = T::fma(weights[v][column], value, parts[column % kSums][n][v]);
           }
@@ -172,10 +180,19 @@ inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int firs
       }
     }
   }
-  store_tile<T, V, N>(sums, args.out, first_vector);
+  store_tile<T, V, N>(sums, args.out, first_vector, args.tokens);
 }
 
+constexpr int kCodedTokens = 32;  // of a tile, whose records should stay in the second-level cache beside the weights
 constexpr int kMostSmallCode = 129;  // of dot_small: the sum of two products with codes of at most 127 fits 16 bits
+
+template <class T, class Coded>
+MOEGRAFT_INLINE typename T::I table_of() {
+  if constexpr (kHasTable<Coded>) return T::table(Coded::kTable);
+  else return T::zero_int();
+}
+
+// Coded weights times one token, or 2, 4, 6 or 8, whose sums stay in registers.
 
 // Adds the products of four columns, whose unsigned codes are the bytes of `weights`.
 template <class T, class Coded, int V, int N>
@@ -265,11 +282,10 @@ MOEGRAFT_INLINE void add_whole(typename T::F (&sums)[N][V], const typename Coded
   }
 }
 
-// The same with two scales. Of formats with factors, `block` sums the products of a block, which its scale is applied to at the end.
+// The same with two scales.
 template <class T, Format Kind, int V, int N>
-MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], [[maybe_unused]] typename T::F (&block)[N][V],
-                               const typename CodedOf<Kind>::template Reader<T> (&scales)[V], const std::byte* lines, typename T::I table,
-                               const std::uint32_t* words) {
+MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], const typename CodedOf<Kind>::template Reader<T> (&scales)[V],
+                               const std::byte* lines, typename T::I table, const std::uint32_t* words) {
   using F = typename T::F;
   constexpr bool kFactors = kHasFactors<CodedOf<Kind>>;
   static_assert(CodedOf<Kind>::kMinimum == kFactors, "no format has other combinations");
@@ -296,7 +312,7 @@ MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], [[maybe_unused]] typ
         const typename T::I both = T::add_int(whole[n][v], T::mul_int(dots[n][v], scales[v].factor[1]));
         sums[n][v] = T::fma(scales[v].minimum[0], T::broadcast_float(record + 1), sums[n][v]);
         sums[n][v] = T::fma(scales[v].minimum[1], T::broadcast_float(record + 2), sums[n][v]);
-        block[n][v] = T::fma(T::to_float(both), share, block[n][v]);
+        sums[n][v] = T::fma(T::to_float(both), T::mul(scales[v].of_scales, share), sums[n][v]);
       } else {
         sums[n][v] = T::fma(T::fma(T::to_float(dots[n][v]), scales[v].scale[1], partial[n][v]), share, sums[n][v]);
       }
@@ -304,22 +320,8 @@ MOEGRAFT_INLINE void add_parts(typename T::F (&sums)[N][V], [[maybe_unused]] typ
   }
 }
 
-// Tokens of the largest tile. Each number of tokens is a function of its own, so that a larger one costs time to compile.
-template <class T, Format Kind>
-constexpr int tile_limit() {
-  if constexpr (has_codes(Kind)) return CodedOf<Kind>::kLowBits == 8 ? T::kByteTokens : T::kIntegerTokens;
-  else if constexpr (is_coded(Kind)) return T::kFloatTokens / kFloat8Sums<T>;
-  else return T::kFloatTokens;
-}
-
-template <class T, class Coded>
-MOEGRAFT_INLINE typename T::I table_of() {
-  if constexpr (kHasTable<Coded>) return T::table(Coded::kTable);
-  else return T::zero_int();
-}
-
 template <class T, Format Kind, int V, int N>
-inline void tile_coded(const TileArgs& args, int first_vector) {
+inline void tile_few(const TileArgs& args, int first_vector) {
   using Coded = CodedOf<Kind>;
   constexpr int kGroups = Derived<Coded>::kGroups;
   typename T::F sums[N][V] = {};
@@ -327,7 +329,6 @@ inline void tile_coded(const TileArgs& args, int first_vector) {
   const std::byte* block = args.block;
   const std::uint32_t* words = args.records;
   for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
-    [[maybe_unused]] typename T::F of_block[N][V] = {};
     typename Coded::template Reader<T> scales[V];
     const std::byte* lines = block + Derived<Coded>::kLinesOffset + first_vector * T::kWidth * 4;
     if (kGroups == 1) prefetch_ahead(args, first);  // in front of what is read from memory
@@ -340,17 +341,302 @@ inline void tile_coded(const TileArgs& args, int first_vector) {
         if constexpr (kHasFactors<Coded>) scales[v].factors(group);
         else scales[v].group(group);
       }
-      if constexpr (Coded::kParts == 2) add_parts<T, Kind, V, N>(sums, of_block, scales, lines, table, words);
+      if constexpr (Coded::kParts == 2) add_parts<T, Kind, V, N>(sums, scales, lines, table, words);
       else add_whole<T, Kind, V, N>(sums, scales, lines, table, words);
-    }
-    if constexpr (kHasFactors<Coded>) {
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) sums[n][v] = T::fma(of_block[n][v], scales[v].of_scales, sums[n][v]);
     }
   }
   store_tile<T, V, N>(sums, args.out, first_vector);
+}
+
+// Coded weights times any number of tokens. The codes of a group, 32 columns, of some rows are put into registers once and multiplied with
+// one token after the other, whose sums stay in memory: the number is no parameter, and codes that take long to put together cost no more
+// with many.
+
+// How codes are multiplied: by their values, unsigned and at most kMostSmallCode, unsigned, or less their offset where T::kSignedBytes.
+enum class Products { kSmall, kUnsigned, kSigned };
+
+// What the products of a group depend on: the parts of a record, the scales of a group, whether there are minima, how codes are multiplied,
+// and how many products of a pair of columns fit 16 bits together.
+template <int Parts, int Scales, bool Minimum, Products Of, int InShorts>
+struct ProductForm {
+  static_assert(Scales == 1 || (Parts == 2 && !Minimum), "no format has other combinations");
+  static constexpr int kParts = Parts, kScales = Scales, kInShorts = InShorts;
+  static constexpr bool kMinimum = Minimum;
+  static constexpr Products kProducts = Of;
+};
+template <class Coded>
+constexpr int most_product_code() {
+  if constexpr (kHasFactors<Coded>) return Derived<Coded>::kMostCode * Coded::kMostFactor;
+  else return Derived<Coded>::kMostCode;
+}
+template <class T, class Coded>
+constexpr Products products_of() {
+  if (most_product_code<Coded>() <= kMostSmallCode) return Products::kSmall;
+  return T::kSignedBytes ? Products::kSigned : Products::kUnsigned;
+}
+template <class T, class Coded>
+constexpr int in_shorts() {
+  constexpr int kMost = 32767 / (2 * 127 * most_product_code<Coded>()), kScales = kHasFactors<Coded> ? 1 : Coded::kParts;
+  return kMost >= 8 && kScales == 1 ? 8 : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
+}
+template <class T, class Coded>
+using ProductFormOf =
+    ProductForm<Coded::kParts, kHasFactors<Coded> ? 1 : Coded::kParts, Coded::kMinimum, products_of<T, Coded>(), in_shorts<T, Coded>()>;
+
+// Vectors of rows whose codes of a group are in registers together: half of these.
+template <class T>
+constexpr int kGroupVectors = T::kWidth == 16 ? 2 : 1;
+
+template <class T>
+struct GroupOperands {
+  static constexpr int kVectors = kGroupVectors<T>;
+  typename T::I codes[kGroup / 4][kVectors];  // four columns of a row in a word
+  typename T::F scale[2][kVectors];  // [part]
+  typename T::F minimum[2][kVectors];
+};
+
+// sums (N, 32) += the products of a group's columns with N tokens.
+template <class T, class Form, int N>
+MOEGRAFT_INLINE void add_tokens(const GroupOperands<T>& group, const typename T::I (&magnitudes)[kGroup / 4][kGroupVectors<T>],
+                                const std::uint32_t* words, float* sums) {
+  using F = typename T::F;
+  using I = typename T::I;
+  constexpr int V = kGroupVectors<T>, kFours = kGroup / 4, kParts = Form::kParts, kScales = Form::kScales, kWords = 1 + kParts + kFours;
+  constexpr bool kCorrected = !Form::kMinimum && Form::kProducts != Products::kSigned;
+  I dots[N][kScales][V];
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+    for (int part = 0; part < kScales; ++part)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) dots[n][part][v] = kCorrected ? T::broadcast_int(words + n * kWords + 1 + part) : T::zero_int();
+  [[maybe_unused]] I shorts[N][V];
+#pragma GCC unroll 8
+  for (int four = 0; four < kFours; ++four)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      const I values = T::broadcast_int(words + n * kWords + 1 + kParts + four);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) {
+        I& dot = dots[n][four / (kFours / kScales)][v];
+        if constexpr (T::kAddsShorts && Form::kInShorts > 1) {
+          const I products = T::mul_bytes(group.codes[four][v], values);
+          shorts[n][v] = four % Form::kInShorts == 0 ? products : T::add_shorts(shorts[n][v], products);
+          if (four % Form::kInShorts == Form::kInShorts - 1) dot = T::add_pairs(dot, shorts[n][v]);
+          continue;
+        }
+        if constexpr (Form::kProducts == Products::kSmall) dot = T::dot_small(dot, group.codes[four][v], values);
+        else if constexpr (Form::kProducts == Products::kUnsigned) dot = T::dot_int8(dot, group.codes[four][v], values);
+        else dot = T::dot_signed(dot, magnitudes[four][v], group.codes[four][v], values);
+      }
+    }
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n) {
+    const std::uint32_t* const record = words + n * kWords;
+    const F share = T::broadcast_float(record);
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      float* const target = sums + n * kBlockRows + v * T::kWidth;
+      F sum = T::load(target);
+      if constexpr (Form::kMinimum) {
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; ++part) sum = T::fma(group.minimum[part][v], T::broadcast_float(record + 1 + part), sum);
+      }
+      if constexpr (kScales == 2) {
+        const F first = T::mul(T::to_float(dots[n][0][v]), group.scale[0][v]);
+        sum = T::fma(T::fma(T::to_float(dots[n][1][v]), group.scale[1][v], first), share, sum);
+      } else {
+        sum = T::fma(T::to_float(dots[n][0][v]), T::mul(group.scale[0][v], share), sum);
+      }
+      T::store(target, sum);
+    }
+  }
+}
+
+// The same with any number of tokens.
+template <class T, class Form>
+MOEGRAFT_INLINE void add_products(const GroupOperands<T>& group, const std::uint32_t* words, int tokens, float* sums) {
+  constexpr int kWords = 1 + Form::kParts + kGroup / 4;
+  typename T::I magnitudes[kGroup / 4][kGroupVectors<T>];
+  if constexpr (Form::kProducts == Products::kSigned) {
+#pragma GCC unroll 8
+    for (int four = 0; four < kGroup / 4; ++four)
+      for (int v = 0; v < kGroupVectors<T>; ++v) magnitudes[four][v] = T::abs_bytes(group.codes[four][v]);
+  }
+  int n = 0;
+  if (tokens % 2 == 1) add_tokens<T, Form, 1>(group, magnitudes, words, sums), n = 1;
+#pragma GCC unroll 1
+  for (; n < tokens; n += 2) add_tokens<T, Form, 2>(group, magnitudes, words + n * kWords, sums + n * kBlockRows);
+}
+
+inline void clear_sums(const TileArgs& args) {
+  std::memset(args.out, 0, sizeof(float) * kBlockRows * static_cast<std::size_t>(args.tokens));
+}
+
+// Fills in a group's codes of columns 8 * Step and on, of the vector of rows that begins at `lines`.
+template <class T, class Coded, int Step>
+MOEGRAFT_INLINE void load_operands(const std::byte* lines, typename T::I table, const typename Coded::template Reader<T>& reader, int v,
+                                   GroupOperands<T>& group) {
+  load_codes<T, CodeFormOf<Coded>, Step>(lines, table, group.codes[2 * Step][v], group.codes[2 * Step + 1][v]);
+#pragma GCC unroll 2
+  for (int i = 2 * Step; i < 2 * Step + 2; ++i) {
+    typename T::I& codes = group.codes[i][v];
+    if constexpr (kHasFactors<Coded>) {
+      const typename T::I factor = reader.factor[Step / 2];
+      codes = T::mul_shorts(codes, T::or_int(factor, T::template shifted<16>(factor)));
+    }
+    if constexpr (products_of<T, Coded>() == Products::kSigned) codes = T::minus_bytes(codes, Coded::kOffset);
+  }
+}
+
+template <class T, Format Kind>
+void tile_many(const TileArgs& args) {
+  using Coded = CodedOf<Kind>;
+  constexpr int kGroups = Derived<Coded>::kGroups, V = kGroupVectors<T>;
+  const typename T::I table = table_of<T, Coded>();
+  const std::byte* block = args.block;
+  const std::uint32_t* words = args.records;
+  clear_sums(args);
+  for (int first = 0; first < args.groups; first += kGroups, block += Derived<Coded>::kBytes) {
+    typename Coded::template Reader<T> readers[T::kVectors];
+    if (kGroups == 1) prefetch_ahead(args, first);  // in front of what is read from memory
+#pragma GCC unroll 4
+    for (int v = 0; v < T::kVectors; ++v) readers[v].block(block, v * T::kWidth);
+    const std::byte* lines = block + Derived<Coded>::kLinesOffset;
+    for (int index = 0; index < kGroups; ++index, lines += Derived<Coded>::kLinesBytes, words += words_per_group(Kind) * args.tokens) {
+      if (kGroups > 1) prefetch_ahead(args, first + index);
+#pragma GCC unroll 1
+      for (int vector = 0; vector < T::kVectors; vector += V) {
+        GroupOperands<T> group;
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+          auto& reader = readers[vector + v];
+          const std::byte* const of_rows = lines + (vector + v) * T::kWidth * 4;
+          if constexpr (kHasFactors<Coded>) {
+            reader.factors(index);
+            group.scale[0][v] = reader.of_scales;
+          } else {
+            reader.group(index);
+            for (int part = 0; part < Coded::kParts; ++part) group.scale[part][v] = reader.scale[part];
+          }
+          if constexpr (Coded::kMinimum)
+            for (int part = 0; part < Coded::kParts; ++part) group.minimum[part][v] = reader.minimum[part];
+          load_operands<T, Coded, 0>(of_rows, table, reader, v, group);
+          load_operands<T, Coded, 1>(of_rows, table, reader, v, group);
+          load_operands<T, Coded, 2>(of_rows, table, reader, v, group);
+          load_operands<T, Coded, 3>(of_rows, table, reader, v, group);
+        }
+        add_products<T, ProductFormOf<T, Coded>>(group, words, args.tokens, args.out + vector * T::kWidth);
+      }
+    }
+  }
+}
+
+template <class T, Format Kind, int N>
+void tile_few(const TileArgs& args) {
+  constexpr int V = vectors_at_once<T, N>();
+  for (int first = 0; first < T::kVectors; first += V) tile_few<T, Kind, V, N>(args, first);
+}
+
+template <class T, Format Kind>
+void tile_coded(const TileArgs& args) {
+  if (args.tokens == 1) return tile_few<T, Kind, 1>(args);
+  if constexpr (T::kFewTokens >= 2)
+    if (args.tokens == 2) return tile_few<T, Kind, 2>(args);
+  if constexpr (T::kFewTokens >= 6) {
+    if (args.tokens == 4) return tile_few<T, Kind, 4>(args);
+    if (args.tokens == 6) return tile_few<T, Kind, 6>(args);
+    if constexpr (CodedOf<Kind>::kLowBits == 8)
+      if (args.tokens == 8) return tile_few<T, Kind, 8>(args);
+  }
+  tile_many<T, Kind>(args);
+}
+
+// Formats of grids, whose codes are expanded to memory first, a block at a time.
+
+struct ExpandedGroup {
+  alignas(64) std::uint32_t codes[kGroup / 4][kBlockRows];  // unsigned
+  float scale[2][kBlockRows];  // [part]
+};
+constexpr int kGridGroups = 8;  // of every block
+
+// For all instruction sets without a better way.
+template <class T, class Coded, class = void>
+struct GridExpansion {
+  static void expand(const std::byte* block, ExpandedGroup* out) {
+    for (int row = 0; row < kBlockRows; ++row) {
+      const PackedRow<Coded> packed(block, row);
+      for (int group = 0; group < kGridGroups; ++group) {
+        GroupCodes codes;
+        const GroupScales scales = packed.group(group, codes);
+        for (int four = 0; four < kGroup / 4; ++four) std::memcpy(&out[group].codes[four][row], codes + 4 * four, 4);
+        for (int part = 0; part < Coded::kParts; ++part) out[group].scale[part][row] = scales.scale[part];
+      }
+    }
+  }
+};
+
+// A byte of TQ1_0 has digits in base 3 of five columns, which are 32 or 16 apart, or of four columns that are 4 apart.
+template <class T>
+struct GridExpansion<T, Tq10> {
+  static void expand(const std::byte* block, ExpandedGroup* out) {
+    for (int row = 0; row < kBlockRows; row += T::kWidth) {
+      for (int group = 0; group < kGridGroups; ++group) T::store(&out[group].scale[0][row], halves_of<T>(block, 0, row));
+      const auto digits = [&](int before, int column, int count, int apart) {
+        typename T::I rest = T::load_int(field_at<4>(block, before, row));
+        for (int end = column + count * apart; column < end; column += apart) {
+          T::store_int(&out[column / kGroup].codes[column % kGroup / 4][row], T::first_digits(rest));
+          rest = T::add_bytes(rest, T::add_bytes(rest, rest));
+        }
+      };
+      for (int byte = 0; byte < 32; byte += 4) digits(6 + byte, byte, 5, 32);
+      for (int byte = 0; byte < 16; byte += 4) digits(38 + byte, 160 + byte, 5, 16);
+      digits(2, 240, 4, 4);
+    }
+  }
+};
+
+// sums (tokens, 32) += the products of the groups of a block.
+template <class T, class Form>
+void add_expanded(const TileArgs& args, const ExpandedGroup* expanded, int first) {
+  constexpr int V = kGroupVectors<T>, kWords = 1 + Form::kParts + kGroup / 4;
+  const std::uint32_t* words = args.records + static_cast<std::size_t>(first) * kWords * static_cast<std::size_t>(args.tokens);
+  for (int index = 0; index < kGridGroups; ++index, words += kWords * args.tokens) {
+    prefetch_ahead(args, first + index);
+    for (int vector = 0; vector < T::kVectors; vector += V) {
+      GroupOperands<T> group;
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) {
+        const int row = (vector + v) * T::kWidth;
+#pragma GCC unroll 8
+        for (int four = 0; four < kGroup / 4; ++four) group.codes[four][v] = T::load_int(&expanded[index].codes[four][row]);
+#pragma GCC unroll 2
+        for (int part = 0; part < Form::kParts; ++part) group.scale[part][v] = T::load(&expanded[index].scale[part][row]);
+      }
+      add_products<T, Form>(group, words, args.tokens, args.out + vector * T::kWidth);
+    }
+  }
+}
+
+template <class T, Format Kind>
+void tile_grid(const TileArgs& args) {
+  using Coded = CodedOf<Kind>;
+  static_assert(Derived<Coded>::kGroups == kGridGroups && products_of<T, Coded>() != Products::kSigned, "no format has others");
+  ExpandedGroup groups[kGridGroups];
+  const std::byte* block = args.block;
+  clear_sums(args);
+  for (int first = 0; first < args.groups; first += kGridGroups, block += Derived<Coded>::kBytes) {
+    GridExpansion<T, Coded>::expand(block, groups);
+    add_expanded<T, ProductFormOf<T, Coded>>(args, groups, first);
+  }
+}
+
+// Tokens of the largest tile. Of floats each number of tokens is a function of its own, so that a larger one costs time to compile.
+template <class T, Format Kind>
+constexpr int tile_limit() {
+  if constexpr (has_codes(Kind)) return kCodedTokens;
+  else if constexpr (is_coded(Kind)) return T::kFloatTokens / kFloat8Sums<T>;
+  else return T::kFloatTokens;
 }
 
 }  // namespace

@@ -39,8 +39,7 @@ class Arrays {
   std::size_t bytes_ = 0;
 };
 
-constexpr std::size_t kSegmentBytes = std::size_t{384} << 10;  // as for the dense layout
-constexpr int kUnitsPerWorker = 4;  // of the rows phase, for balance; with as many segments, a unit reads whole rows
+constexpr int kSparseUnitsPerWorker = 4;  // of the rows phase, for balance; with as many segments, a unit reads whole rows
 
 // Largest share of needed products in a group at which each row is multiplied only with the tokens that need it (tuned on EPYC Zen 5).
 constexpr float kPickedProducts = 0.25f;
@@ -182,7 +181,7 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   const std::size_t tokens = static_cast<std::size_t>(batch.tokens);
   const int segments = static_cast<int>(batch.routing->segments().size());
   parts_ = 1;
-  while (parts_ < chunks_ && segments * parts_ < workers_ * kUnitsPerWorker) parts_ *= 2;
+  while (parts_ < chunks_ && segments * parts_ < workers_ * kSparseUnitsPerWorker) parts_ *= 2;
   unit_chunks_ = (chunks_ + parts_ - 1) / parts_;
   parts_ = (chunks_ + unit_chunks_ - 1) / unit_chunks_;
   sizes_ = needed_sizes();

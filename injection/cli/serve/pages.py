@@ -31,7 +31,6 @@ LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its en
 MOST_CHECKPOINTS = 8  # of a sequence
 # Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
-MOST_NOISE = 0.25  # of a model's own logits, of which four times as much is allowed over pages: unrelated ones differ by 1.4
 PAST_SHARE = 8  # of the memory, for the states after each token of a draft, at most
 IntArray = NDArray[np.int64]
 
@@ -399,8 +398,7 @@ def open_pool(
             each token of a draft.
 
     Raises:
-        UnbatchableError: the forward pass fails on a few tokens, computes other logits beside another sequence, or differs so much from one
-            pass to the next that this cannot be known.
+        UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
     """
     try:
         example, expected = _stock_steps(model)
@@ -409,9 +407,6 @@ def open_pool(
         raise
     except Exception as error:  # what a single answer by `generate` may not need
         raise UnbatchableError(f"it cannot compute a few tokens with a cache of its own ({error})") from error
-    if not noise <= MOST_NOISE:
-        differ = f"its logits after the same tokens differ by {noise:.0%} between a pass over all of them and passes over one"
-        raise UnbatchableError(f"{differ}, too much to compare them with those of several sequences")
     layers: list[Any] = list(example.layers)  # without a common type
     body = len(layers)
     mtp = _mtp_example(model) if drafts is not None and drafts.by_mtp_layers else None
@@ -455,8 +450,10 @@ def open_pool(
         streams = None
         if drafts is not None and mtp is not None:
             injection = injection_of(model)
-            switch = None if injection is None else injection.context.draft_switch
-            streams = PagedStreams(model, memory, mtp, first=body, longest=drafts.longest, switch=switch, offers_pages=offers_pages)
+            ours = None if injection is None else injection.context
+            switch, engines = (None, None) if ours is None else (ours.draft_switch, ours.gpu_engines_in_use)
+            given = {"first": body, "longest": drafts.longest}
+            streams = PagedStreams(model, memory, mtp, **given, switch=switch, engines=engines, offers_pages=offers_pages)
             caches.append(streams.cache)
         pool = SequencePool(model, cache, prefix_bytes, streams)
         try:

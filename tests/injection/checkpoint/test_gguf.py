@@ -116,7 +116,7 @@ def test_granite_hybrid_with_rotated_biases_and_two_groups(tmp_path: Path) -> No
     case = case_of("granitemoehybrid")
     changes = {"attention_bias": True, "position_embedding_type": "rope", "mamba_n_groups": 2}
     stock = build_model(dataclasses.replace(case, text={**case.text, **changes}))
-    assert relative_error(load(saved(stock, tmp_path)), stock) < 2e-6
+    assert relative_error(load(saved(stock, tmp_path)), stock) < 5e-6
 
 
 @pytest.mark.parametrize(

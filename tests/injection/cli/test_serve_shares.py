@@ -434,8 +434,8 @@ def test_what_depends_on_time_is_refused_as_batch_invariant(stock: LoadedModel, 
     [
         ("cpu-exact", "float32", 1e-5, 1e-6),
         ("cpu-exact", "bfloat16", 0.05, 0.01),
-        ("cpu", "float32", 0.05, 0.004),  # int8: for many rows, AVX2 multiplies it as floats
-        ("cpu", "bfloat16", 0.15, 0.006),
+        ("cpu", "float32", 0.06, 0.005),  # int8, which AMX multiplies as bfloat16 for many rows
+        ("cpu", "bfloat16", 0.3, 0.009),
     ],
 )
 def test_logits_beside_31_others_differ_within_a_bound(rules: str, dtype: str, most: float, mean: float) -> None:

@@ -34,7 +34,7 @@ def test_all_features_together_equal_the_stock_model_and_are_reported(who: str, 
     found = model.moegraft.model_operator.statistics()
     assert drafts.startswith(f"drafts: {found['rounds']} rounds of ") and " s drafting, " in drafts and "accepted by position" in drafts
     assert drafts.endswith(f"; {found['schedule']}") and "loads shared by tokens verified together: " in device
-    assert "experts transferred on demand: " in device and "loaded while drafting for the verification: " in device
+    assert "experts transferred on demand: " in device and "loaded ahead of verifications and used there: " in device
 
 
 def test_leaving_neurons_out_goes_with_drafts() -> None:

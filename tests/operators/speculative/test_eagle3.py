@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.eagle3 import LAYERS, StoredHead, train_head, write_head
 from support.families import build_model, greedy, prompt, served_cases
+from support.mtp import Alternating
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
@@ -22,7 +23,6 @@ from moegraft.injection import build_meta_model, optimize_and_load, plan
 from moegraft.injection.cli.chat.prompt_cache import read_ahead
 from moegraft.operators.decode import mtp
 from moegraft.operators.decode.draft_costs import measure_draft_costs
-from moegraft.operators.decode.schedule import DraftSchedule
 from moegraft.operators.errors import MoegraftError
 
 if not hasattr(output_capturing, "selected_hidden_states"):
@@ -134,21 +134,6 @@ def test_families(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert drafted == {length: head.drafts(ids[:, :length], 3) for length in drafted} and len(drafted) > 5
     steps = model.moegraft.statistics()["decode_steps"]
     assert steps["replayed_steps"] > 0 and steps["reasons"] == []
-
-
-class Alternating(DraftSchedule):
-    """Plain steps between drafts, whose states wait."""
-
-    def __init__(self, plain: int, drafted: int) -> None:
-        self._plans = [0] * plain + [drafted]
-        self._rounds = 0
-
-    def plan(self, limit: int) -> int:
-        self._rounds += 1
-        return min(limit, self._plans[self._rounds % len(self._plans)])
-
-    def state(self) -> str:
-        return "alternating"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 import transformers.modeling_layers
 from safetensors.torch import load_file, save_file
 from support.families import build_model, case_of, greedy, prompt
-from support.mtp import write_checkpoint
+from support.mtp import Alternating, write_checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
@@ -23,7 +23,6 @@ from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, w
 from moegraft.injection.cli.chat.prompt_cache import read_ahead
 from moegraft.operators.decode import mtp
 from moegraft.operators.decode.mtp_layers import mtp_layers
-from moegraft.operators.decode.schedule import DraftSchedule
 from moegraft.operators.errors import MoegraftError
 
 if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):
@@ -217,21 +216,6 @@ def test_layers_of_gguf_files_draft_the_same(name: str, checkpoints: Folders, tm
         found.clear()
     assert all(torch.equal(text, texts[0]) for text in texts)
     assert len(drafted[0]) > 5 and all(each == drafted[0] for each in drafted)
-
-
-class Alternating(DraftSchedule):
-    """Plain steps between drafts, so that layers have more than one state to catch up with."""
-
-    def __init__(self, plain: int, drafted: int) -> None:
-        self._plans = [0] * plain + [drafted]
-        self._rounds = 0
-
-    def plan(self, limit: int) -> int:
-        self._rounds += 1
-        return min(limit, self._plans[self._rounds % len(self._plans)])
-
-    def state(self) -> str:
-        return "alternating"
 
 
 @pytest.mark.parametrize("name", ["three layers", "mellum"])
