@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftToken:
     """One drafted token.
 
@@ -23,7 +24,7 @@ class DraftToken:
     token: int
     probabilities: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def confidence(self) -> float:
         """The draft's probability of the token; 1 where there is no distribution."""
         return 1.0 if self.probabilities is None else float(self.probabilities[self.token])

@@ -89,7 +89,7 @@ class Drafting:
         drafts: list[DraftToken] = []
         step_ns: Sequence[int] = ()  # of plain steps that were computed without anything else in between
         if planned > 0:  # the memory of past states stays the same in all rounds
-            sequence.mark(self._longest + 1, singly=self.drafter.feeds)
+            sequence.passes.mark(self._longest + 1, singly=self.drafter.feeds)
         try:
             if planned > 0:
                 with self.trace("draft") as details:
@@ -98,9 +98,9 @@ class Drafting:
             drafted = self.clock()
             if planned > 0 and self.drafter.feeds:
                 with self.trace("rollback"):
-                    sequence.rewind()
+                    sequence.passes.rewind()
             if not drafts:
-                sequence.unmark()
+                sequence.passes.unmark()
             with self.trace("verify" if drafts else "plain step") as details:
                 compared = accepted = 0
                 if drafts:
@@ -118,12 +118,12 @@ class Drafting:
             if drafts:
                 with self.trace("rollback") as details:
                     details["kept"] = generated
-                    sequence.rewind(keep=generated)
+                    sequence.passes.rewind(keep=generated)
         except BaseException:  # Ctrl-C too: the caller's cache is restored to its state before the round
-            sequence.rewind()
+            sequence.passes.rewind()
             raise
         finally:
-            sequence.unmark()
+            sequence.passes.unmark()
         draft_ms, verify_ms = (drafted - start) * 1e3, (self.clock() - drafted) * 1e3
         prepared = self.switch.preparations != preparations
         if len(step_ns) > 1:

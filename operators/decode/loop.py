@@ -1,7 +1,7 @@
 """The decoding loop of `generate` for one sequence, greedy or sampled, with or without drafts.
 
 The loop gives what transformers' own loop gives, token for token, in less time: on the CPU, tokens that follow each other in one native
-program are computed without the rest of a forward pass (`Continuation`), and with drafts, several tokens are verified in one pass.
+program are computed without the rest of a forward pass (`NativePasses`), and with drafts, several tokens are verified in one pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transformers.utils.generic import ModelOutput
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
-from moegraft.operators.decode.passes import CachedPasses
+from moegraft.operators.decode.passes import passes_over
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 FIXED_CACHES = ("paged", "quantized", "offloaded", "offloaded_static")  # tokens cannot be removed from them
 SERVED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ROOM = 256  # tokens
-# Processors that are the same for any tokens before the scores, but for their number where the value is False.
-_ROWWISE: Mapping[type, bool] = {
-    TemperatureLogitsWarper: True,
-    TopKLogitsWarper: True,
-    TopPLogitsWarper: True,
-    MinPLogitsWarper: True,
-    MinLengthLogitsProcessor: False,
-    MinNewTokensLengthLogitsProcessor: False,
+# Processors that are the same for any tokens before the scores; those with a function do nothing from that length of a text on.
+_ROWWISE: Mapping[type, Callable[[Any], int] | None] = {
+    TemperatureLogitsWarper: None,
+    TopKLogitsWarper: None,
+    TopPLogitsWarper: None,
+    MinPLogitsWarper: None,
+    MinLengthLogitsProcessor: lambda processor: processor.min_length,
+    MinNewTokensLengthLogitsProcessor: lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
 }
 _NO_OUTPUT = ModelOutput()  # for updates that only count tokens
 
@@ -133,21 +133,21 @@ def accept(sequence: DecodedSequence, rule: AcceptanceRule, drafts: Sequence[Dra
     Returns:
         The numbers of compared and of accepted drafts.
     """
-    processed = sequence.process_rows([draft.token for draft in drafts], logits)
-    for position, (draft, scores) in enumerate(zip(drafts, processed, strict=False)):
+    rows = zip(logits, sequence.process_rows(logits), strict=True)
+    for position, (draft, (row, scores)) in enumerate(zip(drafts, rows, strict=False)):
         if not rule.accepts(draft, scores):
             token = rule.replacement(draft, scores)
-            rule.note(token, logits[position], scores, None)
-            sequence.append(token, scores, logits[position])
+            rule.note(token, row, scores, None)
+            sequence.append(token, scores, row)
             return position + 1, position
-        rule.note(draft.token, logits[position], scores, draft)
-        sequence.append(draft.token, scores, logits[position])
+        rule.note(draft.token, row, scores, draft)
+        sequence.append(draft.token, scores, row)
         if sequence.finished:
             return position + 1, position + 1
-    scores = next(processed)
+    row, scores = next(rows)
     token = rule.pick(scores)
-    rule.note(token, logits[-1], scores, None)
-    sequence.append(token, scores, logits[-1])
+    rule.note(token, row, scores, None)
+    sequence.append(token, scores, row)
     return len(drafts), len(drafts)
 
 
@@ -234,6 +234,7 @@ class DecodedSequence:
     A context manager: while steps of one token follow each other in a native program, the cache receives them at the end (`flush`).
 
     Attributes:
+        passes: those over the sequence's cache.
         keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm or what a head reads.
     """
 
@@ -282,7 +283,7 @@ class DecodedSequence:
         ]
         self._open_length = min(limits, default=sys.maxsize)  # below which no length ends the text
         self._replay = replay
-        self._passes = CachedPasses(None, None)
+        self.passes = passes_over(None, None)
         self._counted = self.length  # tokens that masks and positions have
 
     @property
@@ -313,7 +314,7 @@ class DecodedSequence:
 
     def flush(self) -> None:
         """Let the cache, masks and positions have all tokens but the last."""
-        self._passes.close()
+        self.passes.close()
         self._count()
 
     def _count(self) -> None:
@@ -337,7 +338,7 @@ class DecodedSequence:
         self._note(outputs)
         # Adopts the cache that the model created; `flush` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
-        self._passes = CachedPasses(self._kwargs.get("past_key_values"), self._replay)
+        self.passes = passes_over(self._kwargs.get("past_key_values"), self._replay)
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.to(torch.float32)
 
@@ -347,38 +348,25 @@ class DecodedSequence:
         Returns:
             The ns that each took; none where no token can be computed so.
         """
-        continuation = self._passes.continuation
-        if continuation is None or self._direct != () or self._with_scores or self._with_logits:
+        if self._direct != () or self._with_scores or self._with_logits:
             return ()
         single = self._always or self._streamer is not None or self.length >= self._open_length
         most = 1 if single else min(most, self._open_length - self.length)
-        try:
-            tokens = continuation.greedy(self._passes.length, self._last, most, self._ends, hidden=self.keeps_hidden_states)
-        finally:
-            self._passes.count()
-        self.hidden_states = continuation.hidden_states
+        tokens = self.passes.greedy(self._last, most, self._ends, hidden=self.keeps_hidden_states)
+        if not tokens:
+            return ()
+        self.hidden_states = self.passes.hidden_states
         for token in tokens:
             self.append(token)
-        return continuation.step_ns if tokens else ()
-
-    def mark(self, longest: int, *, singly: bool) -> None:
-        """Let `rewind` take back what is fed from now on: see `CachedPasses`."""
-        self._passes.mark(longest, singly=singly)
-
-    def unmark(self) -> None:
-        self._passes.unmark()
-
-    def rewind(self, keep: int = 0) -> None:
-        """Keep the first `keep` tokens that were fed since the mark."""
-        self._passes.rewind(keep)
+        return self.passes.step_ns
 
     def forward(self, tokens: Sequence[int], feed: int) -> torch.Tensor:
         """Feed the last `feed` tokens of the sequence followed by `tokens`; return their logits, (feed, V) float32 until the next call."""
-        logits = self._passes.follow(self.latest(tokens, feed))
+        logits = self.passes.follow(self.latest(tokens, feed))
         if logits is not None:
-            self.hidden_states = self._passes.hidden_states
+            self.hidden_states = self.passes.hidden_states
             return logits
-        self._passes.leave()
+        self.passes.leave()
         self._count()
         kwargs, ids = self._kwargs, self.followed_by(tokens)
         if tokens:
@@ -387,7 +375,7 @@ class DecodedSequence:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = feed
         outputs = self._model(**inputs | self._asked, return_dict=True)
-        self._passes.note(feed)
+        self.passes.note()
         self._note(outputs)
         computed: torch.Tensor = outputs.logits[0, -feed:]
         return computed.to(torch.float32)
@@ -395,13 +383,28 @@ class DecodedSequence:
     def latest(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return the last `count` tokens of the sequence followed by `tokens`."""
         own = count - len(tokens)
-        return [*self._ids[0, self.length - own : self.length].tolist(), *tokens] if own > 0 else list(tokens[-count:])
+        if own <= 0:
+            return list(tokens[-count:])
+        known = self._ids[0] if self._numbers is None else self._numbers
+        return [*known[self.length - own : self.length].tolist(), *tokens]
 
     def followed_by(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the sequence with `tokens` after it, (1, length + tokens) int64."""
-        if not tokens:
-            return self.input_ids
-        return torch.cat([self.input_ids, self.input_ids.new_tensor([tokens])], dim=-1)
+        """Return the sequence with `tokens` after it, (1, length + tokens) int64; these until the next call that writes others."""
+        if tokens:
+            self._write(self.length, tokens)
+        return self._ids[:, : self.length + len(tokens)]
+
+    def _write(self, start: int, tokens: Sequence[int]) -> None:
+        """Write tokens to the memory of the sequence from one of its places on."""
+        end = start + len(tokens)
+        if end > self._ids.shape[1]:
+            room = self._ids.new_empty((1, max(self.length, _ROOM)), dtype=torch.int64)  # whatever the type of the prompt
+            self._ids = torch.cat([self.input_ids, room], dim=-1)
+            self._numbers = self._ids[0].numpy() if self._ids.is_cpu else None
+        if self._numbers is None:
+            self._ids[0, start:end] = self._ids.new_tensor(tokens)
+        else:
+            self._numbers[start:end] = tokens
 
     def process(self, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Apply every logits processor to a copy of the logits (V,) after the sequence and `tokens`: processors may write in place.
@@ -419,22 +422,19 @@ class DecodedSequence:
                 scores = processor(input_ids, scores)
         return scores[0]
 
-    def process_rows(self, tokens: Sequence[int], logits: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the processed scores (V,) of each row of logits (T + 1, V): after the sequence, after its next token, and so on.
-
-        Args:
-            tokens: those T next ones. They are in the sequence when the scores after them are asked for.
-        """
+    def process_rows(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the processed scores (V,) of each row of logits (T, V): after the sequence, and after each token that it has by then."""
         if not self._direct or any(type(processor) not in _ROWWISE for processor in self._direct):
             for row in logits:
                 yield self.process([], row)
             return
-        scores, texts = logits.clone(), [self.followed_by(tokens[:count]) for count in range(len(logits))]
+        scores = logits.clone()
         for processor in self._direct:
-            if _ROWWISE[type(processor)]:
-                scores = processor(self.input_ids, scores)
-            else:
-                scores = torch.cat([processor(text, row[None]) for text, row in zip(texts, scores, strict=True)])
+            end = _ROWWISE[type(processor)]
+            rows = len(scores) if end is None else max(0, min(end(processor) - self.length, len(scores)))
+            if rows:
+                processed = processor(self.input_ids, scores[:rows])
+                scores = processed if rows == len(scores) else torch.cat([processed, scores[rows:]])
         yield from scores
 
     def append(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
@@ -443,14 +443,7 @@ class DecodedSequence:
         Args:
             scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
         """
-        if self.length == self._ids.shape[1]:
-            room = self._ids.new_empty((1, max(self.length, _ROOM)), dtype=torch.int64)  # whatever the type of the prompt
-            self._ids = torch.cat([self._ids, room], dim=-1)
-            self._numbers = self._ids[0].numpy() if self._ids.is_cpu else None
-        if self._numbers is None:
-            self._ids[0, self.length] = token
-        else:
-            self._numbers[self.length] = token
+        self._write(self.length, (token,))
         self.length += 1
         if self._with_scores and scores is not None:
             self._scores.append(scores[None].clone())

@@ -19,7 +19,7 @@ from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
 from moegraft.operators.decode.mtp_layers import foresees_experts, layers_cache, mtp_layers
-from moegraft.operators.decode.passes import CachedPasses
+from moegraft.operators.decode.passes import passes_over
 from moegraft.operators.decode.rollback import longest_rewind
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import DraftSwitch
@@ -72,7 +72,7 @@ class MtpStreams:
         self._layers = mtp_layers(model)
         self._replay = replay
         self.last = len(self._layers.layers) - 1
-        self.passes = [CachedPasses(_layer_cache(model, number), replay) for number in range(self.last + 1)]
+        self.passes = [passes_over(_layer_cache(model, number), replay) for number in range(self.last + 1)]
         self.waiting: list[list[torch.Tensor]] = [[] for _ in self.passes]
         self.rows = [0] * (self.last + 1)
         self.position = 0
@@ -107,7 +107,7 @@ class MtpStreams:
 
     def go_on(self, replay: StepReplay | None) -> None:
         """Begin to extend the sequence in another call."""
-        self._replay, self.passes = replay, [CachedPasses(cache, replay) for cache in self.caches]
+        self._replay, self.passes = replay, [passes_over(cache, replay) for cache in self.caches]
 
     def settle(self, ids: torch.Tensor) -> None:
         """Feed the layers the states whose tokens are in a sequence `ids` (1, L) before its last token, but the latest one of each."""
@@ -144,15 +144,15 @@ class MtpStreams:
         Returns:
             Its own states, and the logits after the last one, (V,) float32 until the next such pass.
         """
-        passes, size = self.passes[number], len(tokens)
+        passes = self.passes[number]
         if steps and (followed := passes.follow(tokens, states)) is not None:
-            assert passes.hidden_states is not None, "the output of every pass of a layer"
+            assert passes.hidden_states is not None, "every pass of a layer returns them"
             return passes.hidden_states, followed[-1]
         passes.leave()
         arguments: dict[str, Any] = {
             "input_ids": torch.tensor([tokens], device=states.device),
             "states": states,
-            "position_ids": torch.arange(end - size, end, device=states.device)[None],
+            "position_ids": torch.arange(end - len(tokens), end, device=states.device)[None],
             "layer": number,
             "past_key_values": passes.cache,
         }
@@ -161,7 +161,7 @@ class MtpStreams:
             if steps and self._replay is not None
             else self._step(**arguments)
         )
-        passes.note(size)
+        passes.note()
         return found.hidden_states[-1], found.logits[0, -1].to(torch.float32)
 
     def _step(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,12 +31,10 @@ from transformers.utils.generic import ModelOutput
 from moegraft.operators.base import Operator
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.pages import PagedCache
+from moegraft.operators.decode.passes import CachedPasses
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.structure import is_library
 from moegraft.operators.timeline import Timeline
-
-if TYPE_CHECKING:
-    from moegraft.operators.decode.native.steps import Continuation
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
@@ -60,7 +58,7 @@ class FrozenModel:
 
     `NativePrograms` compares the training flag, what a step reads of the configuration, and the thresholds of sparse experts by itself. Not
     noticed: attributes of the modules of PyTorch and transformers, and changes within lists, functions and objects that modules refer to.
-    The steps of one `Continuation`, and those of MTP layers between two of the model's, are not looked at: a change between two tokens of
+    The steps of `NativePasses`, and those of MTP layers between two of the model's, are not looked at: a change between two tokens of
     one `generate` call may be noticed later.
     """
 
@@ -210,12 +208,12 @@ class StepReplay(ABC):
         """Compute as a replay does, layer by layer, while the body runs."""
         return nullcontext()
 
-    def continuation(self, cache: Cache) -> Continuation | None:
-        """Return the steps that may follow each other over a cache without forward passes in between; None where none do."""
-        return None
+    def passes(self, cache: Cache) -> CachedPasses:
+        """Return the passes over a cache, some of which a backend computes without the model."""
+        return CachedPasses(cache)
 
     def continued(self, tokens: int) -> None:
-        """Note tokens that continuations have fed."""
+        """Note tokens that such passes have fed."""
         return
 
     def forward(

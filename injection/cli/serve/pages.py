@@ -19,6 +19,7 @@ from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
+from moegraft.operators.decode.passes import CachedPasses
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import BatchDrafts
@@ -101,7 +102,7 @@ class SequencePool:
         injection = injection_of(model)
         self._steps = None if injection is None else injection.context.replay
         self._stepped: list[PagedSequence] = []  # the rows of the last step
-        self._continuation: Any = None  # of the last step, from `continuation` of `_steps`
+        self._passes: CachedPasses | None = None  # that may follow the last step
 
     @property
     def memory(self) -> CacheMemory:
@@ -223,7 +224,7 @@ class SequencePool:
         Args:
             drafted: whether `crop` follows for each sequence, which may drop all but the first of these tokens.
         """
-        self._stepped, self._continuation = [], None  # another pass may come between two steps
+        self._stepped, self._passes = [], None  # another pass may come between two steps
         if self.streams is not None:
             extra["output_hidden_states"] = asked_states(self._model)
         self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
@@ -247,24 +248,24 @@ class SequencePool:
 
     def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
         """Compute one token of each sequence; return the logits of the next ones, (B, V) float32."""
-        continuation, self._continuation = self._continuation, None
-        if self._steps is not None and continuation is not None and self._stepped == list(sequences):
+        passes, self._passes = self._passes, None
+        if self._steps is not None and passes is not None and self._stepped == list(sequences):
             self._begin(sequences, 1)
-            continued: torch.Tensor | None = continuation.step(self._cache.longest, tokens)
+            continued = passes.follow(tokens)
             if continued is not None:
                 self._cache.finish()
-                self._continuation = continuation
+                self._passes = passes
                 self._steps.continued(len(tokens))
                 if self.streams is not None:
-                    self.streams.note(sequences, [[token] for token in tokens], continuation.hidden_states)
+                    assert passes.hidden_states is not None, "the passes of the model were asked for them"
+                    self.streams.note(sequences, [[token] for token in tokens], passes.hidden_states)
                 return continued.clone()
             self._cache.abandon()
         logits = self.forward(sequences, [[token] for token in tokens], keep=False)[:, -1].float()
         if self._steps is not None:
             self._stepped = list(sequences)
-            self._continuation = self._steps.continuation(self._cache)
-            if self._continuation is not None:
-                self._continuation.note()
+            passes = self._steps.passes(self._cache)
+            self._passes = passes if passes.note() else None
         return logits
 
     def mark(self, sequences: Sequence[PagedSequence]) -> None:
@@ -290,7 +291,7 @@ class SequencePool:
 
         One with recurrent states can go on if it was in `mark` with these tokens, or its latest pass was over a draft that begins there.
         """
-        self._stepped, self._continuation = [], None
+        self._stepped, self._passes = [], None
         self._pool.crop(sequence, tokens)
         if self._states is not None:
             self._states.return_to(sequence, tokens)

@@ -2,7 +2,7 @@
 
 Two steps of a kind are recorded (record.py), then fitted to each other (fit.py) and turned into a program (lower.py, program.py). A kind is
 a number of sequences and tokens, the form of the cache, which windows are full, and the position within a group of tokens where the model
-pools them. Tokens that follow each other in one program are a `Continuation`.
+pools them. `NativePasses` are steps that follow each other in programs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import HIDDEN_STATES, OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
+from moegraft.operators.decode.passes import CachedPasses
 from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.decode.states import is_past, past_tokens
 from moegraft.operators.draft import DraftSettings, DraftSwitch
@@ -44,7 +45,7 @@ from moegraft.operators.sparsity import SparseLayers
 logger = logging.getLogger(__name__)
 MAX_TOKENS = 8  # of each sequence in a step; more is a prompt
 RECORDINGS = 4  # of one kind before it is given up
-MAX_CONTINUED = 64  # tokens, after which a model is looked at again
+MAX_CONTINUED = 64  # steps, after which a model is looked at again
 _LONG = 1 << 30
 LONGEST_NS = 50_000_000  # of steps without a look at signals
 EXACT_TOLERANCE = 1e-5  # relative, of the logits, where nothing is quantised
@@ -169,6 +170,9 @@ class NativePrograms(StepReplay):
     def record(self, kind: Kind, step: Step, plain: Forward, frozen: FrozenModel) -> Any:
         cache, buffers = step.cache, _memory(step.cache)
         assert buffers is not None and self._boundaries is not None, "the step was described"
+        position = step.position // step.period
+        if kind.recorded is not None and kind.recorded.position == position:  # as at the end of equally long texts
+            return plain(**step.inputs, **step.settings, **{CACHE: cache})
         recorder = Recorder(self._runtime)
         tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in step.inputs.items()}
         inputs = {name: recorder.memory(value) for name, value in tensors.items()}
@@ -193,13 +197,11 @@ class NativePrograms(StepReplay):
         changed = {name: (counts[name], value) for name, value in cache_counts(cache).items() if name in counts}
         first, kind.recorded = kind.recorded, None
         kind.recordings += 1
-        position = step.position // step.period
         try:
             recorded = RecordedStep(position, recording, inputs, before, after, changed, _outputs(outputs, cache, recorder))
             recording.release((*inputs.values(), *before.values()))
-            if first is None or first.position == position:
+            if first is None:
                 kind.recorded = recorded
-                kind.recordings -= first is not None
                 return outputs
             started = time.perf_counter()
             end = step.position + step.inputs["input_ids"].shape[1]
@@ -253,8 +255,8 @@ class NativePrograms(StepReplay):
     def tolerance(self, replay: StepProgram) -> float:
         return EXACT_TOLERANCE if replay.exact else ROUNDED_TOLERANCE
 
-    def continuation(self, cache: Cache) -> Continuation:
-        return Continuation(self, cache)
+    def passes(self, cache: Cache) -> NativePasses:
+        return NativePasses(cache, self)
 
     def latest(self, cache: Cache) -> tuple[_Form, _Following] | None:
         """Return the latest step, if others over `cache` may follow it; not to be asked twice."""
@@ -325,150 +327,144 @@ class _Following:
     verified_until: int
 
 
-class Continuation:
-    """The steps over one cache that follow each other in native programs, without a forward pass of the model in between.
+class NativePasses(CachedPasses):
+    """Passes over one cache that follow each other in native programs, without a forward pass of the model in between.
 
-    A number of tokens is computed here once a pass over as many was replayed in the model (`note`). Between two steps nothing else happens
-    to the cache but what this class does: neither the arguments nor the model are looked at again, for at most `MAX_CONTINUED` tokens, and
-    the cache receives the tokens by `advance` alone. So steps that only append to it may go back: those that verify a draft are followed by
-    others behind the tokens that stand. A forward pass of another thread may end a continuation at any time.
+    A number of tokens is computed here once a pass over as many was replayed in the model (`note`). Between two passes nothing else happens
+    to the cache but what this class does: neither the arguments nor the model are looked at again, for at most `MAX_CONTINUED` steps, and
+    the cache receives the tokens by `close` alone. So passes that only append to it may go back: those that verify a draft are followed by
+    others behind the tokens that stand. A forward pass of another thread may end them at any time.
 
     Attributes:
-        position: tokens that are computed, and may be kept.
-        hidden_states: the last ones of the latest step, (B, T, H); None where its program was recorded without them.
-        step_ns: the time of each step of the latest `greedy`.
+        length: tokens that are computed, and have not been taken back.
     """
 
-    def __init__(self, replay: NativePrograms, cache: Cache) -> None:
+    cache: Cache
+
+    def __init__(self, cache: Cache, replay: NativePrograms) -> None:
+        super().__init__(cache)
         self._replay = replay
-        self._cache = cache
         self._programs: dict[_Form, _Following] = {}
         self._program: StepProgram | None = None  # of the latest step since the cache had all tokens
         self._buffers: CacheBuffers | None = None
-        self._left = 0  # tokens until the model is looked at again
+        self._left = 0  # steps until the model is looked at again
         self._held = 0  # tokens that the cache has
         self._window_end = 0
         self._fed = 0  # tokens since the cache had all of them
-        self.position = cache.get_seq_length() if cache.layers else 0
-        self.hidden_states: torch.Tensor | None = None
-        self.step_ns: Sequence[int] = ()
+        self._marked = 0  # the length to which `rewind` returns
+        self.length = cache.get_seq_length() if cache.layers else 0
 
-    def note(self) -> None:
-        """Note that the model has computed a pass over the cache."""
-        self._left = MAX_CONTINUED
-        latest = self._replay.latest(self._cache)
-        if latest is not None:
-            self._programs[latest[0]] = latest[1]
-
-    def step(
-        self, position: int, tokens: Sequence[int], states: torch.Tensor | None = None, *, rewinds: bool = False
-    ) -> torch.Tensor | None:
-        """Feed some tokens of one sequence, or one of each of several, at a position.
-
-        Args:
-            position: tokens of the longest sequence before them.
-            states: what an MTP layer is given beside the tokens, (1, T, H).
-            rewinds: whether a later step may begin before the end of this one.
-
-        Returns:
-            The logits, (R, V) float32 until the next step; None where a forward pass is needed.
-        """
+    def follow(self, tokens: Sequence[int], states: torch.Tensor | None = None) -> torch.Tensor | None:
         started_ns, replay = time.perf_counter_ns(), self._replay
-        following = self._following(position, _form(len(tokens), states, replay.draft))
-        if following is None or (rewinds and not following.program.rewinds):
+        following = self._following(_form(len(tokens), states, replay.draft))
+        if following is None or self._buffers is None or (self._new_mark is not None and not following.program.rewinds):
             return None
         program = following.program
         with replay.lock:
-            if self._buffers is None or not program.is_bound(self._buffers):
+            if not program.is_bound(self._buffers):
                 return None
             before = program.fed
             try:
-                logits, self.hidden_states = program.follow(position, tokens, states)
+                logits, self.hidden_states = program.follow(self.length, tokens, states)
             finally:  # Python raises an interrupt as soon as a native call returns
-                self._went_on(following, position, replay.fed(program, before, started_ns, position))
+                self._went_on(following, before, started_ns)
         return logits
 
-    def greedy(self, position: int, token: int, count: int, ends: Sequence[int], *, hidden: bool) -> list[int]:
-        """Of one sequence: feed a token, the likeliest one after it, and so on; return the likeliest after each.
-
-        At most `count`, none after one of `ends`, and as many as a user who interrupts them does not wait for; none at all where a whole
-        forward pass is needed. `hidden`: whether `hidden_states` has those of each step, (1, T, H).
-        """
+    def greedy(self, token: int, count: int, ends: Sequence[int], *, hidden: bool) -> list[int]:
         started_ns, replay = time.perf_counter_ns(), self._replay
-        following = self._following(position, _form(1, None, replay.draft))
-        if following is None:
+        following = self._following(_form(1, None, replay.draft))
+        if following is None or self._buffers is None:
             return []
         program = following.program
         with replay.lock:
-            if self._buffers is None or not program.is_bound(self._buffers):
+            if not program.is_bound(self._buffers):
                 return []
             before = program.fed
-            end = min(position + min(count, self._left), self._window_end, program.positions(self._buffers, self._held).stop)
-            most = 1 if replay.timeline is not None else end - position  # a timeline has each step
-            alike = len(list(itertools.takewhile(lambda each: replay.may_follow(following, each), range(position, position + most))))
+            end = min(self.length + min(count, self._left), self._window_end, program.positions(self._buffers, self._held).stop)
+            positions = range(self.length, self.length + 1 if replay.timeline is not None else end)  # a timeline has each step
+            alike = len(list(itertools.takewhile(lambda each: replay.may_follow(following, each), positions)))
             states = program.states_of(alike) if hidden else None
             if hidden and states is None:
                 return []
             into = None if states is None else states.view(torch.uint8).flatten()
             try:
-                tokens: list[int] = program.native.greedy(position, token, alike, ends, LONGEST_NS, into)
+                tokens: list[int] = program.native.greedy(self.length, token, alike, ends, LONGEST_NS, into)
             finally:  # as above
-                self._went_on(following, position, replay.fed(program, before, started_ns, position))
+                self._went_on(following, before, started_ns)
             self.hidden_states = None if states is None else states[:, : len(tokens)]
             self.step_ns = program.native.step_ns
         return tokens
 
-    def _following(self, position: int, form: _Form) -> _Following | None:
-        """Return the program for a step; None while another thread computes one, which nothing waits for."""
-        replay = self._replay
-        found = self._programs.get(form)
+    def _following(self, form: _Form) -> _Following | None:
+        """Return the program for the next step; None while another thread computes one, which nothing waits for."""
+        replay, found = self._replay, self._programs.get(form)
         if found is None or self._left < 1 or replay.lock.locked() or torch._C._len_torch_dispatch_stack():
-            return None
-        if not replay.may_follow(found, position):
             return None
         if self._program is None and not self._begin(found.program):
             return None
-        if self._buffers is None or not (self._held <= position <= self.position if found.program.rewinds else position == self.position):
+        if self._buffers is None or not replay.may_follow(found, self.length):
             return None
-        fits = position + found.tokens <= self._window_end and position in found.program.positions(self._buffers, self._held)
+        fits = self.length + found.tokens <= self._window_end and self.length in found.program.positions(self._buffers, self._held)
         return found if fits else None
 
     def _begin(self, program: StepProgram) -> bool:
         """Look at the cache, which has all tokens."""
-        self._buffers = buffers = _memory(self._cache)
-        self._held = self.position = self._cache.get_seq_length()
-        layers = [layer for layer in self._cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        self._buffers = buffers = _memory(self.cache)
+        self._held = self.length = self.cache.get_seq_length()
+        layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         left = [layer.sliding_window - 1 - layer.cumulative_length for layer in layers]  # until a window is full
         self._window_end = self._held + min((each for each in left if each >= 0), default=_LONG)
         try:
-            return buffers is not None and program.rebind(self._cache, buffers, self._held)
+            return buffers is not None and program.rebind(self.cache, buffers, self._held)
         except ForeignCacheError:
             return False
 
-    def _went_on(self, following: _Following, position: int, steps: int) -> None:
+    def _went_on(self, following: _Following, before: tuple[int, int], started_ns: int) -> None:
+        steps = self._replay.fed(following.program, before, started_ns, self.length)
         if steps:
-            self._program, self.position = following.program, position + steps * following.tokens
-            self._left -= steps * following.tokens
+            self._program = following.program
+            self.length += steps * following.tokens
             self._fed += steps * following.tokens
+            self._left -= steps
 
-    def advance(self, position: int) -> None:
-        """Let the cache have the computed tokens before `position`: all of them where steps do more than append to the cache."""
-        program = self._program
-        if program is None or self._buffers is None:
-            return
-        end = max(self._held, min(position, self.position)) if program.rewinds else self.position
-        new, self._held = end - self._held, end
-        if new:
-            program.advance(self._cache, self._buffers, new)
+    def _advance(self, length: int) -> None:
+        """Let the cache have the computed tokens before `length`."""
+        new, self._held = max(0, length - self._held), max(length, self._held)
+        if self._program is not None and self._buffers is not None and new:
+            self._program.advance(self.cache, self._buffers, new)
 
-    def close(self, position: int) -> None:
-        """As `advance`, before anything else may happen to the cache."""
-        self.advance(position)
+    def leave(self) -> None:
+        if self._new_mark is not None and self._mark is None:
+            self._advance(self._marked)
+        super().leave()
+        self.close()
+
+    def note(self) -> bool:
+        self._left, self.length = MAX_CONTINUED, self.cache.get_seq_length()
+        latest = self._replay.latest(self.cache)
+        if latest is not None:
+            self._programs[latest[0]] = latest[1]
+        return latest is not None
+
+    def close(self) -> None:
+        self._advance(self.length)
         self._program = None
         self._programs = {key: each for key, each in self._programs.items() if each.program.rewinds}  # others only follow their own steps
         fed, self._fed = self._fed, 0
         if fed:
             self._replay.continued(fed)
+
+    def mark(self, longest: int, *, singly: bool) -> None:
+        super().mark(longest, singly=singly)
+        self._marked = self.length
+
+    def rewind(self, keep: int = 0) -> None:
+        if self._new_mark is None:
+            return
+        self.length = self._marked + keep
+        if self._mark is not None:
+            self.close()
+            super().rewind(keep)
 
 
 def _memory(cache: Cache) -> CacheBuffers | None:

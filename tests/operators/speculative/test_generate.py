@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection import new_cache
 from moegraft.operators.decode.native.program import StepProgram
-from moegraft.operators.decode.native.steps import Continuation, NativePrograms
+from moegraft.operators.decode.native.steps import NativePasses, NativePrograms
 from moegraft.operators.decode.schedule import DraftSchedule, Round
 
 STEPS = 24
@@ -311,14 +311,14 @@ def test_steps_that_stay_plain_follow_each_other_in_one_call(
     end: str | None, draft: str, drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, twin, ids = drafting("mixtral", draft=draft), stock("mixtral"), prompt(9)
-    greedy, calls = Continuation.greedy, []
+    greedy, calls = NativePasses.greedy, []
 
-    def noted(self: Continuation, *arguments: Any, **kwargs: Any) -> list[int]:
+    def noted(self: NativePasses, *arguments: Any, **kwargs: Any) -> list[int]:
         tokens = greedy(self, *arguments, **kwargs)
         calls.append(len(tokens))
         return tokens
 
-    monkeypatch.setattr(Continuation, "greedy", noted)
+    monkeypatch.setattr(NativePasses, "greedy", noted)
     whole = twin.generate(ids, max_new_tokens=90, do_sample=False)
     model.generate(ids, max_new_tokens=90, do_sample=False)  # makes the programs
     arguments: dict[str, Any] = {"max_new_tokens": 90, "do_sample": False}
@@ -393,25 +393,33 @@ def test_rounds_follow_each_other_without_a_pass_of_the_model(
         torch.testing.assert_close(other.values, one.values, atol=1e-4, rtol=1e-4)
 
 
-def test_an_interrupted_round_is_taken_back_from_native_passes(drafting: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin, ids = drafting("demo"), stock("demo"), prompt(24)
+@pytest.mark.parametrize("draft", ["experts", "mtp"])
+def test_an_interrupted_round_is_taken_back_from_native_passes(draft: str, drafting: Any, stock: Any) -> None:
+    """After each native pass of some rounds: the caller's cache has the tokens before the round, and the text goes on from there."""
+    model, twin, ids = drafting("demo", draft=draft), stock("demo"), prompt(24)
     arguments: dict[str, Any] = {"do_sample": False, "eos_token_id": VOCAB_SIZE - 1}  # which hardly comes
+    whole = twin.generate(ids, max_new_tokens=60, **arguments)
     model.generate(ids, max_new_tokens=150, **arguments)  # makes the programs
-    follow, calls, cache = StepProgram.follow, 0, new_cache(model)
+    follow, calls, lengths = StepProgram.follow, 0, list[int]()
+    for last in (1, 2, *range(18, 25)):
 
-    def interrupted(self: StepProgram, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        found = follow(self, *arguments)
-        if calls == 23:
-            raise KeyboardInterrupt
-        return found
+        def interrupted(self: StepProgram, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            found = follow(self, *arguments)
+            if calls == last:  # noqa: B023
+                raise KeyboardInterrupt
+            return found
 
-    monkeypatch.setattr(StepProgram, "follow", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, max_new_tokens=150, past_key_values=cache, **arguments)
-    assert calls == 23
-    whole = twin.generate(ids, max_new_tokens=150, **arguments)
-    text = whole[:, : cache.get_seq_length() + 1]
-    assert ids.shape[1] < text.shape[1] < whole.shape[1]
-    assert torch.equal(model.generate(text, max_length=whole.shape[1], past_key_values=cache, **arguments), whole)
+        cache, calls = new_cache(model), 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepProgram, "follow", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(ids, max_new_tokens=60, past_key_values=cache, **arguments)
+        lengths.append(cache.get_seq_length())
+        text = whole[:, : lengths[-1] + 1]
+        assert torch.equal(
+            model.generate(text, max_new_tokens=60 + ids.shape[1] - text.shape[1], past_key_values=cache, **arguments), whole
+        )
+    assert ids.shape[1] == lengths[0] < lengths[-1] < whole.shape[1]
+    assert len(set(lengths)) < len(lengths), "interrupts in the same round"
