@@ -38,7 +38,7 @@ class CachedPasses:
         self.cache = cache
         self.hidden_states: torch.Tensor | None = None
         self.step_ns: Sequence[int] = ()
-        self._new_mark: Callable[[], CacheMark] | None = None  # while passes may be taken back
+        self._new_mark: Callable[[Cache], CacheMark] | None = None  # while passes may be taken back
         self._mark: CacheMark | None = None  # from the first pass of the model on
 
     def follow(self, tokens: Sequence[int], states: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -63,7 +63,8 @@ class CachedPasses:
     def leave(self) -> None:
         """Let the cache have all tokens, for a pass of the model."""
         if self._new_mark is not None and self._mark is None:
-            self._mark = self._new_mark()
+            assert self.cache is not None, "only passes over a cache are taken back"
+            self._mark = self._new_mark(self.cache)
 
     def note(self) -> bool:
         """Note that the model has computed a pass over the cache; return whether one over as many tokens may follow natively."""
@@ -74,8 +75,7 @@ class CachedPasses:
 
     def mark(self, longest: int, *, singly: bool) -> None:
         """Let `rewind` take back the passes that follow; the arguments are those of `CacheMark`."""
-        assert self.cache is not None, "only passes over a cache are taken back"
-        self._mark, self._new_mark = None, partial(CacheMark, self.cache, longest, singly=singly)
+        self._mark, self._new_mark = None, partial(CacheMark, longest=longest, singly=singly)
 
     def unmark(self) -> None:
         """Let the passes that follow stand."""

@@ -19,7 +19,6 @@ from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
-from moegraft.operators.decode.passes import CachedPasses
 from moegraft.operators.decode.state_pool import StatePool, state_tensors
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import BatchDrafts
@@ -102,7 +101,7 @@ class SequencePool:
         injection = injection_of(model)
         self._steps = None if injection is None else injection.context.replay
         self._stepped: list[PagedSequence] = []  # the rows of the last step
-        self._passes: CachedPasses | None = None  # that may follow the last step
+        self._passes: Any = None  # that may follow the last step, from `passes` of `_steps`
 
     @property
     def memory(self) -> CacheMemory:
@@ -251,13 +250,12 @@ class SequencePool:
         passes, self._passes = self._passes, None
         if self._steps is not None and passes is not None and self._stepped == list(sequences):
             self._begin(sequences, 1)
-            continued = passes.follow(tokens)
+            continued: torch.Tensor | None = passes.follow(tokens)
             if continued is not None:
                 self._cache.finish()
                 self._passes = passes
                 self._steps.continued(len(tokens))
                 if self.streams is not None:
-                    assert passes.hidden_states is not None, "the passes of the model were asked for them"
                     self.streams.note(sequences, [[token] for token in tokens], passes.hidden_states)
                 return continued.clone()
             self._cache.abandon()
