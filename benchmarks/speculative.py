@@ -301,7 +301,7 @@ def foresight(text: torch.Tensor, rows: Recorder) -> None:
     calls: list[RoutedCall] = []
     with watch_routing(model, calls.append):
         states = model(text[None], output_hidden_states=True, use_cache=False).hidden_states[-1]
-    of_tokens, _ = MtpStreams(model).feed(0, states[:, :-1], text[None])  # of the token that follows each state
+    of_tokens, _ = MtpStreams(model).feed(0, states[:, :-1], text[1:].tolist(), len(text))  # of the token that follows each state
     for layer, call in enumerate(calls):
         asked = {f"{depth} before": calls[layer - depth].router_input[1:] for depth in (1, 2, 3) if layer >= depth}
         for source, tokens in {**asked, "MTP layer": of_tokens[0]}.items():
