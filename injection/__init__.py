@@ -6,7 +6,7 @@ transformers does it with `quantization_config=MoegraftConfig(rules=...)`, which
 
 from typing import TYPE_CHECKING, Any
 
-from moegraft.injection import autoload
+from moegraft.operators import autoload
 
 if TYPE_CHECKING:
     from moegraft.injection.api import build_meta_model, graft, load, new_cache, optimize_and_load, plan, read_rules

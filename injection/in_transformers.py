@@ -1,9 +1,10 @@
-"""moegraft inside plain transformers: a quantisation method of `from_pretrained`, folders that name it, and an implementation of experts.
+"""moegraft as a quantisation method of plain transformers, and the folders that name it.
 
     model = AutoModelForCausalLM.from_pretrained("path/or/hub-id", quantization_config=MoegraftConfig(rules="cpu"))
 
 transformers builds the model on meta and loads what rules leave to it; planning, checks and the streamed loading of operators are those of
-`optimize_and_load`, and so are the errors. Importing this module registers the method; `moegraft.injection.autoload` imports it in time.
+`optimize_and_load`, and so are the errors. Importing this module registers the method; `moegraft.operators.autoload` imports it in time,
+while transformers is being imported: what is heavy is imported on use.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moegraft.injection.model_source import RECIPE
+from moegraft.operators.autoload import METHOD
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 if TYPE_CHECKING:
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
     from moegraft.injection.grafting import GraftedModel
     from moegraft.injection.injected import Injection
     from moegraft.injection.rules import RuleFile
-    from moegraft.operators.base import Operator
 
-METHOD = RECIPE  # of quantisation, and the name of the implementation of experts
 ELSEWHERE = "use moegraft.injection.optimize_and_load"
 LINKED = "stock-"  # before the names of linked files: no `save_pretrained` writes to such a name, and so through a link into stock weights
 THRESHOLDS = "moegraft_thresholds.json"
@@ -267,46 +264,3 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")
 ```
 """
-
-
-def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Compute stock experts by our kernel: (T, H), (T, K), (T, K) -> (T, H); transformers' `experts_implementation="moegraft"`.
-
-    The parameters stay, and are packed at the first call and again when one of them has changed, so that the experts are in memory twice.
-    With gradients, transformers' grouped products compute them.
-    """
-    from moegraft.injection.checkpoint.sources import live_source
-
-    parameters = list(self.parameters(recurse=False))
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or any(each.requires_grad for each in parameters)):
-        trained: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-        return trained
-    state = tuple((each.data_ptr(), each._version) for each in parameters)
-    packed: tuple[Any, Operator] | None = self.__dict__.get("_moegraft_packed")
-    if packed is None or packed[0] != state:
-        operator = _stock_experts(self, hidden_states.dtype)
-        operator.load(live_source("experts", self), lambda size: None)
-        packed = self.__dict__["_moegraft_packed"] = (state, operator)
-    result: torch.Tensor = packed[1](hidden_states, top_k_index, top_k_weights)
-    return result
-
-
-def _stock_experts(module: nn.Module, dtype: torch.dtype) -> Operator:
-    """Build the operator for stock experts, with the weights as they are stored.
-
-    Raises:
-        UnsupportedModelError: the operator cannot compute these experts.
-    """
-    from moegraft.operators.context import InjectionContext
-    from moegraft.operators.registry import load_registry
-
-    operator = load_registry()["hybrid_experts"]
-    options = operator.options_type(weights="stored")
-    reason = operator.unsupported_reason(module, options)
-    if reason is not None:
-        raise UnsupportedModelError(f"experts_implementation='{METHOD}': {type(module).__name__}: {reason}")
-    return operator.build(module, options, _CONTEXTS.setdefault(dtype, InjectionContext(dtype)))
-
-
-_CONTEXTS: dict[torch.dtype, Any] = {}  # the threads of all models that have the experts of one dtype
-ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)

@@ -28,6 +28,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from moegraft.injection.checkpoint.files import weight_files
 from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, quantisation_of, why_unreadable
+from moegraft.operators.autoload import METHOD
 from moegraft.operators.decode.mtp_layers import add_mtp_layers, mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from moegraft.injection.checkpoint.gguf.model import GgufModel
 
 
-RECIPE = "moegraft"  # the quantisation method of folders with stock weights and rules for them
 # Everything but weights. `weight_files` lists those that transformers would load, as some repositories hold them in several forms.
 DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
 
@@ -208,7 +208,7 @@ def find_model(
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
     config = _config_of(model_class, config)
     stated = getattr(config, SETTINGS_KEYS[0], None)
-    if isinstance(stated, Mapping) and stated.get("quant_method") == RECIPE:
+    if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD:
         config = as_floats(config)
     source = ModelSource(folder, config, model_class)
     return source if gguf is None else with_gguf(source, gguf)
@@ -219,7 +219,7 @@ def folder_rules(model: object) -> dict[str, Any] | None:
     try:
         body = json.loads((Path(str(model)).expanduser() / "config.json").read_text(encoding="utf-8"))
         settings = body["quantization_config"]
-        return dict(settings["rules"]) if settings["quant_method"] == RECIPE else None
+        return dict(settings["rules"]) if settings["quant_method"] == METHOD else None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError):  # read_config reports what is wrong
         return None
 

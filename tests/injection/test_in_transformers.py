@@ -23,7 +23,7 @@ from support.family_rows import FamilyCase
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 from transformers.distributed import DistributedConfig
 
-from moegraft.injection import MoegraftConfig, autoload, optimize_and_load, read_rules
+from moegraft.injection import MoegraftConfig, optimize_and_load, read_rules
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.registry import load_registry
@@ -322,7 +322,9 @@ class TestRegistration:
             "import moegraft.injection; from transformers import AutoModelForCausalLM, PreTrainedModel",
             "from transformers import PreTrainedModel; import moegraft.injection",
             "from moegraft.injection import MoegraftConfig, optimize_and_load; from transformers import PreTrainedModel",
-            "import moegraft.injection.autoload as a; a.register(); a.register(); import transformers.modeling_utils; a.register()",
+            "import moegraft.operators.autoload as a; a.register(); a.register(); import transformers.modeling_utils; a.register()",
+            "import moegraft.injection; from transformers.quantizers.auto import AutoQuantizationConfig as c;"
+            "c.from_dict({'quant_method': 'moegraft'})",
         ],
     )
     def test_importing_in_any_order_registers(self, imports: str) -> None:
@@ -332,20 +334,21 @@ class TestRegistration:
         done = run_python("import sys, moegraft.injection; assert not {'torch', 'transformers'} & set(sys.modules)")
         assert done.returncode == 0, done.stderr
 
+    @pytest.mark.parametrize("first", ["import torch", "import transformers.quantizers.auto", "import transformers.integrations.moe"])
     @pytest.mark.parametrize("on", [True, False])
-    def test_torch_registers_where_the_environment_asks_for_it(self, on: bool, folder: Path, tmp_path: Path) -> None:
+    def test_torch_registers_where_the_environment_asks_for_it(self, on: bool, first: str, folder: Path, tmp_path: Path) -> None:
+        """transformers may import torch in the middle of the module that has the register. The package is made known as pip does it."""
         load(folder, "cpu").save_pretrained(tmp_path / "saved")
+        about = tmp_path / "moegraft-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moegraft\nVersion: 0\n")
+        (about / "entry_points.txt").write_text("[torch.backends]\nmoegraft = for_this_test:on_torch_import\n")
+        hook = f"import pathlib, moegraft.operators.autoload as a; a.MARKER = pathlib.Path({str(tmp_path / 'etc' / 'on')!r});"
+        (tmp_path / "for_this_test.py").write_text(f"{hook} a.switch(on={on}); on_torch_import = a.on_torch_import")
         code = (
-            "import sys, pathlib, moegraft.injection.autoload as a;"
-            "sys.meta_path[:] = [each for each in sys.meta_path if 'moegraft' not in repr(each)];"
-            f"a.MARKER = pathlib.Path({str(tmp_path / 'etc' / 'on')!r}); a.switch(on={on}); a.on_torch_import();"
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path_importer_cache.clear(); {first};"
             "from transformers import AutoModelForCausalLM;"
             f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'saved')!r}); print(hasattr(model, 'moegraft'))"
         )
-        assert run_python(code).stdout.strip() == str(on)
-
-    def test_an_installed_moegraft_is_found_by_torch(self) -> None:
-        if not autoload.is_installed():
-            pytest.skip("moegraft runs from a checkout that is not installed")
-        done = run_python("import torch, sys; assert 'moegraft.injection.autoload' in sys.modules")
-        assert done.returncode == 0, done.stderr
+        done = run_python(code)
+        assert done.stdout.strip() == str(on), done.stderr

@@ -65,7 +65,7 @@ def doctor(
 
 
 def _switch_autoload(on: bool, terminal: Terminal) -> None:
-    from moegraft.injection.autoload import MARKER, is_installed, switch
+    from moegraft.operators.autoload import MARKER, is_installed, switch
 
     if on and not is_installed():
         raise OptionsError("--autoload: torch finds no installed moegraft in this environment; install it with pip")
