@@ -30,7 +30,7 @@ class Step:
         self.rig = rig
         self._tokens = tokens
         on = rig.torch_device
-        self.inputs = [tuple(each.to(on) for each in make_batch(tokens, TOP_K, layer, dtype, seed=0)) for layer in rig.layers]
+        self._inputs = [tuple(each.to(on) for each in make_batch(tokens, TOP_K, layer, dtype, seed=0)) for layer in rig.layers]
         self._scores = [torch.rand(tokens, EXPERTS).to(on) for _ in rig.layers]
         self.graph = StepGraph(rig.engine, rig.engine_layers(), [CallShape(tokens, TOP_K, dtype)] * LAYERS)
         self._results: list[torch.Tensor] = []
@@ -39,13 +39,13 @@ class Step:
 
     def _run(self) -> None:
         self.runs += 1
-        for layer, inputs, scores in zip(self.graph.layers, self.inputs, self._scores, strict=True):
+        for layer, inputs, scores in zip(self.graph.layers, self._inputs, self._scores, strict=True):
             self._results.append(layer.forward(*inputs, scores))
 
     def replay(self, seed: int) -> float:
         """The largest error of a layer on new inputs."""
         expected = []
-        for number, (kept, scores) in enumerate(zip(self.inputs, self._scores, strict=True)):
+        for number, (kept, scores) in enumerate(zip(self._inputs, self._scores, strict=True)):
             given = make_batch(self._tokens, TOP_K, self.rig.layers[number], kept[0].dtype, seed=seed * LAYERS + number)
             if seed % 3 == 0:
                 given[1][0, 0] = (-1, EXPERTS)[seed % 2]  # a padded slot
@@ -158,7 +158,7 @@ def test_a_step_captured_in_inference_mode_runs_outside_of_it(kind: str) -> None
     with engine_rig(Setting("greedy", kind=kind)) as rig:
         with torch.inference_mode():
             step = Step(rig, 1)
-        step.inputs = [tuple(torch.empty_like(each) for each in inputs) for inputs in step.inputs]  # type: ignore[misc]
+        step._inputs = [tuple(torch.empty_like(each) for each in inputs) for inputs in step._inputs]  # type: ignore[misc]
         rig.engine.cache.queue.request(0, 5, Urgency.PROMOTION)
         rig.engine.device.synchronize()
         with torch.no_grad():

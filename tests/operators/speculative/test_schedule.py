@@ -118,6 +118,8 @@ def test_rounds_that_prepare_programs_are_no_estimate() -> None:
     schedule = MarginalSchedule(max_draft=5)
     paying = replace(PAYING[2], prepared_ms=3 * PLAIN_MS)
     assert paying.run(schedule) < 0.9 * PLAIN_MS
+    assert schedule._costs.plain.mean_ms == PLAIN_MS
+    assert schedule._costs.verify_ms(3) == PLAIN_MS + 3 * paying.token_ms
     # What they cost is lost like that of other drafts.
     hopeless = replace(HOPELESS[1], prepared_ms=3 * PLAIN_MS)
     assert hopeless.run(MarginalSchedule(max_draft=5)) <= 1.03 * PLAIN_MS
