@@ -120,13 +120,6 @@ def test_planned_bytes_are_the_packed_bytes(folder: Path) -> None:
             assert sum(part.nbytes for part in packed) == swap.footprint.total_bytes
 
 
-def test_save_refuses_rather_than_drop_experts(folder: Path, tmp_path: Path) -> None:
-    injected = optimize_and_load(folder, "cpu-exact", progress=False)
-    with pytest.raises(UnsupportedModelError, match="cannot be saved"):
-        injected.save_pretrained(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_too_little_memory_is_refused_before_reading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moegraft.injection import grafting
     from moegraft.operators.machine import Machine
