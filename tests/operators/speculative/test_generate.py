@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection import new_cache
-from moegraft.operators.decode.native.program import StepProgram
 from moegraft.operators.decode.native.steps import NativePasses, NativePrograms
 from moegraft.operators.decode.schedule import DraftSchedule, Round
 
@@ -400,26 +400,25 @@ def test_an_interrupted_round_is_taken_back_from_native_passes(draft: str, draft
     arguments: dict[str, Any] = {"do_sample": False, "eos_token_id": VOCAB_SIZE - 1}  # which hardly comes
     whole = twin.generate(ids, max_new_tokens=60, **arguments)
     model.generate(ids, max_new_tokens=150, **arguments)  # makes the programs
-    follow, calls, lengths = StepProgram.follow, 0, list[int]()
-    for last in (1, 2, *range(18, 25)):
+    left, lengths = 0, list[int]()
 
-        def interrupted(self: StepProgram, *arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            found = follow(self, *arguments)
-            if calls == last:  # noqa: B023
+    def interrupt(frame: Any, event: str, called: Any) -> None:
+        nonlocal left
+        if event == "c_return" and getattr(called, "__name__", "") == "follow":
+            left -= 1
+            if left == 0:
                 raise KeyboardInterrupt
-            return found
 
-        cache, calls = new_cache(model), 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StepProgram, "follow", interrupted)
+    for passes in (1, 2, *range(18, 25)):
+        cache, left = new_cache(model), passes
+        sys.setprofile(interrupt)
+        try:
             with pytest.raises(KeyboardInterrupt):
                 model.generate(ids, max_new_tokens=60, past_key_values=cache, **arguments)
+        finally:
+            sys.setprofile(None)
         lengths.append(cache.get_seq_length())
-        text = whole[:, : lengths[-1] + 1]
-        assert torch.equal(
-            model.generate(text, max_new_tokens=60 + ids.shape[1] - text.shape[1], past_key_values=cache, **arguments), whole
-        )
+        text, rest = whole[:, : lengths[-1] + 1], whole.shape[1] - lengths[-1] - 1
+        assert torch.equal(model.generate(text, max_new_tokens=rest, past_key_values=cache, **arguments), whole)
     assert ids.shape[1] == lengths[0] < lengths[-1] < whole.shape[1]
     assert len(set(lengths)) < len(lengths), "interrupts in the same round"
