@@ -54,6 +54,7 @@ def imported_modules(file: Path) -> list[str]:
 INTERFACE = {
     "activations",
     "atomic_file",
+    "autoload",
     "base",
     "block_encoding",
     "cache_form",
