@@ -14,9 +14,8 @@ from support.programs import Program
 # What each part may import of ours, the more specific part first.
 ROOT_PARTS = {"operators", "operators/context", "cpu_backend"}
 MAY_IMPORT = {
-    "operators/experts": {"operators/experts", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
-    "operators/offload": {"operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
-    "operators/sparse": {"operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators/experts": {"operators/experts", "operators/offload", "operators/kernels", *ROOT_PARTS},
+    "operators/offload": {"operators/offload", "operators/kernels", *ROOT_PARTS},
     "operators/kernels": {"operators/kernels", *ROOT_PARTS},
     "operators/cpu_ops": {"operators/cpu_ops", "operators/decode", *ROOT_PARTS},
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
@@ -24,7 +23,7 @@ MAY_IMPORT = {
     "operators/speculative": {"operators/speculative", "operators/decode", "operators/linear", *ROOT_PARTS},
     "operators/kv_cache": {"operators/decode", *ROOT_PARTS},
     # The one object a model whose members its operators share; each is imported when an operator first asks for it.
-    "operators/context": {"operators/decode", "operators/offload", "operators/sparse", "operators/kernels", *ROOT_PARTS},
+    "operators/context": {"operators/decode", "operators/offload", "operators/kernels", *ROOT_PARTS},
     "operators": {"operators", "operators/context", "cpu_backend"},
     "cpu_backend": {"cpu_backend"},
     "rules": {"rules"},

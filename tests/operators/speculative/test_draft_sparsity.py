@@ -152,7 +152,7 @@ class Device:
     def __init__(self) -> None:
         self.told: dict[bool, float] = {}
 
-    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+    def set_threshold(self, threshold: float, *, drafting: bool = False) -> None:
         self.told[drafting] = threshold
 
     def take_counts(self) -> tuple[int, int]:

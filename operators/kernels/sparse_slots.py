@@ -1,19 +1,16 @@
 """Experts in slots of GPU memory in the CPU kernel's sparse layout: rows of inactive neurons need not be read.
 
-Both paths compute the same function; which is faster depends on the batch (`choice`), as in "Exploiting Intra-Expert Activation Sparsity",
-section 4.1. `pair`: every pair of a token and an expert reads its own active rows. `dense`: all rows are read, on tensor cores, and neurons
-below the threshold become zeros. Gates are always computed whole.
+Both paths compute the same function; the batch decides which one does, as in "Exploiting Intra-Expert Activation Sparsity", section 4.1.
+`pair`: every pair of a token and an expert reads its own active rows. `dense`: all rows are read, on tensor cores, and neurons below the
+threshold become zeros. Gates are always computed whole.
 
 Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,9 +25,9 @@ from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs,
 from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_call, rows_by_pair
 from moegraft.operators.kernels.sparse_dense import down_dense, up_dense
 from moegraft.operators.kernels.sparse_pairs import ActiveNeurons, down_pairs, list_active, up_pairs
-from moegraft.operators.sparse.choice import PathChoices, TimedCase, default_path
-from moegraft.operators.stream_capture import capture_graph
 from moegraft.operators.weights import Part
+
+PAIR_TOKENS = 64  # the largest batch of the path `pair`: an estimate from the bytes read, which no GPU has measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,6 @@ def run_dense(call: SparseCall) -> None:
 
 SLOT_PATHS: Mapping[str, Callable[[SparseCall], None]] = {"pair": run_pair, "dense": run_dense}
 
-ChooseSlotPath = Callable[["SparseSlotExperts", int, int], str]  # of a layer, for tokens and experts per token
-
 
 class SparseSlotExperts:
     """`SlotExperts` for experts in the sparse layout, with a threshold below which neurons count as zero.
@@ -142,48 +137,31 @@ class SparseSlotExperts:
         shape: sizes of the experts, and how many a layer has.
         weight_type: the type the slots' bytes were packed to, by `PackedExperts` with `sparse=True` or by `SlotPacker`.
         device: the GPU.
-        choose: the path of a batch size; by default an estimate.
 
     Attributes:
         threshold: on the device, and counted there: a captured graph follows it. Drafts that leave out more have `draft_threshold`.
-        sparsity: the share of neurons that the threshold is meant to leave out: which path is faster depends on it.
     """
 
-    def __init__(
-        self,
-        shape: ExpertsShape,
-        gate_spec: GateSpec,
-        weight_type: str,
-        device: torch.device,
-        choose: ChooseSlotPath | None = None,
-    ) -> None:
+    def __init__(self, shape: ExpertsShape, gate_spec: GateSpec, weight_type: str, device: torch.device) -> None:
         self.shape = shape
         self.weight_type = weight_type
         self.layout = sparse_layout(shape, gate_spec, weight_type)
         self.threshold, self.draft_threshold = Threshold.zero(device), Threshold.zero(device)
-        self.sparsity = 0.0
-        self._choose = choose
         self._taken = (0, 0)
 
     @property
     def expert_bytes(self) -> int:
         return self.layout.expert_bytes
 
-    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+    def set_threshold(self, threshold: float, *, drafting: bool = False) -> None:
         """Set the threshold of every call, or that of drafts that leave out more."""
         (self.draft_threshold if drafting else self.threshold).value.fill_(threshold)
-        if not drafting:
-            self.sparsity = sparsity
 
     def take_counts(self) -> tuple[int, int]:
         """Return the neurons that reached the threshold, and all, since the last call; waits for the device."""
         active, neurons = self.threshold.counts.tolist()
         before, self._taken = self._taken, (active, neurons)  # not set to zero: what another stream counts meanwhile would be lost
         return active - before[0], neurons - before[1]
-
-    def choose(self, tokens: int, top_k: int) -> str:
-        """Return the path of batches of that size."""
-        return default_path(tokens) if self._choose is None else self._choose(self, tokens, top_k)
 
     def forward(
         self,
@@ -197,7 +175,7 @@ class SparseSlotExperts:
         drafting: bool = False,
         experts: torch.Tensor | None = None,
     ) -> None:
-        """As `SlotExperts.forward`, by one of `SLOT_PATHS`, by default the chosen one; `drafting` leaves out what drafts leave out.
+        """As `SlotExperts.forward`, by one of `SLOT_PATHS`, by default the one for the batch; `drafting` leaves out what drafts leave out.
 
         Sums are float32. Gates of more than a few tokens, and on the path `dense` all products, are computed on tensor cores,
         with unpacked weights rounded to the dtype of hidden_states.
@@ -209,29 +187,14 @@ class SparseSlotExperts:
         if slots.numel() == 0:
             out.zero_()
             return
+        path = path or ("pair" if len(slots) <= PAIR_TOKENS else "dense")
+        threshold = self.draft_threshold if drafting else self.threshold
         with on(arena.device):
             for first in range(0, len(slots), MOST_TOKENS):
                 part = slice(first, first + MOST_TOKENS)
                 chosen = None if experts is None else experts[part]
-                call = self.call(hidden_states[part], arena, slots[part], top_k_weights[part], out[part], drafting=drafting, experts=chosen)
-                SLOT_PATHS[path or self.choose(len(call.slots), call.top_k)](call)
-
-    def call(
-        self,
-        hidden_states: torch.Tensor,
-        arena: torch.Tensor,
-        slots: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        out: torch.Tensor,
-        threshold: Threshold | None = None,
-        *,
-        drafting: bool = False,
-        experts: torch.Tensor | None = None,
-    ) -> SparseCall:
-        """Return a call as the paths take it, of up to MOST_TOKENS tokens; by default with the layer's own threshold."""
-        own = self.draft_threshold if drafting else self.threshold
-        given = hidden_states, arena, slots, top_k_weights, out
-        return SparseCall(*given, self.layout, threshold or own, self.shape.num_experts, experts)
+                tensors = hidden_states[part], arena, slots[part], top_k_weights[part], out[part]
+                SLOT_PATHS[path](SparseCall(*tensors, self.layout, threshold, self.shape.num_experts, chosen))
 
     def activations(
         self, hidden_states: torch.Tensor, arena: torch.Tensor, slots: torch.Tensor
@@ -242,7 +205,7 @@ class SparseSlotExperts:
             act = torch.empty(part.numel(), self.shape.intermediate, dtype=torch.float32, device=x.device)
             if part.numel():
                 with on(x.device):
-                    gate_activations(self.call(x, arena, part, part, x), act)
+                    gate_activations(SparseCall(x, arena, part, part, x, self.layout, self.threshold), act)
             yield part, act.view(*part.shape, -1)
 
 
@@ -266,110 +229,3 @@ class SlotPacker:
     def slot_bytes(self) -> torch.Tensor:
         """Return (expert_bytes,) uint8 in place, valid until the next `pack`."""
         return torch.from_numpy(self._packed.buffer)
-
-
-BATCHES = tuple(1 << power for power in range(10))  # timed when a model is loaded; beyond, all rows are needed
-ROUTINGS = 4  # different experts from one replayed call to the next, so that the L2 cache does not hold them all
-REPLAYS = 11
-MOST_ACTIVATIONS = 1 << 24  # of which a quantile is taken
-GetArena = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class TimedSlotPaths:
-    """Chooses the path of each call of a model's layers by measured times; a batch size that was not timed gets a default.
-
-    Attributes:
-        num_experts: of each layer.
-        resident: the experts of a layer that have slots.
-        arena: slots that may be used for timing at any time, the first `resident` of them with experts; None where they change.
-    """
-
-    choices: PathChoices
-    num_experts: int
-    resident: int
-    arena: GetArena | None = None
-
-    def __call__(self, experts: SparseSlotExperts, tokens: int, top_k: int) -> str:
-        device = experts.threshold.value.device
-        timing = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        return self._path(experts, tokens, top_k, self.arena if timing else None)
-
-    def time(self, experts: SparseSlotExperts, top_k: int, arena: GetArena) -> None:
-        """Time the batch sizes that were not timed before.
-
-        Args:
-            arena: called if there is something to time: the slots (S, expert_bytes) uint8, the first `resident` of them with experts.
-        """
-        arena = cache(arena)
-        for tokens in BATCHES:
-            self._path(experts, tokens, top_k, arena)
-
-    def _path(self, experts: SparseSlotExperts, tokens: int, top_k: int, arena: GetArena | None) -> str:
-        def measure(tokens: int) -> Mapping[str, float]:
-            """Return the median milliseconds of each path."""
-            assert arena is not None, "no slots to time with"
-            slots = arena()
-            calls = synthetic_slot_calls(experts, slots, tokens, top_k, self.num_experts, self.resident)
-            with on(slots.device):
-                return {name: median(replay_ms([partial(path, call) for call in calls], slots.device)) for name, path in SLOT_PATHS.items()}
-
-        shape, device = experts.shape, experts.threshold.value.device
-        case = TimedCase(
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            num_experts=self.num_experts,
-            top_k=top_k,
-            weights=experts.weight_type,
-            gated=shape.gated,
-            sparsity=round(experts.sparsity, 2),
-            gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            resident=self.resident,
-        )
-        return self.choices.path(case, tokens, None if arena is None else measure)
-
-
-def synthetic_slot_calls(
-    experts: SparseSlotExperts, arena: torch.Tensor, tokens: int, top_k: int, num_experts: int, resident: int, seed: int = 0
-) -> list[SparseCall]:
-    """Return calls over random tokens and experts, of which the first `resident` are in the slots of their numbers.
-
-    They have a threshold of their own that leaves out as large a share of these neurons as the layer is meant to leave out.
-    """
-    device, generator = arena.device, torch.Generator(arena.device).manual_seed(seed)
-    own = Threshold.zero(device)
-    dtype = {"float32": torch.float32, "float16": torch.float16}.get(experts.weight_type, torch.bfloat16)
-    calls: list[SparseCall] = []
-    for _ in range(ROUTINGS):
-        x = torch.randn(tokens, experts.shape.hidden, generator=generator, device=device).to(dtype)
-        shares, chosen = torch.rand(tokens, num_experts, generator=generator, device=device).topk(top_k, dim=-1)
-        slots = torch.where(chosen < resident, chosen, -1).to(torch.int32)
-        calls.append(experts.call(x, arena, slots, shares, torch.empty_like(x), own, experts=chosen))
-    if experts.sparsity:
-        first = torch.zeros_like(calls[0].slots) + torch.arange(top_k, dtype=torch.int32, device=device) % resident
-        _, activations = next(experts.activations(calls[0].hidden_states, arena, first))
-        own.value.fill_(activations.abs().flatten()[:MOST_ACTIVATIONS].quantile(experts.sparsity))
-    return calls
-
-
-def replay_ms(calls: Sequence[Callable[[], object]], device: torch.device, replays: int = REPLAYS) -> list[float]:
-    """Return the milliseconds of one of `calls`, for each replay of a graph that runs them all once."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()  # compiles
-        graph = capture_graph(device, stream, run)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-        graph.replay()
-        for event in events[:-1]:
-            event.record(stream)
-            graph.replay()
-        events[-1].record(stream)
-        stream.synchronize()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return [start.elapsed_time(end) / len(calls) for start, end in pairwise(events)]
