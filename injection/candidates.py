@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast
-from moegraft.injection.estimate.planned import Workload
-from moegraft.injection.estimate.speed import tokens_text
+from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast, tokens_text
+from moegraft.injection.estimate.memory import Workload
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleErrors, read_rules

@@ -17,9 +17,9 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from moegraft.operators.cpu import InstructionSet, instruction_sets, kernel_in_use
 from moegraft.operators.errors import human_bytes
 from moegraft.operators.machine import Gpu, cpu_info, probe_machine
-from moegraft.operators.self_test import InstructionSet, instruction_sets, kernel_in_use
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONAL = ("triton", "fastapi")

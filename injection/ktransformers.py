@@ -9,8 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, RuleErrors, nearest, shown
-from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, plain_text, read_document
+from moegraft.injection.rules.document import (
+    Diagnostic,
+    Findings,
+    ListNode,
+    MappingNode,
+    Node,
+    Position,
+    RuleErrors,
+    ScalarNode,
+    nearest,
+    plain_text,
+    read_document,
+    shown,
+)
 from moegraft.injection.rules.ktransformers import KWARGS, TheirClass, their_class
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError, why_unusable
 from moegraft.injection.rules.rule import LEAVE_ALONE, layer_of, runs

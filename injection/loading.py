@@ -19,7 +19,7 @@ from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import KeyMap
 from moegraft.injection.checkpoint.sources import StoredWeights, live_source
 from moegraft.injection.injected import Injection, place
-from moegraft.injection.model_source import ModelSource
+from moegraft.injection.meta_model import ModelSource
 from moegraft.injection.progress import ProgressLine, progress_line
 from moegraft.operators.base import Operator
 from moegraft.operators.decode.states import split_passes

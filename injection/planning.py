@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 from moegraft.injection.checkpoint.sources import StoredWeights
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.rules import Diagnostic, Rule, RuleFile, read_rules
-from moegraft.injection.rules.diagnostics import Findings
-from moegraft.injection.rules.document import MappingNode
+from moegraft.injection.rules.document import Findings, MappingNode
 from moegraft.injection.rules.matching import ModelModules, apply_rules
 from moegraft.injection.rules.rule import grouped
 from moegraft.operators.base import Footprint, InPlaceOperator, Operator, Traits

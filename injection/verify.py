@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
-from moegraft.injection.meta_model import open_weights
-from moegraft.injection.model_source import ModelSource, meta_skeleton
+from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 from moegraft.operators.machine import probe_machine

@@ -11,8 +11,7 @@ from functools import cached_property
 from torch import nn
 
 from moegraft.injection.rules import Match, Position, Rule, RuleFile
-from moegraft.injection.rules.diagnostics import Findings, nearest, shown
-from moegraft.injection.rules.document import MappingNode, Node
+from moegraft.injection.rules.document import Findings, MappingNode, Node, nearest, shown
 from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs

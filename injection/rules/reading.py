@@ -9,17 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rules.document import (
     MAX_TEXT,
+    Findings,
     ListNode,
     MappingNode,
     Node,
+    Position,
     ScalarNode,
     Value,
+    did_you_mean,
+    nearest,
     parse_document,
     plain_text,
     read_document,
+    shown,
     why_unprintable,
 )
 from moegraft.injection.rules.ktransformers import KWARGS, class_advice

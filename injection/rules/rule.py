@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moegraft.injection.rules.diagnostics import Diagnostic, Position
-from moegraft.injection.rules.document import MappingNode, Value
+from moegraft.injection.rules.document import Diagnostic, MappingNode, Position, Value
 
 if TYPE_CHECKING:
     from moegraft.operators.base import Kind

@@ -17,14 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
-from moegraft.operators.kernels.epilogue import Threshold
 from moegraft.operators.kernels.launch import PackedBytes, on
 from moegraft.operators.kernels.packed_layout import SparseLayout, in_element_order, in_unit_order, sparse_layout
-from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
+from moegraft.operators.kernels.packed_product import Threshold, grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_call, rows_by_pair
-from moegraft.operators.kernels.sparse_dense import down_dense, up_dense
-from moegraft.operators.kernels.sparse_pairs import ActiveNeurons, down_pairs, list_active, up_pairs
+from moegraft.operators.kernels.sparse_rows import ActiveNeurons, down_dense, down_pairs, list_active, up_dense, up_pairs
 from moegraft.operators.weights import Part
 
 PAIR_TOKENS = 64  # the largest batch of the path `pair`: an estimate from the bytes read, which no GPU has measured

@@ -38,7 +38,7 @@ from moegraft.injection.demo import demo_path
 from moegraft.injection.estimate import measure
 from moegraft.injection.rules import read_rules
 from moegraft.operators.atomic_file import SUFFIX
-from moegraft.operators.estimates import Rate
+from moegraft.operators.base import Rate
 from moegraft.operators.experts.packed_cache import HEADER_BYTES
 from moegraft.operators.registry import load_registry
 from moegraft.operators.routing_trace import Trace

@@ -186,7 +186,7 @@ def _predict_and_write(
     from moegraft.injection.candidates import candidates, choose, file_text
     from moegraft.injection.cli.models import open_meta_model, target_machine
     from moegraft.injection.estimate import measure as store
-    from moegraft.injection.estimate.planned import Workload
+    from moegraft.injection.estimate.memory import Workload
     from moegraft.operators.registry import load_registry
 
     target_machine(None, **stated)  # reports errors of the options before a measurement, which takes a minute

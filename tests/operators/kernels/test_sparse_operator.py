@@ -14,8 +14,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
+from moegraft.injection.calibration import ActivationHistogram
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.activations import ActivationHistogram
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions

@@ -13,7 +13,7 @@ import torch
 import triton
 from support.compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, launch_key, recording
 
-from moegraft.operators.kernels import epilogue, routing, slots, units
+from moegraft.operators.kernels import packed_product, routing, slots, units
 from moegraft.operators.kernels.packed_layout import packed_matrix
 
 AGAIN = "run: python benchmarks/compiled_kernels.py"
@@ -121,7 +121,7 @@ def test_a_key_changes_with_what_the_kernel_calls(monkeypatch: pytest.MonkeyPatc
         return launch_key(slots._gate_up_kernel, (), {}, 90)
 
     before = key()
-    monkeypatch.setattr(epilogue, "_activation", epilogue._tanh)  # which `activated` calls, which the kernel calls
+    monkeypatch.setattr(packed_product, "_activation", packed_product._tanh)  # which `activated` calls, which the kernel calls
     assert key() != before
 
 
