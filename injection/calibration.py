@@ -110,8 +110,8 @@ def quantiles(bins: NDArray[np.int64], shares: Sequence[float]) -> tuple[float, 
     if not total:
         raise ValueError("no activation was counted")
     wanted = np.ceil(np.asarray(shares) * total)
-    found = np.searchsorted(np.cumsum(bins), np.maximum(wanted, 1))
-    return tuple((2.0 ** (LOWEST + (found + 1) / PER_OCTAVE)).tolist())
+    positions = np.searchsorted(np.cumsum(bins), np.maximum(wanted, 1))
+    return tuple((2.0 ** (LOWEST + (positions + 1) / PER_OCTAVE)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
     Raises:
         UnsupportedModelError: no operator of the rules supports it.
     """
-    found = []
+    with_sparsity = []
     changed = False
     for rule in rules.rules:
         options: Any = rule.options
@@ -220,12 +220,12 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
                 options = replace(options, sparsity=sparsity)
             except ValueError as error:
                 raise UnsupportedModelError(str(error)) from error
-        found.append(replace(rule, options=options))
+        with_sparsity.append(replace(rule, options=options))
     if not changed:
         raise UnsupportedModelError(
             f"{rules.files[0]}: no operator of these rules can leave neurons out; use hybrid_experts for the experts"
         )
-    return replace(rules, rules=tuple(found))
+    return replace(rules, rules=tuple(with_sparsity))
 
 
 def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, text_sha256: str) -> CalibrationSource:
@@ -268,7 +268,7 @@ def calibrate(
             raise UnsupportedModelError(f"no token of the text reaches {layer.path}: its thresholds cannot be calibrated")
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.shared_intermediate)
         layers[layer.path] = LayerThresholds(*sizes, about.weights[layer.path], quantiles(bins, GRID))
-    found = Thresholds(
+    thresholds = Thresholds(
         model=about.model,
         model_type=about.model_type,
         text_sha256=about.text_sha256,
@@ -279,7 +279,7 @@ def calibrate(
         all_layers=quantiles(calibration.all_bins(), GRID),
     )
     runs = [
-        _TargetRun(target, {path: (found.threshold(path, share, options.mode), share) for path, share in shares.items()})
+        _TargetRun(target, {path: (thresholds.threshold(path, share, options.mode), share) for path, share in shares.items()})
         for target, shares in targets.items()
     ]
     states = sparse_layers(model)
@@ -292,7 +292,7 @@ def calibrate(
             for run in runs:
                 run.add(model, about.layers, states, window, dense)
                 advance(len(window))
-    return replace(found, held_out=tuple(run.result(options) for run in runs))
+    return replace(thresholds, held_out=tuple(run.result(options) for run in runs))
 
 
 def work_tokens(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) -> int:
@@ -335,9 +335,9 @@ def collect(
     model: PreTrainedModel, layers: Sequence[ExpertsLayer], windows: Sequence[torch.Tensor], advance: Advance = _silent
 ) -> Calibration:
     """Collect the activations of one pass over `windows`, each (T,) int64, with every neuron; `advance(tokens)` is called after each."""
-    found = sparse_layers(model)
+    states = sparse_layers(model)
     sizes = {layer.path: (layer.num_experts, layer.intermediate) for layer in layers}
-    with calibrating({path: found[path] for path in sizes}, sizes) as made:
+    with calibrating({path: states[path] for path in sizes}, sizes) as made:
         for window in windows:
             with torch.inference_mode():  # without the head, as no logits are needed
                 model.base_model(input_ids=window[None].to(model.device), use_cache=False)
@@ -409,11 +409,11 @@ class _TargetRun:
     ) -> None:
         for path, (threshold, share) in self.layers.items():
             states[path].set_threshold(threshold, share)
-        found = compare_logits(dense, logits_of(model, window), window)
-        self.dense_nats += math.log(found.stock_perplexity) * (len(window) - 1)
-        self.nats += math.log(found.injected_perplexity) * (len(window) - 1)
+        comparison = compare_logits(dense, logits_of(model, window), window)
+        self.dense_nats += math.log(comparison.stock_perplexity) * (len(window) - 1)
+        self.nats += math.log(comparison.injected_perplexity) * (len(window) - 1)
         self.predicted += len(window) - 1
-        self.agreed += found.top1_agreement * len(window)
+        self.agreed += comparison.top1_agreement * len(window)
         self.positions += len(window)
         for layer in layers:
             active, neurons = states[layer.path].counts.tolist()
@@ -497,13 +497,13 @@ class SparsitySetup:
         start = time.perf_counter()
         layers = [sparse for sparse in self.layers if sparse.file is None]
         made = collect(model, [sparse.layer for sparse in layers], self.windows)
-        found = {}
+        thresholds = {}
         for sparse in layers:
             path = sparse.layer.path
             bins = made.all_bins() if sparse.options.mode == "global" else made.layers[path].bins
             if not bins.any():
                 raise ThresholdsError(f"{path}: no token reaches this layer in a calibration; remove its sparsity, or set 'thresholds'")
-            found[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]
+            thresholds[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]
         logger.warning(
             "sparsity: there is no thresholds file, so %d layers were calibrated on %d tokens of a bundled text (%.1f s); "
             "'moegraft calibrate --text FILE' writes a file from your text and reports what the sparsity costs",
@@ -511,7 +511,7 @@ class SparsitySetup:
             sum(map(len, self.windows)),
             time.perf_counter() - start,
         )
-        return found
+        return thresholds
 
 
 def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *, trust_remote_code: bool = False) -> SparsitySetup:
@@ -524,7 +524,7 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
     Raises:
         ThresholdsError: a file is not for this model, or there is no file and no tokenizer for a calibration.
     """
-    own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
+    default_file = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
     drafts = (swap.traits.draft_sparsity for swap in plan.swaps)
     draft = next((share for share in drafts if share is not None), None)
     layers = []
@@ -534,7 +534,7 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
             layer = experts_layer(swap.module, model)
             drafted = () if draft is None else (layer.draft_target(options, draft),)
             targets = (layer.routed_target(options), *drafted)
-            layers.append(_SparseLayer(layer, options, options.thresholds or own, targets))
+            layers.append(_SparseLayer(layer, options, options.thresholds or default_file, targets))
     files = {path: read_thresholds(path) for path in dict.fromkeys(sparse.file for sparse in layers) if path is not None}
     for sparse in layers:
         reason = None if sparse.file is None else sparse.layer.why_unfit(files[sparse.file])

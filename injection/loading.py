@@ -193,10 +193,10 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 
 def _taken(keymap: KeyMap, operators: Mapping[str, Operator]) -> set[str]:
     """Return the keys that only operators read. A key that other modules need as well (a split projection) is read twice."""
-    own = tuple(f"{path}." for path in operators)
-    taken = {key for name, target in keymap.targets.items() if name.startswith(own) for key in target.all_keys}
-    kept = {key for name, target in keymap.targets.items() if not name.startswith(own) for key in target.all_keys}
-    return taken - kept
+    prefixes = tuple(f"{path}." for path in operators)
+    taken = {key for name, target in keymap.targets.items() if name.startswith(prefixes) for key in target.all_keys}
+    others = {key for name, target in keymap.targets.items() if not name.startswith(prefixes) for key in target.all_keys}
+    return taken - others
 
 
 def _some(names: list[str]) -> str:
@@ -205,8 +205,8 @@ def _some(names: list[str]) -> str:
 
 
 def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
-    own = tuple(f"{path}." for path in operators)
-    missing = [name for name in keymap.missing if not name.startswith(own)]
+    prefixes = tuple(f"{path}." for path in operators)
+    missing = [name for name in keymap.missing if not name.startswith(prefixes)]
     if missing:
         raise CheckpointError(f"{source.folder}: nothing in this checkpoint feeds {_some(missing)}; a shard or keys are missing")
 

@@ -423,10 +423,10 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point or parsed.itemsize < 2:
         raise UnsupportedModelError(f"dtype {dtype!r}: give 'float32', 'float16', 'bfloat16' or a torch dtype")
-    return found
+    return parsed
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:

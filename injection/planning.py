@@ -240,14 +240,14 @@ def swap_rows(swaps: Sequence[Swap], *, each: bool = False) -> list[tuple[str, R
 
 def given_options(kwargs: MappingNode | None, options: object, path: str = "") -> list[str]:
     """Return the options that a rule sets, as `name=value` with the resolved value."""
-    found = []
+    texts = []
     for entry in kwargs or ():
         value: Any = getattr(options, entry.key)
         if isinstance(entry.value, MappingNode) and is_dataclass(value):
-            found += given_options(entry.value, value, f"{path}{entry.key}.")
+            texts += given_options(entry.value, value, f"{path}{entry.key}.")
         else:
-            found.append(f"{path}{entry.key}={value}")
-    return found
+            texts.append(f"{path}{entry.key}={value}")
+    return texts
 
 
 def total_bytes(devices: Iterable[Mapping[str, int]]) -> dict[str, int]:

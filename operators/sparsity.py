@@ -135,10 +135,10 @@ class LayerSparsity:
 
     def statistics(self) -> Mapping[str, object]:
         """Return the thresholds and the shares left out, by name."""
-        found: dict[str, object] = {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
+        figures: dict[str, object] = {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
         if self._draft_threshold is not None:
-            found |= {"draft_threshold": self._draft_threshold, "draft_routed_sparsity": achieved(self._draft_counts)}
-        return found
+            figures |= {"draft_threshold": self._draft_threshold, "draft_routed_sparsity": achieved(self._draft_counts)}
+        return figures
 
 
 @dataclass(eq=False, slots=True)

@@ -25,8 +25,8 @@ from harness.rounds import percentiles
 from harness.work_floor import Shape, Work, dense_work, sparse_work
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
+from moegraft.operators.offload.devices.cuda import capture_graph
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.stream_capture import capture_graph
 
 QWEN3 = Shape(2048, 768, 128, 8, 0)  # Qwen3-30B-A3B
 TINY = Shape(64, 64, 8, 2, 0)

@@ -183,21 +183,21 @@ def predict_with_gpu(
     layers_with_slots = sum(len(group.swaps) for group in memory.groups)
 
     def taken_s(tokens: int) -> float:
-        found = layers * (measured.layer_overhead_ms + HOST_MS) / 1e3
+        seconds = layers * (measured.layer_overhead_ms + HOST_MS) / 1e3
         shared_s = 0.0
         for work in works:
             if work.device == "cpu":
-                found += work.seconds(measured, tokens)
+                seconds += work.seconds(measured, tokens)
             elif work.device == "gpu" and work.is_shared and layers_with_slots:
                 shared_s += work.gpu_seconds(rates, tokens)  # overlaps with the routed experts
             elif work.device == "gpu":
-                found += work.gpu_seconds(rates, tokens)
+                seconds += work.gpu_seconds(rates, tokens)
         shared_ms = 1e3 * shared_s / max(layers_with_slots, 1)
         for group, experts in routed:
             cpu = rate_of("experts", planned.weight_type(group.swaps[0]), measured)
             assert cpu is not None, "missing rates are reported first"
-            found += len(group.swaps) * group.rule.layer_ms(experts, tokens, cpu, rates, shared_ms) / 1e3
-        return found
+            seconds += len(group.swaps) * group.rule.layer_ms(experts, tokens, cpu, rates, shared_ms) / 1e3
+        return seconds
 
     return Speed(load.batch / (taken_s(load.batch) + kv_bytes / rates.gbps / 1e9), load.prompt / taken_s(load.prompt))
 
@@ -310,7 +310,7 @@ def forecast(
     rates = target.gpu.rates if target.gpu is not None and gpu is not None else None
     # Attention reads the cache in the model's dtype, also a quantised one.
     speed, no_speed = _speed(planned, load, stock_cache.nbytes(load.context, load.batch), target.measured, gpu, rates)
-    found = Forecast(
+    result = Forecast(
         plan=plan,
         load=load,
         memory=memory_of(planned, cache, load, on_gpu=gpu is not None),
@@ -323,7 +323,7 @@ def forecast(
         no_speed=no_speed,
         rough=target.measured is not None and target.measured.busy,
     )
-    return found if found.fits else replace(found, would_fit=tuple(_would_fit(found, planned)))
+    return result if result.fits else replace(result, would_fit=tuple(_would_fit(result, planned)))
 
 
 def _speed(
@@ -345,27 +345,27 @@ def _speed(
     return speed, None
 
 
-def _would_fit(found: Forecast, planned: PlannedModel) -> Iterator[str]:
+def _would_fit(result: Forecast, planned: PlannedModel) -> Iterator[str]:
     """Yield changes that would make the plan fit, the smallest loss first: the context, then weight types, then the machine."""
-    context = _longest_context(found)
+    context = _longest_context(result)
     if context is not None:
-        yield f"a context of {context:,} tokens instead of {found.load.context:,}"
-    if found.gpu is not None and not found.gpu.fits:
-        yield from _on_gpu(found.gpu, found, planned)
-    if not found.fits_host:
-        yield from _on_host(found, planned)
+        yield f"a context of {context:,} tokens instead of {result.load.context:,}"
+    if result.gpu is not None and not result.gpu.fits:
+        yield from _on_gpu(result.gpu, result, planned)
+    if not result.fits_host:
+        yield from _on_host(result, planned)
 
 
-def _longest_context(found: Forecast) -> int | None:
+def _longest_context(result: Forecast) -> int | None:
     """Return the context, halved as often as needed, with which everything fits; None if no context does."""
-    memory, context, gpu = found.memory, found.load.context, found.gpu
+    memory, context, gpu = result.memory, result.load.context, result.gpu
     while context > SHORTEST_CONTEXT:
         context //= 2
-        kv_bytes = found.cache.nbytes(context, found.load.batch)
+        kv_bytes = result.cache.nbytes(context, result.load.batch)
         if gpu is not None:
-            if found.fits_host and gpu.needed - gpu.kv_cache + kv_bytes // gpu.count <= gpu.available:
+            if result.fits_host and gpu.needed - gpu.kv_cache + kv_bytes // gpu.count <= gpu.available:
                 return context
-        elif max(memory.at_rest + memory.activations + kv_bytes, memory.peak_loading) <= found.available_bytes:
+        elif max(memory.at_rest + memory.activations + kv_bytes, memory.peak_loading) <= result.available_bytes:
             return context
     return None
 
@@ -408,14 +408,14 @@ def _savings_of_the_rest(planned: PlannedModel) -> dict[str, int]:
     taken = {swap.module for swap in planned.plan.swaps}
     saved: dict[str, int] = {}
     for path, module in meta_model.skeleton.named_modules():
-        found = kinds(path, module, meta_model.skeleton) if path and path not in taken else ()
-        for operator in (planned.registry[name] for name in planned.registry) if found else ():
-            if operator.kind in found and operator.packing is not None:
-                held = sum(parameter.numel() for parameter in module.parameters()) * meta_model.dtype.itemsize
+        of_kinds = kinds(path, module, meta_model.skeleton) if path and path not in taken else ()
+        for operator in (planned.registry[name] for name in planned.registry) if of_kinds else ():
+            if operator.kind in of_kinds and operator.packing is not None:
+                nbytes = sum(parameter.numel() for parameter in module.parameters()) * meta_model.dtype.itemsize
                 for advice, options in operator.packing.smaller(None).items():
                     if operator.unsupported_reason(module, options) is None:
                         footprint = operator.footprint(module, options, meta_model.stored)
-                        saved[advice] = saved.get(advice, 0) + max(0, held - footprint.total_bytes)
+                        saved[advice] = saved.get(advice, 0) + max(0, nbytes - footprint.total_bytes)
     return saved
 
 
@@ -531,13 +531,13 @@ def _divided_speed(
     config = planned.meta_model.source.config.get_text_config()
     layers = [swap for swap in planned.plan.swaps if swap.operator_type.kind == "experts"]
     layout = read_layout(planned.meta_model.skeleton.get_submodule(layers[0].module))
-    held = np.array([len(Shares(tuple(sizes), rank).experts(layout.num_experts)) for rank in range(len(sizes))])
+    counts = np.array([len(Shares(tuple(sizes), rank).experts(layout.num_experts)) for rank in range(len(sizes))])
     top_k = min(experts_per_token(config), layout.num_experts)
 
     def divided(work: Work, tokens: int) -> Work:
         if work.kind != "experts":
             return work
-        largest = _largest_part(held, top_k, tokens)
+        largest = _largest_part(counts, top_k, tokens)
         return replace(work, nbytes=int(work.nbytes * largest), weight_count=int(work.weight_count * largest))
 
     def messages_s(tokens: int) -> float:
@@ -554,16 +554,16 @@ def _divided_speed(
             load=replace(load, batch=tokens) if decode else replace(load, prompt=tokens),
             replays=planned.replays_steps(load),
         )
-        found = speed.decode_tokens_s if decode else speed.prefill_tokens_s
-        assert found is not None, "all rates are known"
-        return tokens / (tokens / found + messages_s(tokens))
+        predicted = speed.decode_tokens_s if decode else speed.prefill_tokens_s
+        assert predicted is not None, "all rates are known"
+        return tokens / (tokens / predicted + messages_s(tokens))
 
     return Speed(tokens_s(load.batch, decode=True), tokens_s(load.prompt, decode=False))
 
 
-def _largest_part(held: np.ndarray[tuple[int], np.dtype[np.int64]], top_k: int, tokens: int) -> float:
+def _largest_part(counts: np.ndarray[tuple[int], np.dtype[np.int64]], top_k: int, tokens: int) -> float:
     """Return the part of a step's experts that the busiest machine computes: the mean over random choices of `top_k` experts."""
     if tokens > 1:  # nearly all experts are needed, each machine's alike
-        return float(held.max() / held.sum())
-    drawn = np.random.default_rng(0).multivariate_hypergeometric(held, top_k, DRAWS)
+        return float(counts.max() / counts.sum())
+    drawn = np.random.default_rng(0).multivariate_hypergeometric(counts, top_k, DRAWS)
     return float(drawn.max(-1).mean() / top_k)

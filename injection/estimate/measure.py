@@ -115,12 +115,12 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
     """Return weight type, operator and options of each measurement; of several operators for a weight type, the first by name."""
-    found: dict[str, tuple[str, type[Operator], Any]] = {}
+    cases: dict[str, tuple[str, type[Operator], Any]] = {}
     for operator in operators:
         if operator.kind == kind and operator.packing is not None:
             for weights, options in operator.packing.measured.items():
-                found.setdefault(weights, (weights, operator, options))
-    return list(found.values())
+                cases.setdefault(weights, (weights, operator, options))
+    return list(cases.values())
 
 
 def _loaded(operator: type[Operator], module: nn.Module, options: Any, context: InjectionContext) -> nn.Module:

@@ -281,8 +281,8 @@ def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget:
     count = planned.gpus_used(budget)
     if not count:
         return None
-    held = sum(swap.footprint.total_bytes for swap in planned.plan.swaps if planned.on_gpu_alone(swap))
-    weights = -(-(planned.plan.rest_bytes + held) // count)
+    operator_bytes = sum(swap.footprint.total_bytes for swap in planned.plan.swaps if planned.on_gpu_alone(swap))
+    weights = -(-(planned.plan.rest_bytes + operator_bytes) // count)
     margin = gpu_margin_bytes(budget.available_bytes)
     kv_bytes = cache.nbytes(load.context, load.batch) // count
     groups = tuple(_slot_groups(planned, cache, (budget.available_bytes - weights - margin) * count))
@@ -318,6 +318,6 @@ def _host_bytes(swap: Swap) -> int:
 
 
 def _num_experts(meta_model: MetaModel, swaps: Sequence[Swap]) -> int:
-    found = meta_model.skeleton.get_submodule(swaps[0].module).num_experts
-    assert isinstance(found, int), "an experts module has the attribute num_experts"
-    return found
+    num_experts = meta_model.skeleton.get_submodule(swaps[0].module).num_experts
+    assert isinstance(num_experts, int), "an experts module has the attribute num_experts"
+    return num_experts

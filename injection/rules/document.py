@@ -115,8 +115,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     if len(word) > MAX_WORD:
         return None
     by_lower = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+    matches = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -286,8 +286,8 @@ def _position_in(before: str, file: str) -> Position:
 
 def why_unprintable(text: str) -> str | None:
     """Return the reason why `text` is not allowed in a rule file, raw or escaped, such as control characters; None if it is allowed."""
-    found = _UNPRINTABLE.search(text)
-    return None if found is None else f"character U+{ord(found[0]):04X} is not allowed in a rule file"
+    match = _UNPRINTABLE.search(text)
+    return None if match is None else f"character U+{ord(match[0]):04X} is not allowed in a rule file"
 
 
 def _refuse_characters(text: str, file: str, findings: Findings) -> None:

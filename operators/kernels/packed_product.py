@@ -101,9 +101,9 @@ def reaches(activations, threshold):
 
 
 @triton.jit
-def count(counts_ptr, kept, counted):
+def count(counts_ptr, reached, counted):
     """Add to the counts of a `Threshold`; both are boolean tensors."""
-    tl.atomic_add(counts_ptr, tl.sum(kept.to(tl.int32)).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts_ptr, tl.sum(reached.to(tl.int32)).to(tl.int64), sem="relaxed")
     tl.atomic_add(counts_ptr + 1, tl.sum(counted.to(tl.int32)).to(tl.int64), sem="relaxed")
 
 
@@ -181,11 +181,11 @@ def _registers(matrix: PackedMatrix, rows: int, warps: int) -> dict[str, int]:
 
 def grouped_columns(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
     """`x (T, columns)` -> (T, padded columns) in the product's order: within each step, the first columns of all units, then the second."""
-    step, held = matrix.step_columns, matrix.columns_a_unit
+    step, a_unit = matrix.step_columns, matrix.columns_a_unit
     padded = torch.nn.functional.pad(x, (0, round_up(x.shape[1], step) - x.shape[1]))
-    if held == 1:
+    if a_unit == 1:
         return padded.contiguous()
-    return padded.view(x.shape[0], -1, step // held, held).transpose(2, 3).reshape(x.shape[0], -1)
+    return padded.view(x.shape[0], -1, step // a_unit, a_unit).transpose(2, 3).reshape(x.shape[0], -1)
 
 
 @triton.jit

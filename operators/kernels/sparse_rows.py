@@ -5,7 +5,7 @@ has room for all of them, so launches have one size and can be captured in a CUD
 at once.
 
 `dense`, for many tokens: the pairs of one expert share its rows, on tensor cores. All rows are read, and neurons below the threshold become
-exact zeros. A row is read in place, so what it is multiplied with is stored in the order of its elements: `in_element_order`.
+exact zeros. A row is read in place, so what it is multiplied with is stored in the order of its units: `in_unit_order`.
 
 No atomics on results: equal inputs give equal bits.
 """
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
-from moegraft.operators.kernels.packed_layout import ElementRows, Gate, PackedRows, gpu_format, next_power_of_two
+from moegraft.operators.kernels.packed_layout import Gate, PackedRows, gpu_format, next_power_of_two
 from moegraft.operators.kernels.packed_product import Threshold, count, limited_up, reaches
 from moegraft.operators.kernels.routing import PairGroups
 from moegraft.operators.kernels.units import column, dot, signed
@@ -71,14 +71,31 @@ def _compact_kernel(
     for first in tl.static_range(0, PADDED, LANES):
         lanes = first + tl.arange(0, LANES)
         activations = tl.load(act_ptr + offset + lanes, mask=lanes < R.neurons, other=0.0)
-        kept = (reaches(activations, threshold) & (lanes < R.neurons)).to(tl.int32)
-        place = length + tl.cumsum(kept, 0) - kept
-        tl.store(list_ptr + offset + place, lanes, mask=kept != 0)
-        tl.store(value_ptr + offset + place, activations, mask=kept != 0)
-        length += tl.sum(kept)
+        active = (reaches(activations, threshold) & (lanes < R.neurons)).to(tl.int32)
+        place = length + tl.cumsum(active, 0) - active
+        tl.store(list_ptr + offset + place, lanes, mask=active != 0)
+        tl.store(value_ptr + offset + place, activations, mask=active != 0)
+        length += tl.sum(active)
     tl.store(length_ptr + pair, length)
     tl.atomic_add(counts_ptr + 1, R.neurons, sem="relaxed")
     tl.atomic_add(counts_ptr, tl.cast(length, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _scale_at(lanes, R: tl.constexpr):
+    """Address of a scale among those of its row, by the number in the row of what a lane has side by side."""
+    LANES: tl.constexpr = 512 // (R.columns_a_unit * R.together)
+    return lanes // LANES * 16 + lanes % 16
+
+
+@triton.jit
+def _column_number(units, j, R: tl.constexpr):
+    """The number of the `j`-th column of units of a row."""
+    CHUNK: tl.constexpr = 512 // R.columns_a_unit
+    in_chunk = units % CHUNK
+    lane = in_chunk // R.together % 16
+    line = in_chunk // (R.together * 16)
+    return units // CHUNK * 512 + lane * 32 + (line * R.columns_a_unit + j) * R.together + in_chunk % R.together
 
 
 @triton.jit
@@ -97,23 +114,9 @@ def _row_sums(units_ptr, scales_ptr, x_ptr, rows, alive, R: tl.constexpr, BN: tl
             x = tl.load(x_ptr + j * UNITS + at, mask=at < UNITS, other=0.0)
             part += column(units, j, R) * x
         if R.header > 0:
-            part *= tl.load(scales_ptr + 2 * rows + _unit_scale_at(at, R), mask=inside, other=0.0).to(tl.float32)
+            part *= tl.load(scales_ptr + 2 * rows + _scale_at(at, R), mask=inside, other=0.0).to(tl.float32)
         total += part
     return tl.sum(total, 1)
-
-
-@triton.jit
-def _unit_column(units, j, R: tl.constexpr):
-    """The number of the `j`-th column of units of a row."""
-    CHUNK: tl.constexpr = 512 // R.columns_a_unit
-    in_chunk = units % CHUNK
-    return units // CHUNK * 512 + in_chunk % 16 * 32 + in_chunk // 16 * R.columns_a_unit + j
-
-
-@triton.jit
-def _unit_scale_at(units, R: tl.constexpr):
-    """Address of a unit's scale among those of its row."""
-    return units // (512 // R.columns_a_unit) * 16 + units % 16
 
 
 @triton.jit
@@ -194,11 +197,11 @@ def _down_kernel(
         row = (slot * R.expert_stride + R.down_first + listed.to(tl.int64) * R.row_stride)[:, None]
         units = signed(tl.load(units_ptr + row + R.header + at[None, :], mask=alive[:, None], other=0), R)
         if R.header > 0:
-            value *= tl.load(scales_ptr + 2 * row + _unit_scale_at(at, R)[None, :], mask=alive[:, None], other=0.0).to(tl.float32)
+            value *= tl.load(scales_ptr + 2 * row + _scale_at(at, R)[None, :], mask=alive[:, None], other=0.0).to(tl.float32)
         total += column(units[:, :, None], j[None, None, :], R) * value[:, :, None]
         first += BN
     sums = tl.sum(total, 0)
-    columns = _unit_column(at[:, None], j[None, :], R)
+    columns = _column_number(at[:, None], j[None, :], R)
     inside = columns < R.hidden
     if R.down_bias_word >= 0:
         sums += tl.load(biases_ptr + slot * R.expert_words + R.down_bias_word + columns, mask=inside, other=0.0)
@@ -255,21 +258,6 @@ def down_pairs(
 
 
 @triton.jit
-def _element_scale_at(lanes, R: tl.constexpr):
-    """Address of a scale among those of its row, by the number in the row of what a lane holds side by side."""
-    return lanes // (R.chunk // R.together) * 16 + lanes % 16
-
-
-@triton.jit
-def _element_column(elements, V: tl.constexpr, R: tl.constexpr):
-    """The number of the column of the `V`-th value of elements."""
-    in_chunk = elements % R.chunk
-    lane = in_chunk // R.together % 16
-    line = in_chunk // (R.together * 16)
-    return elements // R.chunk * 512 + lane * 32 + (line * R.held + V) * R.together + in_chunk % R.together
-
-
-@triton.jit
 def _numbers(elements, scales, V: tl.constexpr, dtype: tl.constexpr, R: tl.constexpr):
     """The `V`-th number of each element."""
     if R.weights == "int8":
@@ -295,21 +283,21 @@ def _row_product(
     UPCAST: tl.constexpr,
 ):
     """Rows, by where they begin, times `x[tokens].T`, x in element order: (BN, BM) float32."""
-    HELD: tl.constexpr = R.held
+    HELD: tl.constexpr = R.columns_a_unit
     at = tl.arange(0, STEP)
     w_ptrs = elements_ptr + (rows[:, None] + R.header + at[None, :])
-    x_ptrs = x_ptr + tokens.to(tl.int64)[None, :] * (R.elements * R.held) + at[:, None]
+    x_ptrs = x_ptr + tokens.to(tl.int64)[None, :] * (R.units * R.columns_a_unit) + at[:, None]
     total = tl.zeros((BN, BM), tl.float32)
-    for first in range(0, R.elements, STEP):
+    for first in range(0, R.units, STEP):
         w = tl.load(w_ptrs + first)
         scales = 1.0
-        if R.scaled:
+        if R.header > 0:
             lanes = first // R.together + tl.arange(0, STEP // R.together)
-            scales = tl.load(scales_ptr + ((rows // 2)[:, None] + _element_scale_at(lanes, R)[None, :]))
+            scales = tl.load(scales_ptr + ((rows // 2)[:, None] + _scale_at(lanes, R)[None, :]))
             scales = tl.broadcast_to(scales[:, :, None], (BN, STEP // R.together, R.together))
             scales = tl.reshape(scales, (BN, STEP)).to(tl.float32)
         for v in tl.static_range(HELD):
-            x = tl.load(x_ptrs + v * R.elements + first, mask=present[None, :], other=0.0)
+            x = tl.load(x_ptrs + v * R.units + first, mask=present[None, :], other=0.0)
             total = dot(_numbers(w, scales, v, x.dtype, R), x, total, UPCAST)
     return total
 
@@ -380,7 +368,7 @@ def _down_dense_kernel(
     UPCAST: tl.constexpr,
 ):
     """Grid (max blocks, elements / BC). The block's rows of down, transposed, times its neurons."""
-    HELD: tl.constexpr = R.held
+    HELD: tl.constexpr = R.columns_a_unit
     block = tl.program_id(0)
     if block >= tl.load(count_ptr):
         return
@@ -402,32 +390,32 @@ def _down_dense_kernel(
         w = tl.load(elements_ptr + (rows[None, :] + at[:, None]), mask=inside[None, :], other=0)
         value = tl.load(neurons_ptr + pair[None, :] * R.neurons + neurons[:, None], mask=inside[:, None] & present[None, :], other=0.0)
         scales = 1.0
-        if R.scaled:
-            scales = tl.load(scales_ptr + ((rows // 2)[None, :] + _element_scale_at(lanes, R)[:, None]), mask=inside[None, :], other=0.0)
+        if R.header > 0:
+            scales = tl.load(scales_ptr + ((rows // 2)[None, :] + _scale_at(lanes, R)[:, None]), mask=inside[None, :], other=0.0)
             scales = tl.broadcast_to(scales[:, None, :], (BC // R.together, R.together, BN))
             scales = tl.reshape(scales, (BC, BN)).to(tl.float32)
         total = dot(_numbers(w, scales, 0, value.dtype, R), value, total, UPCAST)
-        if R.held == 2:
+        if R.columns_a_unit == 2:
             upper = dot(_numbers(w, scales, 1, value.dtype, R), value, upper, UPCAST)
     for v in tl.static_range(HELD):
         sums = total if v == 0 else upper
-        columns = _element_column(at, v, R)
+        columns = _column_number(at, v, R)
         inside = columns < R.hidden
         if R.down_bias_word >= 0:
             sums += tl.load(biases_ptr + slot * R.expert_words + R.down_bias_word + columns, mask=inside, other=0.0)[:, None]
         tl.store(out_ptr + pair[None, :] * R.hidden + columns[:, None], sums, mask=present[None, :] & inside[:, None])
 
 
-def _tile(rows: ElementRows, block_pairs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _tile(rows: PackedRows, block_pairs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Return a program's rows, elements a step, warps and stages, by the registers they leave. Not timed yet."""
     if dtype == torch.float32:  # three passes over split operands
         return 64, 32, 4, 2
     if block_pairs >= 64:
-        return 64, 64, 8, 2 if rows.scaled else 3
+        return 64, 64, 8, 2 if rows.header else 3
     return 64, 64, 4, 3
 
 
-def _elements(arena: PackedBytes, rows: ElementRows) -> torch.Tensor:
+def _elements(arena: PackedBytes, rows: PackedRows) -> torch.Tensor:
     dtype = gpu_format(rows.weights).element_dtype
     assert dtype is not None, "types with a sparse layout have one"
     return arena.units.view(dtype)
@@ -439,7 +427,7 @@ def up_dense(
     act: torch.Tensor,
     out: torch.Tensor,
     groups: PairGroups,
-    rows: ElementRows,
+    rows: PackedRows,
     gate: Gate,
     top_k: int,
     threshold: Threshold,
@@ -458,12 +446,12 @@ def up_dense(
     )  # fmt: skip
 
 
-def down_dense(arena: PackedBytes, neurons: torch.Tensor, out: torch.Tensor, groups: PairGroups, rows: ElementRows) -> None:
+def down_dense(arena: PackedBytes, neurons: torch.Tensor, out: torch.Tensor, groups: PairGroups, rows: PackedRows) -> None:
     """`out (P, H) float32`: each pair's sum over all rows of down, and the bias."""
     columns, step, warps, stages = _tile(rows, groups.block_pairs, neurons.dtype)
-    if rows.scaled:  # bytes: 16 of a tile for each thread
+    if rows.header:  # bytes: 16 of a tile for each thread
         columns, step = (64, 64) if neurons.dtype == torch.float32 else (128, 8 * warps)
-    _down_dense_kernel[groups.max_blocks, rows.elements // columns](
+    _down_dense_kernel[groups.max_blocks, rows.units // columns](
         _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
         neurons, out, groups.pair_count,
         R=rows, BM=groups.block_pairs, BN=step, BC=columns, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **LAUNCH,

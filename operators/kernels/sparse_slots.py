@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.operators.kernels.launch import PackedBytes, on
-from moegraft.operators.kernels.packed_layout import SparseLayout, in_element_order, in_unit_order, sparse_layout
+from moegraft.operators.kernels.packed_layout import SparseLayout, in_unit_order, sparse_layout
 from moegraft.operators.kernels.packed_product import Threshold, grouped_columns, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_call, rows_by_pair
@@ -105,7 +105,7 @@ def run_pair(call: SparseCall) -> None:
     )
     gate_activations(call, act)
     list_active(act, call.slots, call.threshold, active, rows)
-    x = in_unit_order(call.hidden_states, rows)
+    x = in_unit_order(call.hidden_states.float(), rows)
     neurons = act  # its activations are in the lists now
     up_pairs(x, call.packed, call.slots, active, neurons, rows, layout.gate)
     sums = call.empty(pairs, rows.hidden)
@@ -119,7 +119,7 @@ def run_dense(call: SparseCall) -> None:
     act = call.empty(call.pairs, rows.neurons)
     gate_activations(call, act, groups)
     neurons = call.empty(call.pairs, rows.neurons, dtype=x.dtype)
-    up_dense(in_element_order(x, rows), call.packed, act, neurons, groups, rows, call.layout.gate, call.top_k, call.threshold)
+    up_dense(in_unit_order(x, rows), call.packed, act, neurons, groups, rows, call.layout.gate, call.top_k, call.threshold)
     sums = call.empty(call.pairs, rows.hidden)
     down_dense(call.packed, neurons, sums, groups, rows)
     combine(sums, call.slots, call.top_k_weights, call.out)

@@ -331,9 +331,9 @@ class Names:
 
     def layer(self, module: str) -> int:
         """Return the number of a module's layer; those of MTP layers follow the body's."""
-        found = LAYER.search(f"{module}.")
-        assert found is not None, f"{module} is in no layer"
-        return int(found[1]) + self.layers * module.startswith(f"{MTP}.")
+        match = LAYER.search(f"{module}.")
+        assert match is not None, f"{module} is in no layer"
+        return int(match[1]) + self.layers * module.startswith(f"{MTP}.")
 
     def ignored(self, tensor: str) -> bool:
         """Whether the model does not need a tensor: rotary frequencies, MTP layers that it does not have, and the embedding and head that
@@ -400,14 +400,14 @@ class GgufModel:
 
     def mtp_bytes(self, config: PretrainedConfig) -> dict[str, int]:
         """Return the bytes of the tensors of MTP layers, by names that show, as in safetensors, how many layers there are."""
-        found = {}
+        sizes = {}
         for name, tensor in self.tensors.items():
             block = BLOCK.match(name)
             if block is None or int(block[1]) < config.num_hidden_layers or name.endswith(REPEATED):
                 continue
             layer, rest = int(block[1]) - config.num_hidden_layers, name[block.end() :]
-            found[f"{MTP}.fc.weight" if rest == "nextn.eh_proj.weight" else f"{MTP}.layers.{layer}.{rest}"] = tensor.extent.nbytes
-        return found if f"{MTP}.fc.weight" in found else {}
+            sizes[f"{MTP}.fc.weight" if rest == "nextn.eh_proj.weight" else f"{MTP}.layers.{layer}.{rest}"] = tensor.extent.nbytes
+        return sizes if f"{MTP}.fc.weight" in sizes else {}
 
 
 def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
@@ -492,12 +492,12 @@ class GgufWeights:
         return StoredTypes(whole, narrowest({tensor.kept_type for tensor in gate_up}), narrowest({tensor.kept_type for tensor in down}))
 
     def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
-        kept = set()
+        unchanged = set()
         for path, of_module in weight_types.items():
             for tensors, weight_type in zip(self._matrices(path), (of_module.gate_up, of_module.down), strict=True):
-                kept |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
+                unchanged |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
         tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
-        log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in kept], dtype)
+        log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in unchanged], dtype)
 
     def _matrices(self, path: str) -> tuple[Sequence[BlockTensor], Sequence[BlockTensor]]:
         """Return the tensors of gate and up and those of down; for a linear layer, its tensor as both."""

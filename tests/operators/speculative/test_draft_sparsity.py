@@ -19,7 +19,7 @@ from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
-from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.operator import SpeculativeOptions
 from moegraft.operators.thresholds import SparsityOptions
 
 PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
