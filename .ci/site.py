@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "guide/installing": "rules/guide/installing.md",
         "guide/recipes": "rules/guide/recipes.md",
         "guide/options": "rules/guide/options.md",
+        "guide/transformers": "rules/guide/transformers.md",
         "guide/formats": "rules/guide/formats.md",
         "guide/server": "rules/guide/server.md",
         "guide/several-machines": "rules/guide/several-machines.md",
@@ -72,6 +73,7 @@ API = {
         "moegraft.injection",
         [
             ("injection/api.py", "optimize_and_load"),
+            ("injection/in_transformers.py", "MoegraftConfig"),
             ("injection/meta_model.py", "build_meta_model"),
             ("injection/rules/reading.py", "read_rules"),
             ("injection/planning.py", "plan"),

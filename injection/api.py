@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.grafting import graft
 from moegraft.injection.injected import injection_of, new_cache
 from moegraft.injection.loading import load
-from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
+from moegraft.injection.meta_model import MetaModel, build_meta_model, folder_rules, parse_dtype
 from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.progress import ProgressLine, progress_line
@@ -31,7 +31,7 @@ __all__ = ["build_meta_model", "graft", "load", "new_cache", "optimize_and_load"
 
 logger = logging.getLogger(__name__)
 PLANNING, GRAFTING = "planning", "building the operators"
-Rules = str | os.PathLike[str] | RuleFile
+Rules = str | os.PathLike[str] | Mapping[str, Any] | RuleFile
 
 
 @overload
@@ -60,7 +60,8 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     Args:
         model: a hub id or folder; a model on meta, whose weights are at `checkpoint` or its `name_or_path`; or a loaded model,
             which is changed in place: each replaced module is freed as soon as its operator has the weights.
-        rules: the path of a rule file, the name of a shipped one (by default `cpu`), or a `RuleFile` from `read_rules`.
+        rules: the path of a rule file, the name of a shipped one, its content as a mapping, or a `RuleFile` from `read_rules`. By default
+            the rules that the model's folder states, as `save_pretrained` of an injected model writes them, else `cpu`.
         dtype: the dtype of activations and of what is not replaced; by default the config's, else the checkpoint's.
         vars: values for the rule file's `${...}`; they override its own.
         progress: whether to show on stderr what takes longer than two seconds, or the line to show it on.
@@ -89,7 +90,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     started_together = process_count() > 1 and not dry_run
     try:
         registry = registry or load_registry()
-        rule_file = _read_rules(rules, vars, registry)
+        rule_file = _read_rules(folder_rules(model) if rules is None else rules, vars, registry)
         if distributed_config is not None:
             check_distributed_config(distributed_config, process_count())
     except Exception as error:
@@ -124,7 +125,7 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     with line.stage(PLANNING):
         target = opened()
         the_plan = plan(target, rule_file, registry=registry)
-    _log_notices(the_plan)
+    log_notices(the_plan)
     if dry_run:
         return the_plan
     with line.stage(GRAFTING):
@@ -158,7 +159,7 @@ def _load_divided(
         with processes.agreed():
             the_plan = plan(target, rules, registry=registry, shares=shares)
             if shares.rank == 0:
-                _log_notices(the_plan)
+                log_notices(the_plan)
             group = processes.group(shares)
             model = load(graft(target, the_plan, **{**options, "threads": threads}, expert_group=group), progress=progress)
         injection = injection_of(model)
@@ -168,7 +169,7 @@ def _load_divided(
     return model
 
 
-def _log_notices(the_plan: Plan) -> None:
+def log_notices(the_plan: Plan) -> None:
     for notice in the_plan.notices:
         logger.log(logging.WARNING if notice.severity == "warning" else logging.INFO, "%s", notice)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ def graft(
             raise UnsupportedModelError("this meta model has no weights; build it with build_meta_model(..., weights=True)")
         types = {swap.module: WeightTypes.parse(swap.weight_type) for swap in plan.swaps if swap.weight_type is not None}
         weights.log_conversions(types, dtype)
-        device_map = device_map or infer_device_map(plan, machine)
+        device_map = device_map or infer_device_map(_devices_wanted(plan), machine)
         on_cpu = device_map in (None, "cpu")
         check_memory(plan, machine, on_cpu=on_cpu)
     else:
@@ -114,7 +114,8 @@ def graft(
     if context.gpu_engines_in_use is not None:
         context.gpu_engines_in_use.cache = replace(kv_cache(skeleton), form=plan.cache_form(skeleton.config))
     context.replay = _step_replay(plan, context)
-    injection = Injection(plan, operators, context)
+    stock = isinstance(model, MetaModel) and model.source.gguf is None and model.source.quantised is None
+    injection = Injection(plan, operators, context, folder if stock else None)
     if injection.model_operator is not None:
         injection.model_operator.check()
 
@@ -151,9 +152,8 @@ def _step_replay(plan: Plan, context: InjectionContext) -> StepReplay | None:
     return NativePrograms(context.runtime, context.draft_switch, vars(context).get("sparse_layers"))
 
 
-def infer_device_map(plan: Plan, machine: Machine) -> Any:
-    """Return a device map for what is not replaced: the GPUs that operators compute on; None for the CPU."""
-    devices = _devices_wanted(plan)
+def infer_device_map(devices: Set[str], machine: Machine) -> Any:
+    """Return a device map for what is not replaced: the GPUs that operators compute on, `devices`; None for the CPU."""
     if not devices or not machine.gpus:
         return None
     if len(devices) == 1 and "auto" not in devices:

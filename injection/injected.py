@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
@@ -33,11 +35,13 @@ class Injection:
     Attributes:
         operators: by the path of the module that the operator replaced or works in; the empty path is for an operator of kind `model`.
         context: the state that the operators share.
+        stock_folder: the folder of the stock checkpoint; None for a model from memory, a GGUF file or a quantised checkpoint.
     """
 
     plan: Plan
     operators: Mapping[str, Operator]
     context: InjectionContext
+    stock_folder: Path | None = None
 
     @property
     def replacing(self) -> dict[str, Operator]:
@@ -140,15 +144,29 @@ class InjectedModel:
 
     moegraft: Injection
 
-    def save_pretrained(self, *args: object, **kwargs: object) -> NoReturn:
-        """
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any) -> None:
+        """Save the model as a recipe: a config with the rules, and links to the stock weights where they are; nothing is packed.
+
+        `from_pretrained` (with `moegraft.injection` imported) and `optimize_and_load` load the folder. With PEFT adapters in the model,
+        the adapters alone are saved, as by transformers.
+
+        Args:
+            push_to_hub: whether to upload the folder, with the weights; `options` are then those of `push_to_hub`.
+            options: `is_main_process`, `token` and those that say how weights are divided into files, which has no meaning here.
+
         Raises:
-            UnsupportedModelError: always; the experts are packed for a kernel, and a checkpoint without them could not be loaded.
+            UnsupportedModelError: the model has no stock checkpoint, or `options` ask for other weights to be saved.
+            CheckpointError: the folder holds other weights, or cannot be written.
         """
-        raise UnsupportedModelError(
-            f"an injected model cannot be saved: {len(self.moegraft.replacing)} of its modules hold weights packed for their operator, "
-            "not parameters; save the stock model (AutoModelForCausalLM.from_pretrained) or copy the checkpoint it was loaded from"
-        )
+        from moegraft.injection.in_transformers import save_recipe
+
+        if getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)  # type: ignore[misc] # of the stock class
+            return
+        save_recipe(cast(PreTrainedModel, self), self.moegraft, Path(save_directory), options)
+        if push_to_hub:
+            repo_id = options.pop("repo_id", Path(save_directory).name)
+            self.push_to_hub(repo_id, **options)  # type: ignore[attr-defined] # of the stock class
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the modules that stay, with a warning that the replaced ones are missing."""

@@ -34,12 +34,14 @@ LOADING = "loading and packing the weights"
 SHOWN_KEYS = 5
 
 
-def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True) -> PreTrainedModel:
+def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True, rest: PreTrainedModel | None = None) -> PreTrainedModel:
     """Fill a grafted model with its weights; a model in memory is changed in place.
 
     Args:
         grafted: from `graft`; it can be loaded once.
         progress: whether to show a line on stderr, or the line.
+        rest: a model of `grafted.model_class` with the operators in place and all weights but theirs, where transformers has loaded these
+            from the checkpoint; by default they are loaded here.
 
     Returns:
         A PreTrainedModel of the stock class's name in eval mode, with `model.moegraft`.
@@ -55,7 +57,7 @@ def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True) -> PreT
     line = progress_line(progress)
     with _library_bars_hidden():
         if grafted.checkpoint is not None:
-            model = _from_checkpoint(grafted, grafted.checkpoint, line)
+            model = _from_checkpoint(grafted, grafted.checkpoint, rest, line)
         else:
             assert grafted.model is not None, "a grafted model has a checkpoint or is in memory"
             model = _in_memory(grafted, grafted.model, line)
@@ -69,7 +71,9 @@ def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True) -> PreT
     return model
 
 
-def _from_checkpoint(grafted: GraftedModel, checkpoint: CheckpointLoader, line: ProgressLine) -> PreTrainedModel:
+def _from_checkpoint(
+    grafted: GraftedModel, checkpoint: CheckpointLoader, rest: PreTrainedModel | None, line: ProgressLine
+) -> PreTrainedModel:
     injection = grafted.injection
     if injection.follows:
         with torch.device("meta"):
@@ -78,7 +82,7 @@ def _from_checkpoint(grafted: GraftedModel, checkpoint: CheckpointLoader, line: 
         checkpoint.load_operators(lambda size: None)
         return model
     with line.stage(LOADING, checkpoint.total_bytes) as advance:
-        model = checkpoint.load_rest(grafted.model_class, advance, operators=injection.replacing, **grafted.options)
+        model = rest or checkpoint.load_rest(grafted.model_class, advance, operators=injection.replacing, **grafted.options)
         model.moegraft = injection  # type: ignore[assignment] # nn.Module declares its attributes as modules
         checkpoint.load_operators(advance)
     return model

@@ -30,6 +30,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from moegraft.injection.checkpoint.files import open_checkpoint, weight_files
 from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, paired, quantisation_of, why_unreadable
 from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
+from moegraft.operators.autoload import METHOD
 from moegraft.operators.decode.mtp_layers import REPEATED, add_mtp_layers, is_declared_mtp_key, mtp_layers, why_no_mtp, with_declared_mtp
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
@@ -206,11 +207,25 @@ def find_model(
     folder = resolve_folder(model, weights=weights and gguf is None)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
-    source = ModelSource(folder, _config_of(model_class, config), model_class)
+    config = _config_of(model_class, config)
+    stated = getattr(config, SETTINGS_KEYS[0], None)
+    if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD:
+        config = as_floats(config)
+    source = ModelSource(folder, config, model_class)
     return source if gguf is None else with_gguf(source, gguf)
 
 
-def _as_floats(config: PretrainedConfig) -> PretrainedConfig:
+def folder_rules(model: object) -> dict[str, Any] | None:
+    """Return the rules that the config.json of a model's folder states; None where it states none, or is not on this machine."""
+    try:
+        body = json.loads((Path(str(model)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        settings = body["quantization_config"]
+        return dict(settings["rules"]) if settings["quant_method"] == METHOD else None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError):  # read_config reports what is wrong
+        return None
+
+
+def as_floats(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy without quantisation settings, which transformers would act on."""
     config = deepcopy(config)
     for part in (config, config.get_text_config()):
@@ -234,7 +249,7 @@ def dequantising(source: ModelSource) -> ModelSource:
     """
     refuse_quantised(source.folder, source.config)
     settings = quantisation_of(source.config)
-    return source if settings is None else replace(source, config=_as_floats(source.config), quantised=settings)
+    return source if settings is None else replace(source, config=as_floats(source.config), quantised=settings)
 
 
 def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
@@ -248,7 +263,7 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     from moegraft.injection.checkpoint.gguf.model import open_gguf
 
     # The config's quantisation is that of the folder's own weights.
-    config = _as_floats(source.config)
+    config = as_floats(source.config)
     text = config.get_text_config()
     language_model: Any = AutoModelForCausalLM._model_mapping.get(type(text), None)
     if text is not config and text.model_type in FAMILIES and language_model is not None:

@@ -74,7 +74,7 @@ class Plan:
     Attributes:
         swaps: in the model's order.
         notices: warnings and notices, which stop nothing.
-        files: the rule file and the files that it extends.
+        rules: the rule file, with what it extends.
         replaced_bytes: bytes of the replaced modules' parameters in the stock model.
         rest_bytes: bytes of the parameters and buffers that stay.
         shares: the processes that hold the experts, of which this one holds its share; None where it holds all.
@@ -82,10 +82,15 @@ class Plan:
 
     swaps: tuple[Swap, ...]
     notices: tuple[Diagnostic, ...]
-    files: tuple[str, ...]
+    rules: RuleFile
     replaced_bytes: int
     rest_bytes: int
     shares: Shares | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The rule file and the files that it extends."""
+        return self.rules.files
 
     @property
     def mtp(self) -> bool:
@@ -172,7 +177,7 @@ def plan(
     replaced_bytes, rest_bytes = _split_bytes(module, [swap.module for swap in swaps if not swap.in_place])
     if shares is not None and shares.rank:
         rest_bytes = 0
-    return Plan(tuple(swaps), findings.in_order(), rules.files, replaced_bytes, rest_bytes, shares)
+    return Plan(tuple(swaps), findings.in_order(), rules, replaced_bytes, rest_bytes, shares)
 
 
 def planned_model(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> MetaModel:

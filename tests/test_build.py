@@ -51,7 +51,7 @@ def test_a_compiler_that_cannot(tmp_path: Path, message: str, says: str) -> None
 RECORDING_COMPILER = f"""#!{sys.executable}
 import pathlib, sys
 args = sys.argv[1:]
-if "-fsyntax-only" in args: sys.exit()
+if "-M" in args: sys.exit()
 if "--version" in args: sys.exit(print("version 1"))
 out = pathlib.Path(args[args.index("-o") + 1])
 out.write_text("")

@@ -52,6 +52,7 @@ def imported_modules(file: Path) -> list[str]:
 # What injection may know of operators: their interface, what several of them share, and decoding. No particular operator, engine or draft.
 INTERFACE = {
     "atomic_file",
+    "autoload",
     "base",
     "block_encoding",
     "cache_form",

@@ -190,6 +190,10 @@ class Checkpoint:
     tensors: Mapping[str, LazyTensor]
 
     @property
+    def files(self) -> list[Path]:
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    @property
     def float_dtype(self) -> torch.dtype:
         """The floating-point dtype of most of the bytes: norms and router biases are often wider, and small.
 

@@ -20,7 +20,7 @@ from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, 
 from moegraft.injection.cli.output import Terminal, plural
 from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import Injection
-from moegraft.injection.meta_model import MetaModel, build_meta_model, find_model, read_tokenizer
+from moegraft.injection.meta_model import MetaModel, build_meta_model, find_model, folder_rules, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
@@ -87,7 +87,7 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
     progress: bool | ProgressLine = talks_to_user() and terminal.progress
     arguments = _load_arguments(options) if rules is None else {**_load_arguments(options), "vars": None}
-    model = optimize_and_load(model_of(options), rules or options.rules or DEFAULT_RULES, progress=progress, **arguments)
+    model = optimize_and_load(model_of(options), rules or rules_of(options), progress=progress, **arguments)
     injection = model.moegraft
     assert isinstance(injection, Injection), "optimize_and_load sets model.moegraft"
     if injection.follows:
@@ -97,7 +97,7 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         raise typer.Exit
     if not talks_to_user():
         raise OptionsError("'parallel: {shares: none}' gives each process a whole model, and this program needs one: start one process")
-    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, options.rules or DEFAULT_RULES)
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, _name_of(rules_of(options)))
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -162,6 +162,15 @@ def open_meta_model(options: ModelOptions) -> MetaModel:
     return build_meta_model(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
 
 
+def rules_of(options: ModelOptions) -> str | dict[str, Any]:
+    """Return the rules that the user names, else those that the model's folder states, else the default."""
+    return options.rules or folder_rules(model_of(options)) or DEFAULT_RULES
+
+
+def _name_of(rules: str | dict[str, Any]) -> str:
+    return rules if isinstance(rules, str) else "those of the model's folder"
+
+
 def model_and_rules(options: ModelOptions) -> tuple[MetaModel, RuleFile, OperatorRegistry]:
     """
     Raises:
@@ -170,7 +179,7 @@ def model_and_rules(options: ModelOptions) -> tuple[MetaModel, RuleFile, Operato
     """
     registry = load_registry()
     # Rules first: their errors show at once, while building a model takes seconds.
-    rules = read_rules(options.rules or DEFAULT_RULES, vars=options.vars(), registry=registry)
+    rules = read_rules(rules_of(options), vars=options.vars(), registry=registry)
     return open_meta_model(options), rules, registry
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moegraft.injection.rules.document import (
     MAX_TEXT,
@@ -52,12 +53,16 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 
 
 def read_rules(
-    source: str | os.PathLike[str], *, vars: Mapping[str, object] | None = None, registry: OperatorRegistry, text: str | None = None
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    vars: Mapping[str, object] | None = None,
+    registry: OperatorRegistry,
+    text: str | None = None,
 ) -> RuleFile:
     """Read a rule file, and check everything that can be checked without a model.
 
     Args:
-        source: a path, or the name of a shipped file such as `cpu`.
+        source: a path, the name of a shipped file such as `cpu`, or the content of a file as a mapping.
         text: the content, where the file is not written yet.
         vars: values for `${...}`; they override those in the file and in the files that it extends.
         registry: the operators that rules may name.
@@ -66,6 +71,8 @@ def read_rules(
         RuleErrors: every mistake of the file, and of the files that it extends, with line and column.
     """
     findings = Findings()
+    if isinstance(source, Mapping):
+        source, text = "rules", json.dumps(source, indent=1, default=str)  # which is YAML
     headers = _read_chain(_find(source, findings) if text is None else Path(source), findings, text)
     variables = _merge_vars(headers, vars or {}, findings)
     rules: list[Rule] = []

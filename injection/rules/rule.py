@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from moegraft.injection.rules.document import Diagnostic, MappingNode, Position, Value
+from moegraft.injection.rules.document import Diagnostic, ListNode, MappingNode, Node, Position, Value
 
 if TYPE_CHECKING:
     from moegraft.operators.base import Kind
@@ -174,3 +174,37 @@ class RuleFile:
     files: tuple[str, ...]
     notices: tuple[Diagnostic, ...] = ()
     shares: ShareRule = "auto"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the file as JSON values, with inherited rules and without variables; `read_rules` reads them as the same rules."""
+        found: dict[str, Any] = {"version": 1, "rules": [_rule_mapping(rule) for rule in self.rules]}
+        values = [set(requirement.values) for requirement in self.requires]
+        if values:
+            found["requires"] = {"model_type": sorted(set.intersection(*values))}
+        if self.shares != "auto":
+            found["parallel"] = {"shares": self.shares if isinstance(self.shares, str) else list(self.shares)}
+        return found
+
+
+def _rule_mapping(rule: Rule) -> dict[str, Any]:
+    match = {"name": rule.match.name, "class": rule.match.class_name, "kind": rule.match.kind}
+    given = {key: value for key, value in match.items() if value is not None}
+    if rule.match.layers is not None:
+        given["layers"] = str(rule.match.layers)
+    replace: dict[str, Any] = {"class": rule.operator or LEAVE_ALONE}
+    if rule.kwargs is not None:
+        replace["kwargs"] = plain_value(rule.kwargs)
+    found: dict[str, Any] = {"id": rule.id} if rule.named else {}
+    found |= {"match": given, "replace": replace}
+    if not rule.recursive:
+        found["recursive"] = False
+    if rule.expect is not None:
+        found["expect"] = rule.expect
+    return found
+
+
+def plain_value(node: Node) -> Any:
+    """Return a node as dicts, lists and scalars."""
+    if isinstance(node, MappingNode):
+        return {entry.key: plain_value(entry.value) for entry in node}
+    return [plain_value(item) for item in node.items] if isinstance(node, ListNode) else node.value

@@ -15,7 +15,7 @@ import torch
 from support.kernel_cases import make_batch, make_layer
 from torch.nn import functional
 
-from moegraft.cpu_backend import NormSpec, PackedLinear, Program, RouterSpec, Runtime
+from moegraft.cpu_backend import NormSpec, PackedLinear, Program, Runtime
 from moegraft.cpu_backend._kernel import Pace
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -409,74 +409,6 @@ def test_a_product_with_a_bias_for_all_columns(rig: Rig) -> None:
     rig.program.add_matmul([rig.operand(each) for each in (out, a, b, bias)])
     rig.run()
     equal(out, a @ b + 2.0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("weight_type", ["float32", "bfloat16", "int8", "int4"])
-def test_linear_layers_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, weight_type: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    linears = []
-    for rows in (33, 5, 64):
-        linear = PackedLinear(rows, 70, weight_type)
-        linear.pack(torch.randn(rows, 70, generator=generator).numpy())
-        if rows == 5:
-            linear.pack_bias(torch.randn(rows, generator=generator).numpy())
-        linears.append((linear, rows))
-    x = random((3, 70), dtype)
-    outs = [torch.full((3, rows), math.nan, dtype=dtype) for _, rows in linears]
-    expected = [torch.empty_like(out) for out in outs]
-    rig.program.add_linears([linear for linear, _ in linears], [rig.operand(each) for each in (x, *outs)])
-    rig.run()
-    for (linear, _), out, wanted in zip(linears, outs, expected, strict=True):
-        threaded[1].linear(linear, x, wanted)
-        assert torch.equal(out, wanted)
-
-
-@pytest.mark.parametrize("weight_type", ["float32", "int8", "int4"])
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_experts_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, tokens: int, weight_type: str) -> None:
-    layer = make_layer(num_experts=6, hidden=64, intermediate=40, weight_type=weight_type)
-    x, index, weights = make_batch(tokens, 2, layer)
-    out = torch.full_like(x, math.nan)
-    rig.program.add_experts(layer.packed, [rig.operand(each) for each in (out, x, index, weights)])
-    rig.run()
-    assert torch.equal(out, layer.forward(threaded[1], x, index, weights))
-
-
-@pytest.mark.parametrize("weight_type", ["float32", "int4"])
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_sparse_experts_equal_those_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, tokens: int, weight_type: str) -> None:
-    """Two layers in one run, of other sizes, with counts; run again, they count again."""
-    counts, expected = np.zeros(2, np.int64), np.zeros(2, np.int64)
-    layers = [make_layer(weight_type, 6, 64, size, sparse=True) for size in (40, 96)]
-    x, index, weights = make_batch(tokens, 2, layers[0])
-    outs = [torch.full_like(x, math.nan) for _ in layers]
-    for layer, out in zip(layers, outs, strict=True):
-        rig.program.add_experts(layer.packed, [rig.operand(each) for each in (out, x, index, weights)], 0.2, counts)
-    for _ in range(2):
-        rig.run()
-        for layer, out in zip(layers, outs, strict=True):
-            wanted = torch.full_like(x, math.nan)
-            arrays = x.numpy(), index.numpy(), weights.numpy(), wanted.numpy()
-            threaded[1].forward(layer.packed, *arrays, threshold=0.2, neuron_counts=expected)
-            assert torch.equal(out, wanted)
-        assert counts.tolist() == expected.tolist()
-        if tokens:
-            assert 0 < counts[0] < counts[1]
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "chosen_softmax"])
-def test_a_router_equals_that_of_the_runtime(threaded: dict[int, Runtime], rig: Rig, score: str, dtype: torch.dtype) -> None:
-    spec = RouterSpec(40, 9, 3, element_type=NAMES[dtype], logits_type="float32", weights_type=NAMES[dtype], score=score)
-    x, weight = random((4, 40), dtype), random((9, 40), dtype, seed=1)
-    found = [torch.empty(4, 9), torch.empty(4, 3, dtype=dtype), torch.full((4, 3), -7)]
-    expected = [each.clone() for each in found]
-    rig.program.add_router(spec, [rig.operand(each) for each in (*found, x, weight)])
-    rig.run()
-    threaded[1].route(spec, x, weight, *expected)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 def mask_of(kind: str, heads: int, queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor | None:

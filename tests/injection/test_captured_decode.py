@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import combinations
-from support.emulated import HostSlotLayers
+from support.emulated import HostSlotLayers, device_kind
+from support.emulated_graph import EmulatedGraph
 from support.families import build_model, prompt, served_cases
-from support.gpus import emulated_only, limit, placed
+from support.faulty_device import Countdown, Faults, FaultyDevice
+from support.gpus import GPUS, emulated_only, limit, placed
+from support.virtual_device import VirtualDevice
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.decode import cuda_graph, replay
 from moegraft.operators.decode.cache import cache_tensors
-from moegraft.operators.decode.cuda_graph import TIMED_STEPS, CudaGraphs, to_dynamic, to_static
+from moegraft.operators.decode.cuda_graph import TIMED_STEPS, to_dynamic, to_static
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.scheduler import Scheduler
-from moegraft.operators.offload.step_graph import CapturedLayer, StepGraph
 
 RULES = """
 version: 1
@@ -276,15 +280,19 @@ def test_obstacles_to_captured_steps_are_logged_once(  # type: ignore[no-untyped
     assert all(engine.statistics.replayed == 0 for engine in model.moegraft.context.gpu_engines)
 
 
+@emulated_only
 def test_a_step_that_gives_other_logits_is_not_taken(  # type: ignore[no-untyped-def]
-    load, eager, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load, eager, tolerance: float, caplog: pytest.LogCaptureFixture
 ) -> None:
+    class Wrong(HostSlotLayers):
+        """Weights of the experts are other ones in captured steps, which alone write their routing."""
+
+        def write_routing(self, tokens: Any, scores: Any, top_k_index: Any, top_k_weights: Any, slot_of: Any, row: Any) -> None:
+            super().write_routing(tokens, scores, top_k_index, -2 * top_k_weights, slot_of, row)
+
     tokens, logits = answer(eager())
-    forward = CapturedLayer.forward
-    monkeypatch.setattr(CapturedLayer, "forward", lambda *given: -2 * forward(*given))
-    model = load("qwen3_moe")
-    with caplog.at_level(logging.WARNING, "moegraft"):
-        found, found_logits = answer(model)
+    with device_kind(layers=Wrong) as wrong, caplog.at_level(logging.WARNING, "moegraft"):
+        found, found_logits = answer(load("qwen3_moe", gpu=wrong))
     assert found == tokens and difference(found_logits, logits) < tolerance
     (notice,) = notices(caplog)
     assert "a captured step gave logits that are" in notice
@@ -317,54 +325,25 @@ def test_a_model_that_is_changed_is_captured_again(load, tolerance: float, caplo
     assert tokens == answer(model)[0] and engine_of(model).statistics.replayed > NEW
 
 
-def test_what_fails_on_the_cpu_is_raised_and_the_model_answers_on(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    model = load("qwen3_moe")
-    expected = answer(model)
-    check, left = CapturedLayer.check, [7]
-
-    def failing(self: CapturedLayer) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("the CPU's part failed")
-        check(self)
-
-    monkeypatch.setattr(CapturedLayer, "check", failing)
-    with pytest.raises(RuntimeError, match="the CPU's part failed"):
-        answer(model)
-    replayed = engine_of(model).statistics.replayed
-    assert answer(model)[0] == expected[0]
-    assert engine_of(model).statistics.replayed > replayed, "still captured"
-
-
 @emulated_only  # whose replays launch again
 def test_a_device_that_fails_ends_captured_steps_but_not_the_model(  # type: ignore[no-untyped-def]
-    load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load("qwen3_moe")
+    launches = Countdown()
+    with device_kind(FaultyDevice, faults=Faults(launches=launches)) as faulty:
+        model = load("qwen3_moe", gpu=faulty)
     expected = answer(model)
-    device = engine_of(model).device
-    launch, left = device.launch, [40]
-
-    def failing(*given: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise DeviceError("injected")
-        launch(*given)
-
-    monkeypatch.setattr(device, "launch", failing)
+    launches.left = 40
     with pytest.raises(DeviceError, match="injected"):
         answer(model)
     with caplog.at_level(logging.WARNING, "moegraft"):
         assert answer(model)[0] == expected[0]
-    assert "the device failed in a captured step: injected" in caplog.text
+    assert re.search("the device failed in a captured step: .*injected", caplog.text)
 
 
-def test_auto_measures_both_ways(  # type: ignore[no-untyped-def]
-    load, eager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On an emulated device nothing can be measured, so its own clock stands in."""
+@pytest.mark.parametrize("gpu", GPUS[1:])  # on an emulated device nothing can be measured
+def test_auto_measures_both_ways(load, eager, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     tokens, _ = answer(eager(), max_new_tokens=4 * TIMED_STEPS)
-    monkeypatch.setattr(CudaGraphs, "_find_obstacle", lambda self, model: None)
     model = load("qwen3_moe", "cache: {ratio: 0.5}, decode: auto")
     with caplog.at_level(logging.DEBUG, "moegraft"):
         assert answer(model, max_new_tokens=4 * TIMED_STEPS)[0] == tokens
@@ -400,40 +379,49 @@ def test_devices_that_round_differently_do_not_rule_out_captured_steps(  # type:
     load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU quantises activations and a GPU does not: a step is compared with one that has the same experts on each device."""
-    compute, plan = HostSlotLayers.compute, Scheduler.plan
+    plan = Scheduler.plan
     everything_on_the_cpu = Scheduler("all_cpu")
 
-    def scaled(self: HostSlotLayers, *given: Any, **more: Any) -> None:
-        compute(self, *given, **more)
-        given[-1].mul_(1.5)  # far more than rounding, so that the logits of two splits differ
+    class Scaled(HostSlotLayers):
+        def compute(self, *given: Any, **more: Any) -> None:
+            super().compute(*given, **more)
+            given[-1].mul_(1.5)  # far more than rounding, so that the logits of two splits differ
 
     def planned(self: Scheduler, *given: Any) -> Any:
         return plan(self if self.name == "fixed" else everything_on_the_cpu, *given)
 
-    monkeypatch.setattr(HostSlotLayers, "compute", scaled)
     monkeypatch.setattr(Scheduler, "plan", planned)
-    model = load("qwen3_moe")
+    with device_kind(layers=Scaled) as scaled:
+        model = load("qwen3_moe", gpu=scaled)
     with caplog.at_level(logging.WARNING, "moegraft"):
         answer(model)
     assert not caplog.records, caplog.text
     assert engine_of(model).statistics.replayed > 0
 
 
+@emulated_only
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next"])
-def test_a_step_is_kept_for_the_texts_that_follow(  # type: ignore[no-untyped-def]
-    model_type: str, load, eager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_kept_for_the_texts_that_follow(model_type: str, load, eager) -> None:  # type: ignore[no-untyped-def]
     """Each answer has a cache of its own; the memory of the last one is taken, and a cache that is returned keeps its contents."""
-    model, stock = load(model_type), eager(model_type)
-    capture, captures = StepGraph.capture, list[int]()
-    monkeypatch.setattr(StepGraph, "capture", lambda self, step: captures.append(1) or capture(self, step))
+    captures: list[EmulatedGraph] = []
+
+    class Counting(VirtualDevice):
+        def capture(self, step: Callable[[], None]) -> EmulatedGraph:
+            captures.append(super().capture(step))
+            return captures[-1]
+
+    with device_kind(Counting) as counting:
+        model = load(model_type, gpu=counting)
+    stock = eager(model_type)
+    made = 0
     for ids in (prompt(9), prompt(9)[:, 2:], prompt(5)):
         length = {"max_new_tokens": 9 + NEW - ids.shape[1]}
         assert answer(model, ids=ids, **length)[0] == answer(stock, ids=ids, **length)[0]
-    assert len(captures) == 1
+        made = made or len(captures)  # by the warm-up and by the first answer
+    assert len(captures) == made > 0
     settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
     held = model.generate(prompt(9), **settings)
     kept = [tensor.clone() for _, tensor in cache_tensors(held.past_key_values)]
     assert answer(model, ids=prompt(9))[0] == answer(stock, ids=prompt(9))[0] == held.sequences[0].tolist()
-    assert len(captures) == 1, "a cache that is returned has memory of its own"
+    assert len(captures) == made, "a cache that is returned has memory of its own"
     assert all(torch.equal(tensor, copy) for (_, tensor), copy in zip(cache_tensors(held.past_key_values), kept, strict=True))

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.emulated import device_kind
 from support.families import build_model, case_of, prompt
-from support.gpus import limit, on, placed
+from support.faulty_device import Countdown, Faults, FaultyDevice
+from support.gpus import emulated_only, limit, on, placed
+from support.virtual_device import VirtualDevice, VirtualTicket
 from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.offload.devices.base import DeviceError
-from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.shared_overlap import SharedOverlap
 from moegraft.operators.structure import SHARED_NAMES
 
@@ -32,7 +34,7 @@ FAMILIES = {"deepseek_v2": "after", "glm4_moe": "after", "nemotron_h": "after", 
 
 @pytest.fixture
 def load(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
-    def load(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    def load(model_type: str, gpu: str = gpu) -> tuple[PreTrainedModel, PreTrainedModel]:
         """The stock model and the injected one, both on the device."""
         path = tmp_path / "rules.yaml"
         path.write_text(RULES.replace("GPU", f'"{gpu}"'))
@@ -41,11 +43,6 @@ def load(tmp_path: Path, gpu: str):  # type: ignore[no-untyped-def]
         return stock, optimize_and_load(placed(build_model(case), gpu), path, progress=False, threads=1)
 
     return load
-
-
-def device_class(model: PreTrainedModel) -> type:
-    (engine,) = model.moegraft.context.gpu_engines
-    return type(engine.device)
 
 
 def layers_of(model: PreTrainedModel) -> list[SharedOverlap]:
@@ -87,26 +84,44 @@ def test_shared_experts_run_beside_the_routed_ones(model_type: str, load, gpu: s
 
 
 @torch.no_grad()
+@emulated_only
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "qwen2_moe"])
-def test_the_cpu_is_at_work_when_they_run(model_type: str, load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    _, model = load(model_type)
-    model(input_ids=prompt(9).to(model.device))
+def test_the_cpu_is_at_work_when_they_run(model_type: str, load) -> None:  # type: ignore[no-untyped-def]
     order: list[str] = []
-    kind = device_class(model)
-    submit, join = kind.submit_cpu, CallExecutor.join
-    monkeypatch.setattr(kind, "submit_cpu", lambda *given: (order.append("submitted"), submit(*given))[1])
-    monkeypatch.setattr(CallExecutor, "join", lambda *given: (order.append("waited"), join(*given))[1])
+
+    class Ticket:
+        def __init__(self, ticket: VirtualTicket) -> None:
+            self._ticket = ticket
+
+        @property
+        def elapsed_ms(self) -> float | None:
+            return self._ticket.elapsed_ms
+
+        def wait(self) -> None:
+            order.append("waited")
+            self._ticket.wait()
+
+    class Noting(VirtualDevice):
+        def submit_cpu(self, *given: Any) -> Any:
+            order.append("submitted")
+            return Ticket(super().submit_cpu(*given))
+
+    with device_kind(Noting) as noting:
+        _, model = load(model_type, noting)
+    model(input_ids=prompt(9))
+    order.clear()
     with told(model, lambda number: order.append("shared")):
-        model(input_ids=prompt(1).to(model.device))
+        model(input_ids=prompt(1))
     assert order == ["submitted", "shared", "waited"] * len(layers_of(model))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "qwen2_moe"])
-def test_drafts_and_failing_devices_change_nothing(  # type: ignore[no-untyped-def]
-    model_type: str, load, gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock, model = load(model_type)
+@emulated_only
+def test_drafts_and_failing_devices_change_nothing(model_type: str, load, gpu: str) -> None:  # type: ignore[no-untyped-def]
+    launches = Countdown()
+    with device_kind(FaultyDevice, faults=Faults(launches=launches)) as faulty:
+        stock, model = load(model_type, faulty)
     ids = prompt(7).to(stock.device)
     expected = stock(input_ids=ids).logits
     model(input_ids=ids)
@@ -115,14 +130,8 @@ def test_drafts_and_failing_devices_change_nothing(  # type: ignore[no-untyped-d
         drafted = model(input_ids=ids).logits
         assert not torch.allclose(drafted, expected)
         assert torch.equal(model(input_ids=ids).logits.argmax(-1), drafted.argmax(-1))
-    kind = device_class(model)
-    launch = kind.launch
-
-    def failing(*given: object) -> None:
-        raise DeviceError("injected")
-
-    monkeypatch.setattr(kind, "launch", failing)
-    found = model(input_ids=ids).logits
-    monkeypatch.setattr(kind, "launch", launch)
-    for logits in (found, model(input_ids=ids).logits):
+    for left in (1, 0):  # the next launch fails; then none
+        launches.left = left
+        logits = model(input_ids=ids).logits
+        assert launches.left < 0
         assert (logits - expected).norm() / expected.norm() < limit(gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -209,7 +210,7 @@ def test_models_with_other_kinds_of_layers_are_refused(model_type: str, reason: 
 
 
 def test_a_missing_package_is_named_with_its_installation(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(kv_options, "find_spec", lambda module: None)
+    monkeypatch.setitem(sys.modules, "hqq", None)
     with pytest.raises(RuleErrors, match=r"rules\.yaml:5:.*hqq is not installed; install it with pip install 'moegraft\[kv-cache\]'"):
         load(options="backend: hqq")
 

@@ -163,14 +163,14 @@ def test_only_plain_linears_are_replaced(tmp_path: Path) -> None:
 def test_without_a_gpu_it_runs_on_the_cpu_and_logs_the_reason_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moegraft.operators.linear.why_unavailable", lambda: "PyTorch finds no CUDA GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     context = InjectionContext(dtype=torch.float32, threads=1)
     linear, options = nn.Linear(64, 48), QuantizedLinearOptions("int8", gpu="auto")
     made = [QuantizedLinear.build(linear, options, context) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == ["quantized_linear stays on the CPU: PyTorch finds no CUDA GPU"]
     assert "on the CPU" in made[0].placement()
     assert QuantizedLinear.footprint(linear, options, torch.float32).by_device.keys() == {"cpu"}
-    monkeypatch.setattr("moegraft.operators.linear.why_unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert QuantizedLinear.footprint(linear, options, torch.float32).by_device.keys() == {"cuda:0"}
     assert QuantizedLinear.build(linear, QuantizedLinearOptions("int8", gpu="cuda:1"), context).placement().endswith("int8 on cuda:1")
 

@@ -12,7 +12,6 @@ from support.family_rows import FamilyCase
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.routing import (
     RoutedCall,
@@ -123,16 +122,6 @@ def test_the_score_function_is_recognised_in_bfloat16(model_type: str) -> None:
     call = watched(build_model(case_of(model_type)).to(torch.bfloat16))[0]  # the first: inputs differ by rounding alone
     assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
     torch.testing.assert_close(call.scores, calls_of(model_type)[0].scores, rtol=0, atol=0.1)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"])
-def test_calls_of_injected_models_are_watched(model_type: str) -> None:
-    stock = calls_of(model_type)
-    injected = optimize_and_load(build_model(case_of(model_type)), "cpu-exact", progress=False, threads=1)
-    for found, expected in zip(watched(injected), stock, strict=True):
-        assert found.router.path == expected.router.path
-        assert sets(found.top_k_index) == sets(expected.top_k_index)
-        torch.testing.assert_close(found.scores, expected.scores)
 
 
 def test_predictions_are_sorted_by_likelihood() -> None:

@@ -55,19 +55,6 @@ def test_an_older_file_with_the_key_counts_is_read(tmp_path: Path) -> None:
     assert read_thresholds(path).held_out == made().held_out
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "thresholds.json"
-    path.write_text("before")
-
-    def full(self: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device", str(self))
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        write_thresholds(made(), path)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
-
-
 def test_a_threshold_between_two_shares_is_interpolated() -> None:
     found = made()
     assert found.threshold(PATH, 0.0, "layer") == 0.0

@@ -115,6 +115,7 @@ def test_the_page_for_ktransformers_gives_the_replacements_of_the_code() -> None
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
+    assert len(PAGES) > 5
     for page in PAGES:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
             there = (page.parent / target).resolve() if target else page

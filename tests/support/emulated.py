@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -81,3 +82,13 @@ class HostSlotLayers(EngineLayers):
 
 
 DEVICE_KINDS["emulated"] = DeviceKind(lambda index: VirtualDevice(PROFILES[PROFILE], index=index), HostSlotLayers)
+
+
+@contextmanager
+def device_kind(device: type[VirtualDevice] = VirtualDevice, layers: type[EngineLayers] = HostSlotLayers, **options: Any) -> Iterator[str]:
+    """Register devices of a test's own for the body, and give their name, which is that of `gpu:` in rules."""
+    DEVICE_KINDS["tested"] = DeviceKind(lambda index: device(PROFILES[PROFILE], index=index, **options), layers)
+    try:
+        yield "tested"
+    finally:
+        del DEVICE_KINDS["tested"]

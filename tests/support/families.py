@@ -10,16 +10,20 @@ import ast
 import copy
 import dataclasses
 import importlib
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from moegraft.operators.decode.states import has_states
 from support.family_rows import ROWS, SMALL_TEXT, SMALL_TOWER, VOCAB_SIZE, FamilyCase
@@ -215,3 +219,36 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, *, max_new_tokens: int = 4
     found = model.generate(ids, do_sample=False, max_new_tokens=max_new_tokens, **arguments)
     assert isinstance(found, torch.Tensor)
     return found
+
+
+def save_unloadable(folder: Path) -> None:
+    """Write a checkpoint that memory cannot hold in any weight type: sparse files, one for each expert, which take no space on the disk."""
+    shard_bytes = psutil.virtual_memory().total * 3 // 4  # Linux maps no larger file
+    experts = TINY_EXPERTS["qwen3_moe"] | {"moe_intermediate_size": shard_bytes // (3 * 4 * TINY["hidden_size"])}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **TINY | experts))
+    shards: dict[str, dict[str, object]] = {}
+    places, ends = {}, Counter[str]()
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        shard = places[name] = f"part-{name.rpartition('.experts.')[2].partition('.')[0]}-{name.partition('.layers.')[2][:1]}.safetensors"
+        begin = ends[shard]
+        ends[shard] += 4 * tensor.numel()
+        shards.setdefault(shard, {})[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, ends[shard]]}
+    model.config.save_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for shard, tensors in shards.items():
+        header = json.dumps(tensors).encode()
+        with (folder / shard).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + ends[shard])
+
+
+@torch.no_grad()
+def weight_of(linear: nn.Module) -> torch.Tensor:
+    """Return the matrix (O, I) that an operator in the place of a linear layer multiplies by; 8 bits hold the activations exactly."""
+    return torch.cat([linear(row[None]) for row in torch.eye(int(linear.in_features))]).T  # type: ignore[arg-type] # singly: no rounded tiles
+
+
+def written(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return what changes of the files of a folder when they are written again."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}

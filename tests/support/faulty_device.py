@@ -13,6 +13,17 @@ EVERY = range(1 << 62)
 """All calls of a kind, for `Faults`."""
 
 
+class Countdown(Container[int]):
+    """The one call of a kind that is the `left`-th from now on; none until `left` is set."""
+
+    def __init__(self, left: int = 0) -> None:
+        self.left = left
+
+    def __contains__(self, number: object) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Faults:
     """Which calls fail, by their number from 0 within their kind.

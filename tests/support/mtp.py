@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from moegraft.operators.decode import mtp
 from moegraft.operators.decode.mtp_layers import add_mtp_layers, with_declared_mtp
 from moegraft.operators.decode.schedule import DraftSchedule
-from support.families import build_model, case_of
+from support.families import build_model, case_of, greedy, prompt
 from support.gguf_files import ARCHITECTURES, write_gguf
 
 EXTRAS = ("enorm", "hnorm", "eh_proj")  # beside the modules of a decoder layer
@@ -123,3 +125,33 @@ class Alternating(DraftSchedule):
 
     def state(self) -> str:
         return "alternating"
+
+
+def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Collect the tokens that moegraft drafts, by the length of the text before them."""
+    found: dict[int, list[int]] = {}
+    draft = mtp.MtpDrafter.draft
+
+    def recorded(self: Any, sequence: Any, *args: Any) -> Any:
+        drafts = draft(self, sequence, *args)
+        found[sequence.length] = [each.token for each in drafts]
+        return drafts
+
+    monkeypatch.setattr(mtp.MtpDrafter, "draft", recorded)
+    return found
+
+
+def assert_plain_steps_change_no_draft(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that drafts are the same with six plain steps between them, whose states come from native programs, as without."""
+    found, operator = proposals(monkeypatch), model.moegraft.model_operator
+    texts, drafted = [], []
+    for plain in (0, 6):
+        operator._schedule = Alternating(plain, 3)
+        texts.append(greedy(model, prompt(29), max_new_tokens=120))
+        drafted.append(dict(found))
+        found.clear()
+    assert torch.equal(*texts)
+    one, other = drafted
+    both = [length for length in other if length in one and length < 29 + 120 - 4]
+    assert len(both) > 3
+    assert {length: one[length] for length in both} == {length: other[length] for length in both}

@@ -103,9 +103,13 @@ def ask(server: Server, *said: str, **options: Any) -> Any:
 
 
 @contextmanager
-def scripted(loaded: LoadedModel, text: str, opening: str = "<assistant>", then: str | None = None) -> Iterator[Server]:
+def scripted(
+    loaded: LoadedModel, text: str, opening: str = "<assistant>", then: str | None = None, template: dict[str, Any] | None = None
+) -> Iterator[Server]:
     """Serve a model whose chat template has tools, and which always answers `text`, or `then` after the result of a tool."""
-    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer: Any = copy.deepcopy(loaded.tokenizer)
+    if template is not None:
+        tokenizer.response_template = template
     tokenizer.chat_template = (
         "{# <think> #}{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}"
         "{% for m in messages %}<user>{{ m.role }}:{{ m.content }}"

@@ -79,9 +79,9 @@ def calibrate(
     content = text_content(text, "calibration")
     from moegraft.injection.calibration import CalibrationOptions, describe_source, record_routing, sparse_rules, work_tokens
     from moegraft.injection.calibration import calibrate as find_thresholds
-    from moegraft.injection.cli.models import load_model, model_of, short_name, text_ids
+    from moegraft.injection.cli.models import load_model, model_of, rules_of, short_name, text_ids
     from moegraft.injection.meta_model import find_model
-    from moegraft.injection.rules import DEFAULT_RULES, read_rules
+    from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
     from moegraft.operators.thresholds import write_thresholds
 
@@ -92,7 +92,7 @@ def calibrate(
     terminal = open_terminal()
     registry = load_registry()
     source = find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf)
-    rule_file = read_rules(options.rules or DEFAULT_RULES, vars=options.vars(), registry=registry)
+    rule_file = read_rules(rules_of(options), vars=options.vars(), registry=registry)
     loaded = load_model(options, terminal, rule_file if out is None else sparse_rules(rule_file, registry))
     ids = text_ids(loaded, content, text, tokens)
     lines: list[str] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, JsonOption
+from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 from moegraft.operators.errors import error_sentence, human_bytes
 
@@ -16,16 +17,26 @@ if TYPE_CHECKING:
     from moegraft.injection.estimate.measure import Measurements
 
 
+class Autoload(StrEnum):
+    on = "on"
+    off = "off"
+
+
 @user_errors(PROGRAM)
 def doctor(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
     ] = False,
+    autoload: Annotated[
+        Autoload | None,
+        typer.Option("--autoload", help="Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Show what this machine and installation have, test the kernel, and list the problems with their fixes.
 
-    Started in several processes by torchrun, --measure measures the messages between them instead.
+    Started in several processes by torchrun, --measure measures the messages between them instead. With --autoload on, importing torch in
+    this environment registers moegraft in transformers; TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps a program from it.
 
     Exit code 0: no errors; 1: errors; 2: the kernel cannot be used.
     """
@@ -34,8 +45,11 @@ def doctor(
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.parallel import process_count
 
-    quiet_libraries()
     terminal = open_terminal()
+    if autoload is not None:
+        _switch_autoload(autoload is Autoload.on, terminal)
+        return
+    quiet_libraries()
     if measure and process_count() > 1:
         _measure_network(terminal, as_json=json)
         return
@@ -48,6 +62,18 @@ def doctor(
         _write(facts, problems, measured, terminal)
     if any(problem.severity == "error" for problem in problems):
         raise typer.Exit(FINDINGS)
+
+
+def _switch_autoload(on: bool, terminal: Terminal) -> None:
+    from moegraft.operators.autoload import MARKER, is_installed, switch
+
+    if on and not is_installed():
+        raise OptionsError("--autoload: torch finds no installed moegraft in this environment; install it with pip")
+    try:
+        switch(on=on)
+    except OSError as error:
+        raise OptionsError(f"--autoload: {error_sentence(error)}; run this as the owner of the environment") from error
+    terminal.notice(f"importing torch {'registers' if on else 'does not register'} moegraft in transformers ({MARKER})")
 
 
 def _measure_network(terminal: Terminal, *, as_json: bool) -> None:

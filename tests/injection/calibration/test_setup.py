@@ -28,7 +28,9 @@ BIN = 2 ** (1 / 256)
 
 
 def thresholds_of(model: PreTrainedModel) -> dict[str, float]:
-    return {path: layer.threshold for path, layer in sparse_layers(model).items()}
+    found = {path: layer.threshold for path, layer in sparse_layers(model).items()}
+    assert found, "no layer leaves neurons out"
+    return found
 
 
 def activations(model: PreTrainedModel) -> dict[str, np.ndarray]:  # type: ignore[type-arg]

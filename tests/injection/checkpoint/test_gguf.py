@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.families import build_model, case_of, prompt
+from support.families import build_model, case_of, prompt, weight_of, written
 from support.gguf_files import (
     ARCHITECTURES,
     BlockType,
@@ -25,9 +25,9 @@ from support.gguf_files import (
 )
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3_5MoeTextConfig, Qwen3MoeConfig, Qwen3NextConfig
 
+from moegraft.cpu_backend import PackedLinear
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import CheckpointError
-from moegraft.operators.experts.cpu import CpuExperts
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
 
@@ -207,7 +207,7 @@ def test_a_quantised_linear_keeps_codes_in_its_own_order_of_rows(tmp_path: Path)
         operator = found.get_submodule(name)
         assert isinstance(operator, QuantizedLinear)
         expected = rounded(mixtral(), BlockType.Q8_0).get_parameter(f"{name}.weight")
-        assert np.array_equal(operator._packed[0].unpack(), expected.detach().numpy()), name
+        torch.testing.assert_close(weight_of(operator), expected, rtol=1e-6, atol=1e-7)
 
 
 def qwen3_next() -> PreTrainedModel:
@@ -257,11 +257,11 @@ def test_a_projection_in_two_tensors_is_kept(
         for part, kind in zip(expected.split([160, 128], 1), (qkv, gate), strict=True)
     ]
     held = torch.from_numpy(np.concatenate([part.reshape(2, -1, 256) for part in of_gates], axis=1).reshape(-1, 256))
-    products = torch.cat([projection(row[None]) for row in torch.eye(256)])  # of activations that 8 bits hold
     limit = 0.01 if qkv is BlockType.F32 else 1e-6
-    assert float((products.T - held).abs().max()) <= limit * float(held.abs().max())
+    assert float((weight_of(projection) - held).abs().max()) <= limit * float(held.abs().max())
     (swap,) = (swap for swap in optimize_and_load(folder, rules, gguf=folder, dry_run=True).swaps if swap.module.endswith("qkvz"))
-    assert swap.weight_type == weights and swap.footprint.by_device == {"cpu": sum(packed.nbytes for packed in projection._packed)}
+    parts = [PackedLinear(int(rows or 576), 256, kind) for kind, _, rows in (part.partition(":") for part in weights.split("+"))]
+    assert swap.weight_type == weights and swap.footprint.by_device == {"cpu": sum(part.nbytes for part in parts)}
 
 
 def test_a_projection_in_two_types_is_part_of_native_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,13 +358,12 @@ def test_the_plan_counts_what_the_file_holds(tmp_path: Path) -> None:
     assert packed is not None and first.footprint.by_device == {"cpu": packed.nbytes}
 
 
-def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path) -> None:
     folder = saved(mixtral(), tmp_path, {"": BlockType.Q8_0})
     rules = experts_rules(tmp_path, f"weights: stored, cache_dir: '{tmp_path / 'packed'}'")
-    first = load(folder, rules)
-    monkeypatch.setattr(CpuExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
+    first, packed = load(folder, rules), written(tmp_path / "packed")
     assert torch.equal(unpacked(load(folder, rules), 3, "down"), unpacked(first, 3, "down"))
-    monkeypatch.undo()
+    assert packed and written(tmp_path / "packed") == packed, "packed a second time"
     torch.manual_seed(1)
     saved(AutoModelForCausalLM.from_config(mixtral().config), folder, {"": BlockType.Q8_0})
     assert not torch.equal(unpacked(load(folder, rules), 3, "down"), unpacked(first, 3, "down"))

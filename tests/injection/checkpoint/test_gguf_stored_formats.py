@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import prompt
+from support.families import prompt, weight_of, written
 from support.gguf_files import BlockType, tensors_of, write_gguf
 from support.k_quants import dequantised, quantise
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.experts.cpu import CpuExperts
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.linear import QuantizedLinear
 from moegraft.operators.offload.gpu_layer import GpuLayer
@@ -210,7 +209,7 @@ def test_linear_layers_keep_them_in_their_own_order_of_rows(linear: str, expecte
         assert isinstance(operator, QuantizedLinear)
         types.add(operator.weight_type)
         if operator.weight_type in ("q4_k", "q6_k"):
-            assert torch.equal(torch.from_numpy(operator._packed[0].unpack()), exact.get_parameter(f"{name}.weight")), name
+            torch.testing.assert_close(weight_of(operator), exact.get_parameter(f"{name}.weight"), rtol=1e-6, atol=1e-7)
     assert types == expected
     if linear != "int4":
         assert errors(found, exact).median() < 0.06  # every linear layer rounds its activations, too
@@ -228,11 +227,11 @@ def test_the_plan_counts_what_is_kept(tmp_path: Path) -> None:
     assert by_path["model.layers.0.self_attn.q_proj"].footprint.by_device == {"cpu": 256 * 144}
 
 
-def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_experts_are_kept_for_the_next_start(tmp_path: Path) -> None:
     folder = saved(tmp_path, MEDIUM)
     options = f"weights: stored, cache_dir: '{tmp_path / 'packed'}'"
-    first = load(folder, options)
-    monkeypatch.setattr(CpuExperts, "_pack", lambda *_: pytest.fail("packed a second time"))
+    first, packed = load(folder, options), written(tmp_path / "packed")
     second = load(folder, options)
+    assert packed and written(tmp_path / "packed") == packed, "packed a second time"
     assert experts_of(second).weight_type == "q4_k+q6_k"
     assert not errors(second, first).any()

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.families import save_unloadable
 from support.programs import Program
 from typer.testing import CliRunner, Result
 
 from moegraft.injection.cli.local_chat import app
-from moegraft.operators.machine import Machine
 
 Run = Callable[..., Result]
 # How lines begin that a busy machine prints about what takes long.
@@ -164,9 +164,10 @@ def test_warnings_of_the_plan_are_logged_once(run: Run, tmp_path: Path) -> None:
     assert result.stderr.count(f"{rules}:1:34: warning: layers '7'") == 1
 
 
-def test_a_plan_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.injection.grafting.probe_machine", lambda: Machine(cores=1, available_bytes=1000))
-    message = refused(run("--prompt", "hello", "--quiet"))
+def test_a_plan_that_does_not_fit(run: Run, tmp_path: Path, chat_folder: Path) -> None:
+    shutil.copytree(chat_folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_unloadable(tmp_path)
+    message = refused(run("--prompt", "hello", "--quiet", model=tmp_path))
     assert "memory" in message and message.count("\n") == 1
 
 

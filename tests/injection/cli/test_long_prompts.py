@@ -23,6 +23,7 @@ from support.programs import Program
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
@@ -177,9 +178,9 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
     return torch.randint(1, 20, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def answered(answerer: Answerer, token_ids: list[int]) -> tuple[list[int], list[int]]:
+def answered(model: PreTrainedModel, answerer: Answerer, token_ids: list[int]) -> tuple[list[int], list[int]]:
     """Return the prompt with its answer's tokens, and how many tokens each forward pass over the prompt got."""
-    sizes = fed(answerer._loaded.model, lambda: answerer.answer(token_ids, lambda text: None))
+    sizes = fed(model, lambda: answerer.answer(token_ids, lambda text: None))
     found, _ = answerer.cache.contents
     assert found[: len(token_ids)] == token_ids
     steps = len(found) - len(token_ids)
@@ -192,7 +193,7 @@ def test_a_second_turn_computes_what_is_new(kind: str, chunk: int, request: pyte
     loaded = request.getfixturevalue(kind)
     first, length = ids_of(4000), 4000
     answerer = Answerer(loaded, GREEDY, prefill_chunk=chunk)
-    found, sizes = answered(answerer, first)
+    found, sizes = answered(loaded.model, answerer, first)
     assert sum(sizes) == length and max(sizes) == (chunk or length - 8)
     for change, most in [
         (found, 1),  # the next prompt goes on from the answer: its last token alone is not in the cache
@@ -200,40 +201,40 @@ def test_a_second_turn_computes_what_is_new(kind: str, chunk: int, request: pyte
         (first[:-4], 4),  # so was what the template writes before an answer
     ]:
         answerer = Answerer(loaded, GREEDY, prefill_chunk=chunk)
-        answered(answerer, first)
+        answered(loaded.model, answerer, first)
         second = [*change, *ids_of(40, 1)]
-        again, sizes = answered(answerer, second)
+        again, sizes = answered(loaded.model, answerer, second)
         assert sum(sizes) <= 40 + most, "at most a hundredth of the prompt"
         whole = Answerer(loaded, GREEDY, prefill_chunk=chunk)
-        assert answered(whole, second)[0] == again
+        assert answered(loaded.model, whole, second)[0] == again
 
 
 def test_a_changed_prompt_goes_on_from_the_latest_checkpoint_before_the_change(recurrent: LoadedModel) -> None:
     first = ids_of(3500)
     answerer = Answerer(recurrent, GREEDY, prefill_chunk=500)
-    answered(answerer, first)
+    answered(recurrent.model, answerer, first)
     places = [checkpoint.tokens for checkpoint in answerer.cache.checkpoints]
     assert places == [2500, 3492]  # chunks of 500 have no end nearer to 2048
     changed = [*first[:3000], *ids_of(500, 1)]
-    found, sizes = answered(answerer, changed)
+    found, sizes = answered(recurrent.model, answerer, changed)
     assert sum(sizes) == 1000
-    assert answered(Answerer(recurrent, GREEDY), changed)[0] == found
+    assert answered(recurrent.model, Answerer(recurrent, GREEDY), changed)[0] == found
 
 
 def test_checkpoints_have_a_limit_and_those_that_save_least_are_dropped(recurrent: LoadedModel) -> None:
     answerer = Answerer(recurrent, GREEDY, prefill_chunk=500)
-    answered(answerer, ids_of(3500))
+    answered(recurrent.model, answerer, ids_of(3500))
     size = answerer.cache.checkpoints[0].nbytes
     assert size > 0
     answerer.cache = PromptCache(recurrent.model, checkpoint_bytes=3 * size)
     prompt = ids_of(3500)
     for turn in range(5):
-        prompt = [*answered(answerer, prompt)[0], *ids_of(100, turn)]
+        prompt = [*answered(recurrent.model, answerer, prompt)[0], *ids_of(100, turn)]
         found = answerer.cache.checkpoints
         assert len(found) <= 3 and found[-1].tokens == len(prompt) - 100 - 9 - 8
     assert [checkpoint.tokens for checkpoint in found][:2] == [2500, 3492]
     answerer.cache = PromptCache(recurrent.model, checkpoint_bytes=size - 1)
-    answered(answerer, prompt)
+    answered(recurrent.model, answerer, prompt)
     assert answerer.cache.checkpoints == []
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -39,9 +39,9 @@ from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, SamplingOptions
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import sequential
-from moegraft.injection.cli.serve.constraints import Constraint, grammars
+from moegraft.injection.cli.serve.constraints import Constraint, Grammars, grammars
 from moegraft.injection.cli.serve.job import Ask, Job, StopFilter
-from moegraft.injection.cli.serve.pages import SequencePool, open_pool
+from moegraft.injection.cli.serve.pages import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.injected import injection_of
@@ -308,20 +308,6 @@ def test_a_key_is_required(loaded: LoadedModel) -> None:
         assert json.loads(server.get("/health")) == {"status": "ok"}
 
 
-@pytest.mark.usefixtures("slowly")
-def test_a_full_queue_refuses(loaded: LoadedModel) -> None:
-    with serving(loaded, Limits(max_queue=1, max_batch=1)) as server, ThreadPoolExecutor(2) as pool:
-        first = pool.submit(ask, server, "hello", max_tokens=100)
-        until(lambda: server.service.engine.running == 1)
-        second = pool.submit(ask, server, "hello")
-        until(lambda: server.service.engine.waiting == 1)
-        with pytest.raises(openai.RateLimitError):
-            ask(server, "hello")
-        assert len(first.result().choices[0].message.content) == 100
-        assert len(second.result().choices[0].message.content) == 12
-        assert "moegraft:requests_rejected_total 1" in server.get("/metrics")
-
-
 def test_a_failure_ends_its_request_alone(server: Server, loaded: LoadedModel) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("inner secret")
@@ -369,6 +355,10 @@ def plain_answers() -> list[list[int]]:
     return scripted_answers(load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET))[0]
 
 
+def grammar_of(service: Service, tokenizer: Any, grammar: str) -> Constraint:
+    return Grammars(tokenizer, len(tokenizer), service.ends).constraint(grammar)
+
+
 def scripted_answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, int]]:
     """The tokens of two turns of eight requests, and what was computed."""
     options: list[dict[str, Any]] = [
@@ -391,7 +381,7 @@ def scripted_answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, in
             for number, given in enumerate(options):
                 before = found[number] if turn == "And then?" else []
                 ids = [*before, *tokenizer(f"{turn} {number * 'Speak. '}")["input_ids"]]
-                form = service._grammars.constraint(grammars(forms[number])) if number in forms else None
+                form = grammar_of(service, tokenizer, grammars(forms[number])) if number in forms else None
                 jobs.append(Job(Ask(ids, **{"temperature": 0.0, **given}), tokenizer, service.ends, constraint=form))
                 service.engine.submit(jobs[-1:])
             until(lambda jobs=jobs: all(job.ending for job in jobs))  # type: ignore[misc]
@@ -405,19 +395,25 @@ def scripted_answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, in
         service.close()
 
 
-def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def drafted(loaded: LoadedModel, change: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Change the logits of drafts, and of no other pass."""
+
+    def changed(module: Any, args: Any, output: Any) -> None:
+        if module.moegraft.drafting:
+            change(output.logits)
+
+    hook = loaded.model.register_forward_hook(changed)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path) -> None:
     loaded = with_drafts(tmp_path, "max_draft: 4, schedule: fixed")
-    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
-    drafting, step, damaged = drafts.drafting, SequencePool.step, []
-
-    @contextmanager
-    def noted() -> Iterator[None]:
-        with drafting(), monkeypatch.context() as patch:
-            patch.setattr(SequencePool, "step", lambda *given: damaged.append(step(*given)) or damaged[-1] * torch.nan)
-            yield
-
-    monkeypatch.setattr(drafts, "drafting", noted)
-    with serving(loaded) as server:
+    damaged = []
+    with drafted(loaded, lambda logits: damaged.append(logits.mul_(torch.nan))), serving(loaded) as server:
         assert ask(server, "Who are the kings of England?", max_tokens=40).choices[0].finish_reason in ("stop", "length")
     assert damaged, "drafts were made"
 
@@ -457,26 +453,17 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
 
     loaded = with_drafts(tmp_path, "confidence: 0, max_draft: 8, schedule: fixed")
     tokenizer = loaded.tokenizer
-    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
-    drafting, step, large = drafts.drafting, SequencePool.step, [tokenizer(sign)["input_ids"][-1] for sign in "(a"]
+    large = [tokenizer(sign)["input_ids"][-1] for sign in "(a"]
 
-    @contextmanager
-    def noted() -> Iterator[None]:
-        def draws(*given: Any) -> torch.Tensor:
-            logits = step(*given)
-            logits[:, large] += torch.tensor([1e4, 2e4])
-            return logits
-
-        with drafting(), monkeypatch.context() as patch:
-            patch.setattr(SequencePool, "step", draws)
-            yield
+    def draws(logits: torch.Tensor) -> None:
+        logits[..., large] += torch.tensor([1e4, 2e4])
 
     grammar = grammars('start: (/[b-z ]/ | "(" s ")")+\ns: s s | "a"')
     ask = Ask(tokenizer("Who?")["input_ids"], 20, logit_bias={large[0]: -100.0})
 
     def answer() -> Job:
         service = Service(loaded, Limits())
-        job = Job(ask, tokenizer, service.ends, constraint=service._grammars.constraint(grammar))
+        job = Job(ask, tokenizer, service.ends, constraint=grammar_of(service, tokenizer, grammar))
         try:
             service.engine.submit([job])
             until(lambda: job.ending is not None)
@@ -487,10 +474,10 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
     expected = answer()
     restarted: list[None] = []
     monkeypatch.setattr(llguidance, "LLMatcher", partial(llguidance.LLMatcher, limits=llguidance.LLParserLimits(max_items_in_row=14)))
-    monkeypatch.setattr(drafts, "drafting", noted)
     restart = Constraint.restart
     monkeypatch.setattr(Constraint, "restart", lambda self: restarted.append(restart(self)))
-    found = answer()
+    with drafted(loaded, draws):
+        found = answer()
     assert (found.ending, found.token_ids) == (expected.ending, expected.token_ids) and len(restarted) == 1
     job = Job(ask, tokenizer, [], constraint=found.constraint.copy())  # type: ignore[union-attr]
     drawn, own = ([*ask.token_ids, *more] for more in ([large[0], *large[1:] * 8], found.token_ids[len(ask.token_ids) :]))

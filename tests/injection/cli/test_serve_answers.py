@@ -206,6 +206,7 @@ def test_a_token_is_among_the_likeliest_ones_of_its_place(loaded: LoadedModel) -
         options: dict[str, Any] = {"model": server.service.model_id, "prompt": "the quick fox", "max_tokens": 0, "echo": True}
         for asked in (0, 1):
             scores = server.client().completions.create(**options, logprobs=asked).choices[0].logprobs
+            assert len(scores.tokens) > 2
             for token, value, top in list(zip(scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True))[1:]:
                 assert top[token] == value and asked <= len(top) <= asked + 1
 
@@ -519,8 +520,7 @@ def test_a_call_that_is_cut_off_is_left_out(
     """Wherever it is cut; what came before it, complete calls included, is reported."""
     text = f"I look.{call}\n{call}"
     whole = {"city": "Rome", "days": "3"} if template is INLINE else {"city": "Rome"}
-    with scripted(loaded, text) as server:
-        server.service._response_template = template or server.service._response_template
+    with scripted(loaded, text, template=template) as server:
         for size in range(len("I look.") - 1, len(text), 8 if long else 20):
             # a stop string that ends the answer at the same place
             options = {"max_tokens": size} if cut == "length" else {"max_tokens": 300, "stop": text[size : size + 40]}

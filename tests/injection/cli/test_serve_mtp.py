@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_layers
+from support.batch_drafts import ChangedDrafts
 from support.eagle3 import LAYERS, train_head
 from support.families import build_model, greedy, prompt, served_cases
-from support.mtp import write_checkpoint
+from support.mtp import proposals, write_checkpoint
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -21,8 +22,8 @@ from moegraft.injection.cli.serve import scheduler as scheduling
 from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.pages import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
-from moegraft.operators.decode import mtp
 from moegraft.operators.decode.mtp_pages import MOST_WAITING
+from moegraft.operators.draft import BatchDrafts
 
 if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):
     pytest.skip("this transformers cannot compute MTP layers one by one", allow_module_level=True)
@@ -71,14 +72,33 @@ def load(folder: Path, extra: str = "", **options: Any) -> PreTrainedModel:
     return optimize_and_load(folder, path, progress=False, threads=1)
 
 
+class SomeRounds(ChangedDrafts):
+    """Drafts in the rounds for which `wanted` returns true."""
+
+    def __init__(self, drafts: BatchDrafts, wanted: Callable[[], object]) -> None:
+        super().__init__(drafts)
+        self._wanted = wanted
+
+    def plan(self, texts: int, limit: int) -> int:
+        return super().plan(texts, limit) if self._wanted() else 0
+
+
 class Server:
     """A scheduler that a test steps by itself."""
 
-    def __init__(self, loaded: LoadedModel, model: PreTrainedModel, *, drafts: bool = True, **limits: Any) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        model: PreTrainedModel,
+        *,
+        drafts: bool = True,
+        wanted: Callable[[], object] = lambda: True,
+        **limits: Any,
+    ) -> None:
         assert batching_obstacle(model) is None
         self._tokenizer = loaded.tokenizer
         self.operator = model.moegraft.model_operator
-        batches = self.operator.batch_drafts() if drafts else None
+        batches = SomeRounds(self.operator.batch_drafts(), wanted) if drafts else None
         longest = 0 if batches is None else batches.longest
         self.pool = open_pool(
             model, **{"limit": 1 << 23, "prefix_bytes": None, "most": 8, "context": 2048 + longest, "drafts": batches, **limits}
@@ -158,17 +178,12 @@ def test_answers_beside_others_are_those_without_drafts(
 def drafts_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[int]]:
     """What `generate` drafts for each of the texts alone, by the text and its length."""
     found: dict[tuple[int, int], list[int]] = {}
-    draft = mtp.MtpDrafter.draft
     with monkeypatch.context() as patch:
+        drafted = proposals(patch)
         for number, (ids, tokens) in enumerate(ASKED):
-
-            def recorded(self: Any, sequence: Any, *args: Any, number: int = number) -> Any:
-                drafts = draft(self, sequence, *args)
-                found[number, sequence.length] = [each.token for each in drafts]
-                return drafts
-
-            patch.setattr(mtp.MtpDrafter, "draft", recorded)
             greedy(model, torch.tensor([ids]), max_new_tokens=tokens)
+            found |= {(number, length): drafts for length, drafts in drafted.items()}
+            drafted.clear()
     return found
 
 
@@ -179,7 +194,8 @@ def test_drafts_are_those_of_a_text_alone(
     """Also after plain steps, whose states are fed together."""
     model = load(checkpoints(name)[0], extra)
     expected = drafts_alone(model, monkeypatch)
-    server, found = Server(loaded, model), {}
+    rounds = iter(range(10**6))
+    server, found = Server(loaded, model, wanted=lambda: next(rounds) % 4), {}
     jobs: list[Job] = []
     accept = scheduling._accept
 
@@ -189,9 +205,6 @@ def test_drafts_are_those_of_a_text_alone(
         return accept(given, drafts, logits)
 
     monkeypatch.setattr(scheduling, "_accept", recorded)
-    plan = server.operator._batches.plan
-    rounds = iter(range(10**6))
-    monkeypatch.setattr(server.operator._batches, "plan", lambda *given: plan(*given) if next(rounds) % 4 else 0)
     for ids, tokens in ASKED:
         jobs.append(server.begin(ids, tokens))
         server.step()
@@ -256,16 +269,15 @@ def test_answers_that_end_early_leave_nothing(checkpoints: Folders, loaded: Load
     assert server.run([server.begin(ids_of(20), 40)])[0] == greedy(stock, prompt(20), max_new_tokens=40)[0].tolist()
 
 
-def test_states_do_not_pile_up_while_drafts_are_off(checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(checkpoints("glm4_moe")[0])
-    server = Server(loaded, model)
-    monkeypatch.setattr(server.operator._batches, "plan", lambda *given: 0)
+def test_states_do_not_pile_up_while_drafts_are_off(checkpoints: Folders, loaded: LoadedModel) -> None:
+    model, wanted = load(checkpoints("glm4_moe")[0]), list[bool]()
+    server = Server(loaded, model, wanted=lambda: wanted)
     jobs = [server.begin(ids_of(length), 400) for length in (5, 90)]
     server.step(300)
     assert server.pool.streams is not None
     waiting = [sum(map(len, stream.waiting[0])) for stream in server.pool.streams._streams.values()]
     assert 0 < max(waiting) <= MOST_WAITING
-    monkeypatch.undo()
+    wanted.append(True)
     server.run(jobs)
     acceptance = server.operator.statistics()["acceptance_by_position"]
     assert 0.4 < acceptance[0] <= 1

@@ -47,6 +47,7 @@ from moegraft.operators.decode.rollback import CacheMark
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.sparsity import WINDOW_TOKENS
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")
 
@@ -517,7 +518,7 @@ def test_drift_of_sparsity_is_reported_while_steps_are_programs(
     assert_equal_steps(model, prompt(20), [7, *[1] * 10])
     for layer in layers:
         layer.set_threshold(layer.threshold, 0.999)
-        layer._window_tokens = 1023
+        layer.begin(WINDOW_TOKENS - 1)  # of earlier passes
     before = replayed(model)
     fed(model, prompt(40), [7, *[1] * 20])
     assert replayed(model) > before

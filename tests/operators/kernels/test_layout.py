@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from support.kernel_cases import WEIGHT_TYPES
 
@@ -33,9 +35,9 @@ def test_an_unknown_weight_type_is_named() -> None:
 
 
 def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.kernels.launch.find_spec", lambda name: None)
-    assert "pip install" in (why_unavailable() or "")
-    monkeypatch.setattr("moegraft.operators.kernels.launch.find_spec", lambda name: object())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "triton", None)
+        assert "pip install" in (why_unavailable() or "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "no CUDA GPU" in (why_unavailable() or "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -11,7 +11,7 @@ from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, mak
 from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import GateSpec, activations
-from moegraft.operators.kernels.slots import SlotExperts
+from moegraft.operators.kernels.slots import MOST_TOKENS, SlotExperts
 
 PATHS = ("decode", "grouped")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -221,10 +221,9 @@ def test_experts_are_computed_as_they_arrive(parts: list[list[int]]) -> None:
     assert relative_error(out.cpu(), expected) <= ROUNDED[torch.float32]
 
 
-def test_few_and_very_many_tokens_are_not_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.kernels.slots.MOST_TOKENS", 8)
+def test_few_and_very_many_tokens_are_not_computed_in_parts() -> None:
     layer = make_layer("int8", 4, 64, 40)
     arena, _ = arena_of(layer)
-    for tokens in (0, 1, 4, 9):
+    for tokens in (0, 1, 4, MOST_TOKENS + 1):
         x, index, weights = make_batch(tokens, 2, layer)
         assert SlotExperts(layer.shape, layer.spec, "int8").begin(x, arena, index, weights) is None

@@ -194,25 +194,6 @@ def test_a_gpu_or_link_that_is_lost_leaves_the_cpu() -> None:
         assert scheduler.plan(0, no_cpu).makespan_ms == 3.0
 
 
-def test_an_expert_in_flight_is_waited_for_only_if_that_pays() -> None:
-    soon = make_problem([1], [5.0], [1.0], [2.0], 4.0, link_free_ms=2.0)
-    late = make_problem([1], [5.0], [1.0], [4.5], 4.0, link_free_ms=4.5)
-    for name in ("greedy", "two_threshold"):
-        plans = [Scheduler(name).plan(0, problem) for problem in (soon, late)]  # type: ignore[arg-type]
-        assert [plan.on_cpu.tolist() for plan in plans] == [[False], [True]]
-        assert [plan.makespan_ms for plan in plans] == [3.0, 5.0]
-        assert not any(len(plan.transfers) for plan in plans)
-
-
-def test_busy_devices_count() -> None:
-    problem = make_problem([1, 1], [2.0, 2.0], [1.0, 1.0], [0.0, 0.0], 1.0)
-    two_threshold = Scheduler("two_threshold")
-    assert two_threshold.plan(0, problem).on_cpu.tolist() == [False, False]
-    busy_gpu = two_threshold.plan(0, replace(problem, gpu_free_ms=10.0))
-    assert busy_gpu.on_cpu.all() and busy_gpu.makespan_ms == 4.0
-    assert two_threshold.plan(0, replace(problem, gpu_free_ms=10.0, cpu_free_ms=9.5)).makespan_ms == pytest.approx(11.5)
-
-
 def test_gains_by_definition() -> None:
     for name in ("all_cpu", "fixed", "on_demand", "greedy", "two_threshold"):
         scheduler = Scheduler(name)  # type: ignore[arg-type]
@@ -220,13 +201,6 @@ def test_gains_by_definition() -> None:
             found = scheduler.gains(0, problem)
             expected = gains_by_definition(problem, lambda changed: scheduler.plan(0, changed).makespan_ms)  # noqa: B023
             np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_gains_of_a_decode_step() -> None:
-    """Two missing experts: the second off the CPU would save the first-expert penalty as well, so they share what they save."""
-    problem = make_problem([1, 1, 1], [2.0, 2.0, 2.0], [0.25] * 3, [0.0, INF, INF], 50.0, first_cpu_ms=1.0)
-    assert Scheduler("two_threshold").plan(0, problem).makespan_ms == 5.0
-    assert Scheduler("two_threshold").gains(0, problem).tolist() == [0.0, 2.125, 2.125]  # 5 -> 3 -> 0.75
 
 
 def test_layer_map() -> None:

@@ -51,7 +51,9 @@ def write(model: PreTrainedModel, **arguments: Any) -> torch.Tensor:
 
 
 def layers_of(model: PreTrainedModel) -> list[HybridExperts]:
-    return [module for module in model.modules() if isinstance(module, HybridExperts)]
+    found = [module for module in model.modules() if isinstance(module, HybridExperts)]
+    assert found, "no layer has the operator"
+    return found
 
 
 def statistics(model: PreTrainedModel) -> Any:

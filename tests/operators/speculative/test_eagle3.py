@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.eagle3 import LAYERS, StoredHead, train_head, write_head
 from support.families import build_model, greedy, prompt, served_cases
-from support.mtp import Alternating
+from support.mtp import assert_plain_steps_change_no_draft, proposals
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from moegraft.injection import build_meta_model, optimize_and_load, plan
 from moegraft.injection.cli.chat.prompt_cache import read_ahead
-from moegraft.operators.decode import mtp
 from moegraft.operators.decode.draft_costs import measure_draft_costs
 from moegraft.operators.errors import MoegraftError
 
@@ -62,20 +61,6 @@ def rules(folder: Path, head: Path, weights: str = "stored", **options: Any) -> 
 
 def statistics(model: PreTrainedModel) -> Any:
     return model.moegraft.model_operator.statistics()
-
-
-def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Collect the tokens that are drafted, by the length of the text before them."""
-    found: dict[int, list[int]] = {}
-    draft = mtp.MtpDrafter.draft
-
-    def recorded(self: Any, sequence: Any, *args: Any) -> Any:
-        drafts = draft(self, sequence, *args)
-        found[sequence.length] = [each.token for each in drafts]
-        return drafts
-
-    monkeypatch.setattr(mtp.MtpDrafter, "draft", recorded)
-    return found
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -145,18 +130,7 @@ def loaded(checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> PreTrain
 
 
 def test_plain_steps_between_drafts_do_not_change_them(loaded: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of plain steps come from native programs, several steps after another."""
-    found = proposals(monkeypatch)
-    texts, drafted = [], []
-    for plain in (0, 6):
-        loaded.moegraft.model_operator._schedule = Alternating(plain, 3)
-        texts.append(greedy(loaded, prompt(29), max_new_tokens=120))
-        drafted.append(dict(found))
-        found.clear()
-    assert torch.equal(*texts)
-    both = [length for length in drafted[1] if length in drafted[0] and length < 29 + 120 - 4]
-    assert len(both) > 3
-    assert {length: drafted[0][length] for length in both} == {length: drafted[1][length] for length in both}
+    assert_plain_steps_change_no_draft(loaded, monkeypatch)
 
 
 def test_later_calls_and_chunks_go_on_with_the_same_cache(loaded: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

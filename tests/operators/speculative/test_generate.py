@@ -242,7 +242,7 @@ def test_an_interrupted_round_restores_cache_and_experts(pair: Any, error: type[
     cache = DynamicCache(config=model.config)
     with pytest.raises(error):
         model.generate(IDS, max_new_tokens=STEPS, do_sample=False, past_key_values=cache, logits_processor=[BreaksAt(call, error)])
-    assert model.moegraft.model_operator._switch.settings is None
+    assert model.moegraft.context.draft_switch.settings is None
     held = cache.get_seq_length()
     text = stock.generate(IDS, max_new_tokens=STEPS, do_sample=False)
     found = model.generate(text[:, : held + 1], past_key_values=cache, max_new_tokens=5, do_sample=False)
@@ -279,7 +279,7 @@ def test_two_models_generate_alternately(drafting: Any, stock: Any) -> None:
             assert torch.equal(
                 model.generate(ids, max_new_tokens=10, do_sample=False), twin.generate(ids, max_new_tokens=10, do_sample=False)
             )
-    assert models[0].moegraft.model_operator._switch is not models[1].moegraft.model_operator._switch
+    assert models[0].moegraft.context.draft_switch is not models[1].moegraft.context.draft_switch
 
 
 class Sometimes(DraftSchedule):

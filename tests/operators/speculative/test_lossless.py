@@ -94,7 +94,7 @@ class CachedSequence(DecodedSequence):
         return self.forward((), feed=1)[0]
 
     def forward(self, tokens: Any, feed: int) -> torch.Tensor:
-        switch = self._model.moegraft.model_operator._switch
+        switch = self._model.moegraft.context.draft_switch
         ids, known = self.followed_by(tokens), self.length - 1
         key = (tuple(ids[0].tolist()), known, feed, switch.settings)
         if key not in self.seen:
@@ -153,7 +153,7 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(model_type: str, 
     operator = model.moegraft.model_operator
 
     def drafted(text: torch.Tensor) -> torch.Tensor:
-        with operator._switch.drafting(operator.options.settings):
+        with model.moegraft.context.draft_switch.drafting(operator.options.settings):
             return model(text).logits[:, -1]
 
     wrong = exact_distribution(drafted, ids, LENGTH)
@@ -168,7 +168,7 @@ def test_sampled_texts_over_recurrent_states_have_the_distribution_of_plain_samp
     """Over a real cache, whose states each round leaves and goes back to."""
     model, plain, ids, draws = drafting("qwen3_next", max_draft=2), stock("qwen3_next"), prompt(8), 600
     exact = exact_distribution(lambda text: plain(text).logits[:, -1], ids, LENGTH)
-    switch, drafts = model.moegraft.model_operator._switch, model.moegraft.model_operator.options.settings
+    switch, drafts = model.moegraft.context.draft_switch, model.moegraft.model_operator.options.settings
 
     def drafted(text: torch.Tensor) -> torch.Tensor:
         with switch.drafting(drafts):
@@ -187,13 +187,13 @@ def test_sampled_texts_over_recurrent_states_have_the_distribution_of_plain_samp
 def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> list[tuple[int, ...]]:
     CachedSequence.seen = {}
     monkeypatch.setattr(loop, "DecodedSequence", CachedSequence)
-    operator = model.moegraft.model_operator
+    operator, switch = model.moegraft.model_operator, model.moegraft.context.draft_switch
     drafting = Drafting(
         max_draft=LENGTH - 1,
-        drafter=ExpertsDrafter(operator._switch, operator.options.settings, 0.0),
+        drafter=ExpertsDrafter(switch, operator.options.settings, 0.0),
         schedule=FixedSchedule(LENGTH - 1),
         statistics=Statistics(),
-        switch=operator._switch,
+        switch=switch,
         warn_once=pytest.fail,
     )
     decoding = Decoding(None, drafting)

@@ -14,7 +14,7 @@ import torch
 import transformers.modeling_layers
 from safetensors.torch import load_file, save_file
 from support.families import build_model, case_of, greedy, prompt
-from support.mtp import Alternating, write_checkpoint
+from support.mtp import assert_plain_steps_change_no_draft, proposals, write_checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
@@ -109,20 +109,6 @@ def test_greedy_text_is_that_of_plain_decoding(name: str, depth: int, checkpoint
         if kind.replay and "layer" in dict(settings)
     }
     assert layers == set(range(min(depth, CASES[name].get("layers", 1)))), "the steps of MTP layers are programs too"
-
-
-def proposals(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Collect the tokens that moegraft drafts, by the length of the text before them."""
-    found: dict[int, list[int]] = {}
-    draft = mtp.MtpDrafter.draft
-
-    def recorded(self: Any, sequence: Any, *args: Any) -> Any:
-        drafts = draft(self, sequence, *args)
-        found[sequence.length] = [each.token for each in drafts]
-        return drafts
-
-    monkeypatch.setattr(mtp.MtpDrafter, "draft", recorded)
-    return found
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "three layers", "glm4_moe", "mellum", "inkling_text"])
@@ -220,19 +206,7 @@ def test_layers_of_gguf_files_draft_the_same(name: str, checkpoints: Folders, tm
 
 @pytest.mark.parametrize("name", ["three layers", "mellum"])
 def test_plain_steps_between_drafts_do_not_change_them(name: str, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of plain steps come from native programs, several steps after another."""
-    model, found = load(checkpoints(name)[0]), proposals(monkeypatch)
-    operator = model.moegraft.model_operator
-    texts, drafted = [], []
-    for plain in (0, 6):
-        operator._schedule = Alternating(plain, 3)
-        texts.append(greedy(model, prompt(29), max_new_tokens=120))
-        drafted.append(dict(found))
-        found.clear()
-    assert torch.equal(*texts)
-    both = [length for length in drafted[1] if length in drafted[0] and length < 29 + 120 - 4]
-    assert len(both) > 3
-    assert {length: drafted[0][length] for length in both} == {length: drafted[1][length] for length in both}
+    assert_plain_steps_change_no_draft(load(checkpoints(name)[0]), monkeypatch)
 
 
 def test_a_later_call_goes_on_with_the_same_cache(checkpoints: Folders, monkeypatch: pytest.MonkeyPatch) -> None:

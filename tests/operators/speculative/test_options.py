@@ -77,8 +77,8 @@ def test_a_draft_runs_the_number_of_experts_in_its_options(drafting: Any, stock:
     model, fewer = drafting("olmoe"), stock("olmoe")
     for layer in fewer.model.layers:
         layer.mlp.gate.top_k = 1
-    operator = model.moegraft.model_operator
-    with torch.no_grad(), operator._switch.drafting(operator.options.settings):
+    switch, options = model.moegraft.context.draft_switch, model.moegraft.model_operator.options
+    with torch.no_grad(), switch.drafting(options.settings):
         torch.testing.assert_close(model(IDS).logits, fewer(IDS).logits, rtol=1e-4, atol=1e-4)
 
 

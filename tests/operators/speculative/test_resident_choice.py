@@ -42,6 +42,7 @@ def seen(model_type: str) -> list[Seen]:
     found: list[Seen] = []
     with torch.no_grad(), watch_routing(model, lambda call: found.append(Seen(call, call.router.scoring(last[id(call.router.module)])))):
         model(input_ids=prompt(12, batch=2))
+    assert found, "no experts ran"
     return found
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from support import import_benchmark
+from support.mtp import proposals
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.operators.decode import mtp
 
 PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
 STEPS = 48
@@ -85,15 +85,7 @@ def test_the_adaptive_mode_accepts_more_tokens(plain: PreTrainedModel, tmp_path:
 @torch.no_grad()
 def test_the_mtp_layer_drafts_as_it_was_trained_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of the pass over whole windows that training makes, for states that were fed back too."""
-    recipe, drafted = import_benchmark("train_demo"), {}
-    draft = mtp.MtpDrafter.draft
-
-    def recorded(self: Any, sequence: Any, *args: Any) -> Any:
-        drafts = draft(self, sequence, *args)
-        drafted[sequence.length] = [each.token for each in drafts]
-        return drafts
-
-    monkeypatch.setattr(mtp.MtpDrafter, "draft", recorded)
+    recipe, drafted = import_benchmark("train_demo"), proposals(monkeypatch)
     model = demo(tmp_path, draft="mtp", max_draft=3)
     ids = write(model)
     body = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)

@@ -99,14 +99,6 @@ def path(rules: Callable[[str], Path], installed: None) -> Path:
     return rules(RULES)
 
 
-def test_check_takes_its_options(path: Path, folder: Path, rules: Callable[..., Path], run: Run) -> None:
-    result = run("check", path, "--model", folder)
-    assert result.exit_code == 0, result.output
-    wrong = rules(RULES.replace("double", "duoble"), "wrong.yaml")
-    result = run("check", wrong)
-    assert result.exit_code == 1 and "did you mean 'double'?" in result.stdout
-
-
 def test_explain_gives_its_bytes(path: Path, folder: Path, run_json: RunJson) -> None:
     found = run_json("explain", path, "--model", folder)
     assert [row["operator"] for row in found["modules"]] == ["loop_experts"] * LAYERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -10,19 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.faulty_device import Faults
-from support.transfer_harness import DEVICES, EMULATED, make_device
+from support.transfer_harness import EMULATED, make_device
 from torch import nn
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Work
 
 WORK = Work("dense", cost_ms=0.1)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    device = make_device(request.param)
-    yield device
-    device.close()
 
 
 def run(device: Device, graph: Graph) -> None:

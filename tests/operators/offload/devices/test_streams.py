@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,13 +16,6 @@ from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDe
 
 WORK = Work("dense", cost_ms=0.2)
 LONG = Work("dense", cost_ms=20.0)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    device = make_device(request.param)
-    yield device
-    device.close()
 
 
 def ones(nbytes: int, value: int = 1) -> np.ndarray:

@@ -1,0 +1,265 @@
+"""moegraft as a quantisation method of plain transformers, and the folders that name it.
+
+    model = AutoModelForCausalLM.from_pretrained("path/or/hub-id", quantization_config=MoegraftConfig(rules="cpu"))
+
+transformers builds the model on meta and loads what rules leave to it; planning, checks and the streamed loading of operators are those of
+`optimize_and_load`, and so are the errors. Importing this module registers the method; `moegraft.operators.autoload` imports it in time,
+while transformers is being imported: what is heavy is imported on use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moegraft.operators.autoload import METHOD
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from moegraft.injection.grafting import GraftedModel
+    from moegraft.injection.injected import Injection
+    from moegraft.injection.rules import RuleFile
+
+ELSEWHERE = "use moegraft.injection.optimize_and_load"
+LINKED = "stock-"  # before the names of linked files: no `save_pretrained` writes to such a name, and so through a link into stock weights
+THRESHOLDS = "moegraft_thresholds.json"
+WITHOUT_EFFECT = {"is_main_process", "max_shard_size", "safe_serialization", "token", "variant", "repo_id", "commit_message", "private"}
+
+
+@register_quantization_config(METHOD)
+class MoegraftConfig(QuantizationConfigMixin):
+    """The rules of an injected model, as `quantization_config` of `from_pretrained` or of a folder's config.json.
+
+    Args:
+        rules: the path of a rule file, the name of a shipped one, or the content of one as a mapping.
+        vars: values for the rule file's `${...}`; they override its own.
+        threads: CPU threads of the operators; 0: one for each physical core this process may use, less up to two that GPUs need.
+
+    Raises:
+        UnsupportedModelError: an unknown argument.
+    """
+
+    def __init__(
+        self,
+        rules: str | os.PathLike[str] | Mapping[str, Any] = "cpu",
+        vars: Mapping[str, object] | None = None,
+        threads: int = 0,
+        quant_method: str = METHOD,
+        **unknown: object,
+    ) -> None:
+        if unknown:
+            raise UnsupportedModelError(f"MoegraftConfig has no argument {', '.join(sorted(unknown))}: it has rules, vars and threads")
+        self.quant_method = METHOD  # type: ignore[assignment] # a registered name, which is none of transformers' own
+        self.rules = dict(rules) if isinstance(rules, Mapping) else os.fspath(rules)
+        self.vars = None if vars is None else dict(vars)
+        self.threads = threads
+
+    def read_rules(self) -> RuleFile:
+        """
+        Raises:
+            RuleErrors: every mistake of the rules.
+        """
+        from moegraft.injection.api import read_rules
+        from moegraft.operators.registry import load_registry
+
+        return read_rules(self.rules, vars=self.vars, registry=load_registry())
+
+
+@register_quantizer(METHOD)
+class MoegraftQuantizer(HfQuantizer):
+    """transformers' hooks around the loading of what is not replaced."""
+
+    quantization_config: MoegraftConfig
+
+    def __init__(self, quantization_config: MoegraftConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._rules: RuleFile | None = None
+        self._grafted: GraftedModel | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Read the rules, before files are looked for.
+
+        Raises:
+            RuleErrors: every mistake of the rules.
+            UnsupportedModelError: the rules need what `from_pretrained` does not do.
+        """
+        from moegraft.injection.parallel import process_count
+        from moegraft.operators.registry import load_registry
+
+        self._rules = self.quantization_config.read_rules()
+        registry = load_registry()
+        for rule in self._rules.rules:
+            if rule.operator is not None and registry[rule.operator].traits(rule.options).mtp:
+                raise UnsupportedModelError(
+                    f"{rule.place_text}: from_pretrained does not build layers for multi-token prediction: {ELSEWHERE} for this draft"
+                )
+        if process_count() > 1 and self._rules.shares != "none":
+            raise UnsupportedModelError(
+                f"several processes share experts, and from_pretrained loads a whole model in each: {ELSEWHERE}, or set "
+                "'parallel: {shares: none}' in the rule file"
+            )
+
+    def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Place what is not replaced on the GPUs that operators use, unless the caller places it."""
+        from moegraft.injection.grafting import infer_device_map
+        from moegraft.operators.machine import probe_machine
+        from moegraft.operators.registry import load_registry
+
+        if device_map is not None or self._rules is None:
+            return device_map
+        registry = load_registry()
+        wanted = [registry[rule.operator].traits(rule.options).devices for rule in self._rules.rules if rule.operator is not None]
+        found: dict[str, Any] | None = infer_device_map(frozenset().union(*wanted), probe_machine())
+        return found
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        from moegraft.injection.api import log_notices
+        from moegraft.injection.checkpoint.files import weight_files
+        from moegraft.injection.grafting import graft
+        from moegraft.injection.injected import place
+        from moegraft.injection.meta_model import MetaModel, ModelSource, as_floats, stored_dtype
+        from moegraft.injection.planning import plan
+
+        assert self._rules is not None, "transformers validates first"
+        if not checkpoint_files:
+            raise UnsupportedModelError(f"the weights are not in files: pass a folder or hub id, or {ELSEWHERE} on the model in memory")
+        folder = Path(checkpoint_files[0]).parent
+        other = [name for name in map(os.path.basename, checkpoint_files) if name not in weight_files(folder)]
+        if other:
+            raise UnsupportedModelError(f"{folder}: transformers loads {other[0]}, and only safetensors without a variant are read")
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise UnsupportedModelError(f"tp_plan and distributed_config divide stock modules, and operators are none: {ELSEWHERE}")
+        source = ModelSource(folder, as_floats(model.config), type(model))
+        meta = MetaModel(source, model, stored_dtype(source), model.dtype, has_weights=True)
+        on_cpu = device_map is None or {str(device) for device in device_map.values()} <= {"cpu"}
+        with torch.device("cpu"), _default_dtype(torch.float32):  # transformers calls this where new tensors are on meta
+            the_plan = plan(meta, self._rules)
+            log_notices(the_plan)
+            grafted = graft(meta, the_plan, threads=self.quantization_config.threads, device_map="cpu" if on_cpu else device_map)
+        model.__class__ = grafted.model_class
+        for path, operator in grafted.injection.replacing.items():
+            place(model, path, operator)
+        read = {rf"^{re.escape(path)}\." for path in grafted.injection.replacing}
+        model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | read
+        self._grafted = grafted
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        from moegraft.injection.loading import load
+
+        grafted, self._grafted = self._grafted, None
+        assert grafted is not None, "grafted before the weights are loaded"
+        return load(grafted, progress=transformers_logging.is_progress_bar_enabled(), rest=model)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def save_recipe(model: PreTrainedModel, injection: Injection, folder: Path, options: Mapping[str, Any]) -> None:
+    """Write a folder from which `from_pretrained` and `optimize_and_load` load the model: its config with the rules, links to the stock
+    weights and an index of them.
+
+    Args:
+        options: those of `save_pretrained`.
+
+    Raises:
+        UnsupportedModelError: the model has no stock checkpoint, or `options` ask for something else to be saved.
+        CheckpointError: the folder holds other weights, or cannot be written.
+    """
+    from moegraft.injection.checkpoint.files import INDEX, MTP_FILE, open_checkpoint
+
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT)
+    if unknown:
+        raise UnsupportedModelError(f"{', '.join(unknown)}: an injected model is saved as its rules beside the stock weights, unchanged")
+    if options.get("is_main_process") is False:
+        return
+    stock = injection.stock_folder
+    if stock is None:
+        raise UnsupportedModelError(
+            "this injected model cannot be saved: it was not loaded from a checkpoint in float32, float16 or bfloat16 that rules could "
+            "refer to, and packed weights are not saved; save the stock model before it is injected, or keep its file and the rule file"
+        )
+    checkpoint = open_checkpoint(stock)
+    names = {file: file.name if file.name == MTP_FILE else LINKED + file.name.removeprefix(LINKED) for file in checkpoint.files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in names.values())
+        if weights:
+            raise CheckpointError(f"{folder}: {weights[0]} is in this folder already; name an empty folder")
+        for file, name in names.items():
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(file.resolve())
+        listed = {key: names[tensor.file] for key, tensor in checkpoint.tensors.items() if tensor.file.name != MTP_FILE}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in checkpoint.tensors.values())}, "weight_map": listed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        if (stock / THRESHOLDS).is_file():
+            shutil.copyfile(stock / THRESHOLDS, folder / THRESHOLDS)
+        config = deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = model.dtype
+        config.quantization_config = MoegraftConfig(injection.plan.rules.to_mapping(), threads=injection.context.threads)
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        card = folder / "README.md"
+        if not card.exists():
+            card.write_text(_card(model, injection), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the model cannot be saved: {error_sentence(error)}") from error
+
+
+def _card(model: PreTrainedModel, injection: Injection) -> str:
+    """Return a model card for the hub."""
+    base = str(model.config.name_or_path)
+    known = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()
+    about = f"base_model: {base}\n" if known else ""
+    return f"""---
+library_name: transformers
+tags: [moegraft]
+{about}---
+
+# {Path(base).name} with moegraft
+
+The stock weights, and rules in config.json by which moegraft replaces modules when they are loaded:
+
+```
+{injection.plan.describe()}
+```
+
+```python
+from moegraft.injection import MoegraftConfig  # registers the method
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/or/hub-id")
+```
+"""

@@ -1,0 +1,61 @@
+"""`experts_implementation="moegraft"` of plain transformers: the kernels on the parameters of stock experts, which stay.
+
+Importing this module registers it, which `moegraft.operators.autoload` does in time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from moegraft.operators.autoload import METHOD
+from moegraft.operators.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from moegraft.operators.base import Operator
+
+
+def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """Compute stock experts by our kernel: (T, H), (T, K), (T, K) -> (T, H); transformers' `experts_implementation="moegraft"`.
+
+    The parameters stay, and are packed at the first call and again when one of them has changed, so that the experts are in memory twice.
+    With gradients, transformers' grouped products compute them.
+    """
+    from moegraft.injection.checkpoint.sources import live_source
+
+    parameters = list(self.parameters(recurse=False))
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or any(each.requires_grad for each in parameters)):
+        trained: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return trained
+    state = tuple((each.data_ptr(), each._version) for each in parameters)
+    packed: tuple[Any, Operator] | None = self.__dict__.get("_moegraft_packed")
+    if packed is None or packed[0] != state:
+        operator = _stock_experts(self, hidden_states.dtype)
+        operator.load(live_source("experts", self), lambda size: None)
+        packed = self.__dict__["_moegraft_packed"] = (state, operator)
+    result: torch.Tensor = packed[1](hidden_states, top_k_index, top_k_weights)
+    return result
+
+
+def _stock_experts(module: nn.Module, dtype: torch.dtype) -> Operator:
+    """Build the operator for stock experts, with the weights as they are stored.
+
+    Raises:
+        UnsupportedModelError: the operator cannot compute these experts.
+    """
+    from moegraft.operators.context import InjectionContext
+    from moegraft.operators.registry import load_registry
+
+    operator = load_registry()["hybrid_experts"]
+    options = operator.options_type(weights="stored")
+    reason = operator.unsupported_reason(module, options)
+    if reason is not None:
+        raise UnsupportedModelError(f"experts_implementation='{METHOD}': {type(module).__name__}: {reason}")
+    return operator.build(module, options, _CONTEXTS.setdefault(dtype, InjectionContext(dtype)))
+
+
+_CONTEXTS: dict[torch.dtype, Any] = {}  # the threads of all models that have the experts of one dtype
+ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)

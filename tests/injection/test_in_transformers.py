@@ -1,0 +1,354 @@
+"""Plain transformers with moegraft: `quantization_config`, saved folders and `experts_implementation`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
+from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
+from support.family_rows import FamilyCase
+from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
+from transformers.distributed import DistributedConfig
+
+from moegraft.injection import MoegraftConfig, optimize_and_load, read_rules
+from moegraft.injection.demo import demo_path
+from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
+from moegraft.operators.registry import load_registry
+from moegraft.rules import shipped_rules
+
+IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
+SHORT = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "granitemoehybrid")  # storage forms, a hybrid, shared experts
+
+
+def load(folder: Path, rules: Any = None, **options: Any) -> PreTrainedModel:
+    given = {} if rules is None else {"quantization_config": MoegraftConfig(rules=rules, threads=1)}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **given, **options)
+    return model
+
+
+def reference(folder: Path, rules: Any = None, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel = optimize_and_load(folder, rules, progress=False, threads=1, **options)
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids).logits
+    return found
+
+
+def tokens(model: PreTrainedModel) -> list[int]:
+    generate: Callable[..., torch.Tensor] = model.generate  # type: ignore[assignment]
+    found: list[int] = generate(IDS, max_new_tokens=16, do_sample=False)[0].tolist()
+    return found
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny_model("qwen3_moe").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("rules", sorted(shipped_rules()))
+def test_every_shipped_file_gives_the_logits_of_optimize_and_load(rules: str) -> None:
+    found, expected = load(demo_path(), rules), reference(demo_path(), rules)
+    assert torch.equal(logits(found), logits(expected))
+    assert tokens(found) == tokens(expected)
+    assert found.moegraft.placement() == expected.moegraft.placement()
+    assert type(found).__name__ == type(expected).__name__
+
+
+def families() -> list[Any]:
+    marks = {True: (), False: (pytest.mark.long,)}
+    return [pytest.param(case, id=case.model_type, marks=marks[case.model_type in SHORT]) for case in served_cases() if case.generates]
+
+
+@pytest.mark.parametrize("case", families())
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_family_loads_as_by_optimize_and_load(
+    shards: int, case: FamilyCase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint(case, tmp_path, shards=shards)
+    config = MoegraftConfig(rules="cpu-exact", threads=1)
+    found, info = model_class(case).from_pretrained(tmp_path, quantization_config=config, output_loading_info=True)
+    assert not any(info.values()), info
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("transformers")]
+    assert torch.equal(logits(found, prompt(9, batch=2)), logits(reference(tmp_path, "cpu-exact"), prompt(9, batch=2)))
+    assert found.moegraft.replacing
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": torch.float64}, {"dtype": "bfloat16"}, {"device_map": "cpu"}, {"attn_implementation": "eager"}],
+    ids=["float64", "bfloat16", "device_map", "attention"],
+)
+def test_options_of_from_pretrained_mean_what_they_do_elsewhere(folder: Path, options: dict[str, Any]) -> None:
+    found, expected = load(folder, "cpu-exact", **options), reference(folder, "cpu-exact", **options)
+    assert found.dtype == expected.dtype and found.config._attn_implementation == expected.config._attn_implementation
+    assert torch.equal(logits(found), logits(expected))
+
+
+def test_a_pipeline_answers(folder: Path) -> None:
+    config = MoegraftConfig(rules="cpu", threads=1)
+    found = pipeline("text-generation", model=str(demo_path()), model_kwargs={"quantization_config": config})
+    expected = pipeline("text-generation", model=reference(demo_path(), "cpu"), tokenizer=found.tokenizer)
+    asked = {"max_new_tokens": 8, "do_sample": False}
+    assert found("ROMEO:", **asked) == expected("ROMEO:", **asked)
+    assert found.model.moegraft.replacing
+
+
+@pytest.mark.parametrize("rules", sorted(shipped_rules()))
+def test_rules_survive_as_a_mapping(rules: str) -> None:
+    read = read_rules(rules, registry=load_registry())
+    mapping = json.loads(json.dumps(read.to_mapping()))
+    again = read_rules(mapping, registry=load_registry())
+    assert again.to_mapping() == mapping
+    assert [(rule.id, rule.match, rule.operator, rule.options, rule.recursive, rule.expect) for rule in again.rules] == [
+        (rule.id, rule.match, rule.operator, rule.options, rule.recursive, rule.expect) for rule in read.rules
+    ]
+
+
+def test_all_that_a_rule_may_have_survives_as_a_mapping() -> None:
+    given = {
+        "version": 1,
+        "requires": {"model_type": ["mixtral", "qwen3_moe"]},
+        "parallel": {"shares": [2.0, 1.0]},
+        "rules": [
+            {"id": "a", "match": {"kind": "experts", "layers": "1-3,5", "name": r"mlp\.experts$"}, "replace": {"class": "default"}},
+            {
+                "match": {"class": "Linear", "name": "été"},
+                "replace": {"class": "quantized_linear", "kwargs": {"weights": "int4", "gpu": "none"}},
+                "recursive": False,
+                "expect": "any",
+            },
+        ],
+    }
+    assert read_rules(given, registry=load_registry()).to_mapping() == given
+
+
+@pytest.mark.parametrize("loader", [load, reference], ids=["from_pretrained", "optimize_and_load"])
+@pytest.mark.parametrize("shards", ["5GB", "40KB"], ids=["one-file", "shards"])
+def test_a_saved_folder_gives_equal_logits(loader: Callable[..., PreTrainedModel], shards: str, tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "stock", max_shard_size=shards)
+    model = load(tmp_path / "stock", "cpu")
+    model.save_pretrained(tmp_path / "saved")
+    again = loader(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))
+    assert again.moegraft.placement() == model.moegraft.placement()
+    assert sum(file.lstat().st_size for file in (tmp_path / "saved").iterdir()) < 100_000  # of weights there are links
+    again.save_pretrained(tmp_path / "once more")
+    assert torch.equal(logits(loader(tmp_path / "once more")), logits(model))
+
+
+def test_other_rules_can_be_given_for_a_saved_folder(folder: Path, tmp_path: Path) -> None:
+    load(folder, "cpu").save_pretrained(tmp_path)
+    assert torch.equal(logits(reference(tmp_path, "cpu-exact")), logits(reference(folder, "cpu-exact")))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = load(tmp_path, "cpu-exact")
+    assert torch.equal(logits(found), logits(reference(folder, "cpu")))
+    assert any("from the model will be used" in str(each.message) for each in caught)
+
+
+def test_thresholds_and_layers_for_drafts_belong_to_a_saved_folder(tmp_path: Path) -> None:
+    model = reference(demo_path(), "sparse")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("layers for multi-token prediction need transformers 5.23")
+    drafting = reference(tmp_path, "speculative", vars={"draft": "mtp"})
+    assert tokens(drafting) == tokens(reference(demo_path(), "speculative", vars={"draft": "mtp"}))
+
+
+def test_a_stock_model_saved_over_a_saved_folder_leaves_the_stock_weights(tmp_path: Path) -> None:
+    stock = tiny_model("qwen3_moe")
+    stock.save_pretrained(tmp_path / "stock")
+    before = (tmp_path / "stock" / "model.safetensors").read_bytes()
+    load(tmp_path / "stock", "cpu").save_pretrained(tmp_path / "saved")
+    other = tiny_model("qwen3_moe", seed=1)
+    other.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "stock" / "model.safetensors").read_bytes() == before
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(other))
+
+
+def test_a_card_names_a_base_model_of_the_hub(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, "cpu")
+    model.config.name_or_path = "owner/some-model"
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "base_model: owner/some-model" in card and "hybrid_experts" in card
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_what_cannot_be_saved_is_refused_and_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    in_memory = optimize_and_load(tiny_model("qwen3_moe"), "cpu", progress=False)
+    with pytest.raises(UnsupportedModelError, match="cannot be saved"):
+        in_memory.save_pretrained(out)
+    model = load(folder, "cpu")
+    with pytest.raises(UnsupportedModelError, match="state_dict"):
+        model.save_pretrained(out, state_dict={})
+    assert not out.exists()
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is in this folder already"):
+        model.save_pretrained(copied)
+    assert "quantization_config" not in json.loads((copied / "config.json").read_text())
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"rules": "cpuu"}, RuleFileError, "did you mean"),
+        ({"rules": {"rules": [{"match": {"kind": "expert"}, "replace": {"class": "hybrid_experts"}}]}}, RuleFileError, "experts"),
+        ({"rules": "speculative", "vars": {"draft": "mtp"}}, UnsupportedModelError, "optimize_and_load"),
+        ({"rules": "cpu", "vars": {"no_such": 1}}, RuleFileError, "no_such"),
+    ],
+)
+def test_mistakes_end_before_a_file_is_looked_for(given: dict[str, Any], error: type[Exception], text: str, tmp_path: Path) -> None:
+    shutil.copyfile(demo_path() / "config.json", tmp_path / "config.json")  # a folder without weights
+    with pytest.raises(error, match=text):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MoegraftConfig(**given))
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no argument rule:"):
+        MoegraftConfig(rule="cpu")
+
+
+def test_what_from_pretrained_cannot_do_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    config = MoegraftConfig(rules="cpu")
+    stock = tiny_model("qwen3_moe")
+    with pytest.raises(UnsupportedModelError, match="not in files"):
+        type(stock).from_pretrained(None, config=stock.config, state_dict=stock.state_dict(), quantization_config=config)
+    stock.save_pretrained(tmp_path, variant="fp32")
+    with pytest.raises(UnsupportedModelError, match="without a variant"):
+        load(tmp_path, "cpu", variant="fp32")
+    divided = copy.deepcopy(stock.config)
+    divided.distributed_config = DistributedConfig()
+    with pytest.raises(UnsupportedModelError, match="tp_plan"):
+        load(folder, "cpu", config=divided)
+
+
+def remove(tensors: dict[str, torch.Tensor], key: str) -> None:
+    del tensors[key]
+
+
+def widen(tensors: dict[str, torch.Tensor], key: str) -> None:
+    tensors[key] = torch.cat([tensors[key], tensors[key]])
+
+
+def rename(tensors: dict[str, torch.Tensor], key: str) -> None:
+    tensors[f"{key}s"] = tensors.pop(key)
+
+
+@pytest.mark.parametrize("damage", [remove, widen, rename])
+@pytest.mark.parametrize("key", ["model.layers.1.mlp.experts.3.down_proj.weight", "model.norm.weight"])
+def test_a_damaged_checkpoint_ends_in_our_message(
+    folder: Path, tmp_path: Path, damage: Callable[[dict[str, torch.Tensor], str], None], key: str
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors, key)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as expected:
+        reference(tmp_path, "cpu")
+    with pytest.raises(CheckpointError) as found:
+        load(tmp_path, "cpu")
+    assert str(found.value) == str(expected.value)
+
+
+class TestExpertsImplementation:
+    @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
+    def test_it_equals_transformers_own(self, model_type: str, tmp_path: Path) -> None:
+        stock = tiny_model(model_type)
+        stock.save_pretrained(tmp_path)
+        found = load(tmp_path, experts_implementation="moegraft")
+        expected = logits(stock)
+        assert float((logits(found) - expected).abs().max() / expected.abs().max()) <= 1e-5
+        assert tokens(found) == tokens(stock)
+
+    def test_a_changed_parameter_is_packed_again(self, folder: Path) -> None:
+        found, stock = load(folder, experts_implementation="moegraft"), load(folder)
+        logits(found)
+        for model in (found, stock):
+            with torch.no_grad():
+                model.model.layers[0].mlp.experts.down_proj.mul_(1.5)
+        assert float((logits(found) - logits(stock)).abs().max() / logits(stock).abs().max()) <= 1e-5
+
+    def test_gradients_are_those_of_transformers(self, folder: Path) -> None:
+        found, stock = load(folder, experts_implementation="moegraft"), load(folder, experts_implementation="grouped_mm")
+        for model in (found, stock):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        assert torch.equal(found.get_parameter(name).grad, stock.get_parameter(name).grad)
+
+
+class TestRegistration:
+    """In processes of their own, as registration lasts."""
+
+    CHECK = (
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING;"
+        "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS;"
+        "assert 'moegraft' in AUTO_QUANTIZER_MAPPING; assert 'moegraft' in ALL_EXPERTS_FUNCTIONS.valid_keys()"
+    )
+
+    @pytest.mark.parametrize(
+        "imports",
+        [
+            "import moegraft.injection; from transformers import AutoModelForCausalLM, PreTrainedModel",
+            "from transformers import PreTrainedModel; import moegraft.injection",
+            "from moegraft.injection import MoegraftConfig, optimize_and_load; from transformers import PreTrainedModel",
+            "import moegraft.operators.autoload as a; a.register(); a.register(); import transformers.modeling_utils; a.register()",
+            "import moegraft.injection; from transformers.quantizers.auto import AutoQuantizationConfig as c;"
+            "c.from_dict({'quant_method': 'moegraft'})",
+        ],
+    )
+    def test_importing_in_any_order_registers(self, imports: str) -> None:
+        assert run_python(f"{imports}; {self.CHECK}").returncode == 0
+
+    def test_importing_moegraft_imports_neither_torch_nor_transformers(self) -> None:
+        done = run_python("import sys, moegraft.injection; assert not {'torch', 'transformers'} & set(sys.modules)")
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize("first", ["import torch", "import transformers.quantizers.auto", "import transformers.integrations.moe"])
+    @pytest.mark.parametrize("on", [True, False])
+    def test_torch_registers_where_the_environment_asks_for_it(self, on: bool, first: str, folder: Path, tmp_path: Path) -> None:
+        """transformers may import torch in the middle of the module that has the register. The package is made known as pip does it."""
+        load(folder, "cpu").save_pretrained(tmp_path / "saved")
+        about = tmp_path / "moegraft-0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moegraft\nVersion: 0\n")
+        (about / "entry_points.txt").write_text("[torch.backends]\nmoegraft = for_this_test:on_torch_import\n")
+        hook = f"import pathlib, moegraft.operators.autoload as a; a.MARKER = pathlib.Path({str(tmp_path / 'etc' / 'on')!r});"
+        (tmp_path / "for_this_test.py").write_text(f"{hook} a.switch(on={on}); on_torch_import = a.on_torch_import")
+        code = (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path_importer_cache.clear(); {first};"
+            "from transformers import AutoModelForCausalLM;"
+            f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'saved')!r}); print(hasattr(model, 'moegraft'))"
+        )
+        done = run_python(code)
+        assert done.stdout.strip() == str(on), done.stderr
