@@ -4,6 +4,7 @@
     python benchmarks/format_quality.py --model FOLDER --text FILE
     python benchmarks/format_quality.py --encoding                        # time and error of quantising one matrix, to format_encoding.csv
     python benchmarks/format_quality.py --experts                         # two types by layer or by expert, to expert_mixtures.csv
+    python benchmarks/format_quality.py --defer --tokens 2048             # expert deferral, to deferral_quality.csv
 
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
 only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
@@ -19,6 +20,7 @@ import ctypes
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -39,7 +41,8 @@ from moegraft.injection.demo import demo_path
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
-from moegraft.injection.verify import compare_logits, logits_of
+from moegraft.injection.verify import compare_logits, decoded_logits_of, logits_of
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES, fitting_type
 
 RULES = """
@@ -243,6 +246,33 @@ def _quantize_chunk() -> Any:
     return found
 
 
+def measure_deferral(model: str | Path, text: str, tokens: int, window: int, rows: Recorder) -> None:
+    """Decode a text token by token with experts added one layer later, all of which the CPU computes, and with as many left out instead.
+
+    Those that a GPU computes are not deferred: the loss is smaller then.
+    """
+    import support.emulated  # noqa: F401  registers `gpu: emulated`
+
+    windows = [each for each in token_ids(text, model)[:tokens].split(window) if len(each) == window]
+    torch.set_num_threads(1)  # one token of a small model is no work for two
+    whole = injected(model, RULES, dtype="float32", threads=1)
+    top_k = whole.config.num_experts_per_tok
+    expected = [decoded_logits_of(whole, each) for each in windows]
+    for count, provider in product(range(1, top_k), ("deferred", "left out")):
+        deferring = f"gpu: emulated, schedule: all_cpu, cache: {{slots: 1}}, defer: {count}, " if provider == "deferred" else ""
+        rules = RULES.replace("hybrid_experts, kwargs: {", f"hybrid_experts, kwargs: {{{deferring}")
+        tried = injected(model, rules, dtype="float32", threads=1)
+        drafting = partial(tried.moegraft.context.draft_switch.drafting, DraftSettings(top_k - count))
+        with drafting() if provider == "left out" else nullcontext():
+            found = [compare_logits(logits, decoded_logits_of(tried, each), each) for logits, each in zip(expected, windows, strict=True)]
+        ours = math.exp(sum(math.log(each.injected_perplexity) for each in found) / len(found))
+        full = math.exp(sum(math.log(each.stock_perplexity) for each in found) / len(found))
+        row: Row = {"provider": provider, "experts": count, "top_k": top_k, "tokens": sum(map(len, windows))}
+        row |= {"perplexity": round(ours, 4), "full_perplexity": round(full, 4)}
+        row |= {"kl_nats": round(sum(each.kl_nats for each in found) / len(found), 6)}
+        rows.add({**row, "same_next_token": round(sum(each.top1_agreement for each in found) / len(found), 4)})
+
+
 def main() -> None:
     options = parser(__doc__, tokens=8192)
     options.add_argument("--model", default=str(demo_path()))
@@ -250,6 +280,7 @@ def main() -> None:
     options.add_argument("--window", type=int, default=512)
     options.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
     options.add_argument("--experts", action="store_true", help="measure two types by layer and by expert")
+    options.add_argument("--defer", action="store_true", help="measure expert deferral")
     given = options.parse_args()
     if given.encoding:
         measure_encoding((128, 2048), 3, Recorder("format_encoding", ("torch", "gguf", "llama_cpp_python"), write=given.write))
@@ -258,6 +289,10 @@ def main() -> None:
         measure_experts(given.tokens, given.window, Recorder("expert_mixtures", ("torch", "transformers", "gguf"), write=given.write))
         return
     text = held_out() if given.text is None else given.text.read_text(encoding="utf-8")
+    if given.defer:
+        rows = Recorder("deferral_quality", ("torch", "transformers"), write=given.write)
+        measure_deferral(given.model, text, given.tokens, given.window, rows)
+        return
     rows = Recorder("format_quality", ("torch", "transformers", "gguf", "llama_cpp_python"), write=given.write)
     measure(given.model, text, given.tokens, given.window, rows)
 

@@ -273,6 +273,35 @@ def hybrid_modelled() -> str:
 
 
 @section
+def expert_deferral() -> str:
+    """Return the loss of experts that are added one layer later or left out, and the modelled gain by machine and model."""
+    quality, modelled = read("deferral_quality"), read("hybrid_deferral")
+    ways = {provider: [row for row in quality if row["provider"] == provider] for provider in ("deferred", "left out")}
+    columns = {"KL": fixed("kl_nats", 4), "perplexity": fixed("perplexity", 2), "same next token": percent("same_next_token", 1)}
+    head = [f"experts of {quality[0]['top_k']}", *(f"{name}, {provider}" for name in columns for provider in ways)]
+    pairs = zip(*ways.values(), strict=True)
+    loss = table(head, ([pair[0]["experts"], *(cell(row) for cell in columns.values() for row in pair)] for pair in pairs))
+
+    deferring = [row for row in modelled if row["defer"] != "0"]
+    counts = {row["model"]: row["defer"] for row in deferring}
+    shares = sorted({row["first_cpu_share"] for row in deferring}, key=float, reverse=True)
+
+    found = {(row["device"], row["model"], row["first_cpu_share"]): f"{float(row['over_plain']):.2f}" for row in deferring}
+    devices = dict.fromkeys(row["device"] for row in deferring)
+    gains = ([device, *(" / ".join(found[device, model, share] for share in shares) for model in counts)] for device in devices)
+    return (
+        f"The bundled model, {quality[0]['tokens']} tokens of held-out text decoded one by one, all experts on the CPU, which is the "
+        "largest loss (`benchmarks/format_quality.py --defer`): some of a token's experts are added one layer later, or left out. With all "
+        f"of them the perplexity is {float(quality[0]['full_perplexity']):.2f}:\n\n{loss}\n\n"
+        f"Modelled, not measured: decode, layer by layer, with {float(modelled[0]['cache_ratio']):.0%} of the experts in slots, over the "
+        "same without deferral (`benchmarks/hybrid.py --defer`), with the assumed cost of a "
+        "layer's first expert on the CPU, which a job that follows another one does not pay / without that cost:\n\n"
+        f"{table(['', *(f'{model}, {count} deferred' for model, count in counts.items())], gains)}\n\n"
+        f"Quality: {provenance(quality)} Modelled: {provenance(modelled)}"
+    )
+
+
+@section
 def demo_speed() -> str:
     rows = read("demo_speed")
     names = {"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"}

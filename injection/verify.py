@@ -22,12 +22,14 @@ from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights
 from moegraft.operators.base import InPlaceOperator, Operator
+from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.sparsity import achieved, total_counts, whole
 from moegraft.operators.weight_formats import FORMATS, Expected
 from moegraft.operators.weights import WeightTypes
 
+EVERY_EXPERT = DraftSettings(top_k=2**31)  # drafts add no expert to another layer than its own
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
 
 
@@ -122,6 +124,8 @@ class Verification:
         unreached: injected modules that no token of a text reaches, such as those of a vision tower.
         left_out: share of the routed neurons that the injected logits leave out; None without sparsity. Layers are compared with every
             neuron.
+        decode_loss: what the injected logits, which are then those of decode steps, add to the error of layers; None where decode steps
+            compute what prompts do.
     """
 
     tokens: int
@@ -129,6 +133,7 @@ class Verification:
     unreached: tuple[str, ...]
     logits: LogitsError
     left_out: float | None = None
+    decode_loss: str | None = None
 
     @property
     def first_bad(self) -> LayerError | None:
@@ -157,7 +162,8 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     with _stock_outputs(model, injection, StockModules(source), layers):
         stock_logits = logits_of(model, ids)
     before = total_counts(sparse)
-    injected_logits = logits_of(model, ids)
+    decode_loss = next((loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None), None)
+    injected_logits = logits_of(model, ids) if decode_loss is None else decoded_logits_of(model, ids)
     replaced = [swap.module for swap in injection.plan.swaps if not swap.in_place]
     return Verification(
         tokens=len(ids),
@@ -165,6 +171,7 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
         unreached=tuple(path for path in replaced if path not in layers),
         logits=compare_logits(stock_logits, injected_logits, ids),
         left_out=achieved(total_counts(sparse) - before) if any(layer.threshold for layer in sparse) else None,
+        decode_loss=decode_loss,
     )
 
 
@@ -173,6 +180,17 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids[None].to(model.device), use_cache=False).logits
     return logits[0].to("cpu")
+
+
+def decoded_logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits (T, V) of `ids (T,)`, on the CPU, each token in a decode step of its own."""
+    rows, cache = [], None
+    with torch.inference_mode():
+        for token in ids.to(model.device).split(1):
+            outputs = model(input_ids=token[None], past_key_values=cache, use_cache=True)
+            cache = outputs.past_key_values
+            rows.append(outputs.logits[0, -1:].to("cpu"))
+    return torch.cat(rows)
 
 
 def compare_logits(stock: torch.Tensor, injected: torch.Tensor, ids: torch.Tensor) -> LogitsError:
@@ -205,6 +223,7 @@ def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockMod
     """
     with ExitStack() as stack:
         stack.enter_context(whole(operator.sparsity for operator in injection.operators.values() if operator.sparsity is not None))
+        stack.enter_context(injection.context.draft_switch.drafting(EVERY_EXPERT))
         for path, operator in injection.operators.items():
             if isinstance(operator, InPlaceOperator):
                 stack.enter_context(operator.set_aside(model.get_submodule(path)))

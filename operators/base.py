@@ -65,6 +65,7 @@ class Traits:
             or an empty text where the operator does not join `InjectionContext.expert_group`; None where they can.
         mtp: whether the model gets the layers of its checkpoint for multi-token prediction.
         drafting: how experts run while they draft; None where they do not draft.
+        decode_loss: what decode steps compute otherwise than prompts, at the cost of exactness, as a sentence's end; None where nothing.
     """
 
     identity: str
@@ -77,6 +78,7 @@ class Traits:
     undivided: str | None = ""
     mtp: bool = False
     drafting: DraftSettings | None = None
+    decode_loss: str | None = None
 
 
 class Packing(ABC):

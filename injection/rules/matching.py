@@ -365,7 +365,11 @@ def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module,
     drafts = (operator.traits(rule.options).draft_sparsity for rule, operator, _ in used)
     draft = next((share for share in drafts if share is not None), None)
     for rule, operator, taken in used:
-        sparsity = operator.traits(rule.options).sparsity
+        traits = operator.traits(rule.options)
+        if traits.decode_loss is not None:
+            message = f"rule '{rule.id}': lossy: {traits.decode_loss}; 'moegraft verify' measures what that costs"
+            findings.notice(rule.place("operator"), message)
+        sparsity = traits.sparsity
         for option, reason in () if sparsity is None else sparsity_errors(sparsity, draft, taken, model):
             findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
 

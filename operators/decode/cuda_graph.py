@@ -191,7 +191,8 @@ class CudaGraphs(StepReplay):
 
     def _capture(self, step: Step, plain: Forward) -> _CapturedStep:
         layers = self._engines.layers
-        graph = StepGraph(layers[0].engine, layers[0].layers, [layer.last_call for layer in layers])
+        calls, deferrals = [layer.last_call for layer in layers], [layer.deferral for layer in layers]
+        graph = StepGraph(layers[0].engine, layers[0].layers, calls, deferrals)
         for layer, captured in zip(layers, graph.layers, strict=True):
             layer.captured = threading.get_ident(), captured
         try:

@@ -96,6 +96,9 @@ class HybridExpertsOptions:
             captured once and replayed, resident experts on the GPU and the rest on the CPU; `auto`, the faster of the two, measured on
             the first tokens of a real GPU. A captured step needs a static cache of full attention, sliding windows and
             recurrent states; without one, `eager` runs and the reason is logged.
+        defer: how many of a token's experts, those with the smallest weights, the CPU may compute while the GPU goes on to the next layer,
+            whose output they are added to (expert deferral, KTransformers); in steps of up to 8 tokens. 0 by default: it changes the
+            model's answers, and `moegraft verify` measures by how much.
     """
 
     weights: WEIGHT_TYPES | ExpertWeights = "stored"
@@ -106,9 +109,14 @@ class HybridExpertsOptions:
     schedule: ScheduleName = "two_threshold"
     prefetch: PrefetchOptions = field(default_factory=PrefetchOptions)
     decode: DecodeName = "auto"
+    defer: int = 0
 
     def __post_init__(self) -> None:
         check_gpu(self.gpu)
+        if self.defer < 0:
+            raise ValueError(f"defer is a number of experts per token, 0 or more, not {self.defer}")
+        if self.defer and self.gpu == "none":
+            raise ValueError("defer lets the CPU compute experts while a GPU computes the next layer: it needs gpu, such as gpu: auto")
         check_decode(self.decode, self.schedule)
         mixed = isinstance(self.weights, ExpertWeights) and self.weights.up != self.weights.down
         if mixed and self.gpu != "none":
@@ -210,12 +218,13 @@ class HybridExperts(Operator):
             undivided = "sparsity is not supported where several processes hold the experts: remove it, or start one process"
         on_gpu = gpu is not None and gpu.on_cuda
         return Traits(
-            f"{options.weights} {options.sparsity}",
+            f"{options.weights} {options.sparsity}{f' {options.defer}' if options.defer else ''}",
             devices=frozenset(options.gpu.split(",")) if on_gpu else frozenset(),
             slots=SharedSlots(gpu) if on_gpu and gpu is not None else None,
             sparsity=options.sparsity,
             replays_steps=options.decode != "eager",
             undivided=undivided,
+            decode_loss=f"decode steps add up to {options.defer} experts of a token to the next layer" if options.defer else None,
         )
 
     @classmethod
@@ -280,7 +289,8 @@ class HybridExperts(Operator):
         from moegraft.operators.offload.model_experts import LoadedLayer  # as above
 
         assert self.on_cpu.packed is not None, "weights are loaded before the model is"
-        self._engines.ready(self._engine_number, LoadedLayer(self.on_cpu.packed, self.sparsity, router, attach))
+        loaded = LoadedLayer(self._engine_number, self.on_cpu.packed, self.sparsity, router, self.options.defer, attach)
+        self._engines.ready(loaded)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # A recorded step sends messages again only if they are part of an operation.

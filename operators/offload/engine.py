@@ -117,7 +117,10 @@ class Engine:
                 wanted.extend(in_flight[np.argsort(problem.arrival_ms[in_flight])].tolist())
                 wanted.extend(plan.transfers.tolist())
                 request()
-                cpu = self._submit_cpu(step, plan.on_cpu, executor)
+                deferred = plan.on_cpu & np.isin(step.experts, step.deferrable)
+                cpu = self._submit_cpu(step, plan.on_cpu & ~deferred, executor)
+                if deferred.any():
+                    self._defer(step, deferred, executor)
 
                 slots = np.asarray(pin.slots, np.int32)
                 resident = np.flatnonzero(~plan.on_cpu & (slots >= 0))
@@ -144,7 +147,7 @@ class Engine:
                     self._prefetch(step, plan.on_cpu)  # while both devices are busy
                 executor.join(cpu, launches)
                 if cpu is not None:
-                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu], cpu.elapsed_ms)
+                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu & ~deferred], cpu.elapsed_ms)
                 self.timings.collect()
                 self.statistics.count_planned(step.layer, problem, plan)
                 if wanted:  # no slot could be had for these, all are held: the CPU computes them
@@ -224,15 +227,20 @@ class Engine:
     def _submit_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: CallExecutor) -> CpuTicket | None:
         if not on_cpu.any():
             return None
-        work = Work("experts", tuple(step.loads[on_cpu].tolist()), self._expert_bytes, neurons=step.neurons)
-        return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), work)
+        return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), self._work(step, on_cpu))
+
+    def _defer(self, step: LayerStep, deferred: NDArray[np.bool_], executor: CallExecutor) -> None:
+        """Let the CPU compute experts behind its others; the next layer waits for them."""
+        executor.defer(step.experts[deferred], partial(self.device.submit_cpu, work=self._work(step, deferred)))
+        self.statistics.deferred += int(deferred.sum())
+
+    def _work(self, step: LayerStep, at: NDArray[np.bool_] | NDArray[np.intp]) -> Work:
+        return Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes, neurons=step.neurons)
 
     def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: CallExecutor, *, waited: bool) -> Event:
-        loads = step.loads[at]
-        work = Work("experts", tuple(loads.tolist()), self._expert_bytes, neurons=step.neurons)
         experts = executor.on_gpu(step.experts[at], slots)
-        launch = partial(self.device.launch, self._compute, experts, work)
-        return self.timings.launch(self._compute, step.layer, loads, launch, waited=waited)
+        launch = partial(self.device.launch, self._compute, experts, self._work(step, at))
+        return self.timings.launch(self._compute, step.layer, step.loads[at], launch, waited=waited)
 
     def _prefetch(self, step: LayerStep, on_cpu: NDArray[np.bool_]) -> None:
         """Let the cache learn from the step, and give the link its next tasks."""

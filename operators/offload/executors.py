@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
+from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
 from moegraft.operators.offload.step import Ids
 from moegraft.operators.routing import Router
@@ -221,6 +222,8 @@ class CallExecutor:
         host, on_device: the call's tokens in host memory, and where the slots are.
         slot_kernel: of the layer, bound to the calling thread.
         device_kernel: the layer's kernel itself, where launches may share the work of one call.
+        deferral: given where experts of the call may be deferred.
+        arrived: what the layer before has deferred; it is waited for, and not added.
 
     Attributes:
         result: (T, H) float32, the sum once `join` has returned; on a CUDA device it is then queued on the current stream.
@@ -235,6 +238,8 @@ class CallExecutor:
         host: Tokens,
         on_device: Tokens,
         device_kernel: Any = None,
+        deferral: LayerDeferral | None = None,
+        arrived: DeferredSum | None = None,
     ) -> None:
         hidden_states, index = host.hidden_states, host.top_k_index.numpy()
         self.result = torch.empty(hidden_states.shape, dtype=torch.float32, device=on_device.hidden_states.device)
@@ -244,6 +249,8 @@ class CallExecutor:
         self._sparse_arguments = sparse_arguments(sparsity)
         self._slot_kernel = slot_kernel
         self._device_kernel = device_kernel
+        self._deferral = deferral
+        self._arrived = arrived
         self._grouped: Any = None  # the call that launches add to, where they do
         self._launches = 0
         self._host = host
@@ -254,13 +261,20 @@ class CallExecutor:
 
     def on_cpu(self, experts: Ids) -> Callable[[], Waiter]:
         """Return a job for `Device.submit_cpu`: these experts from host memory."""
+        return partial(self._start_cpu, experts, self._host, self._cpu_out)
+
+    def defer(self, experts: Ids, submit: Callable[[Callable[[], Waiter]], CpuTicket]) -> None:
+        """Leave these experts to the next layer: `submit` hands a job to the CPU, which may outlast this call and what it reads."""
+        assert self._deferral is not None, "experts of this call may be deferred"
+        host = Tokens(self._host.hidden_states.clone(), self._host.top_k_index, self._host.top_k_weights.clone())
+        out = torch.empty_like(host.hidden_states)
+        self._deferral.put(out, submit(partial(self._start_cpu, experts, host, out)))
+
+    def _start_cpu(self, experts: Ids, host: Tokens, out: torch.Tensor) -> Waiter:
         ids = np.full(self._layers.num_experts + 1, -1, np.int64)
         ids[experts] = experts
-        return partial(self._start_cpu, ids[self._index])
-
-    def _start_cpu(self, ids: Ids) -> Waiter:
-        runtime, host = self._layers.runtime, self._host
-        arrays = as_array(host.hidden_states), ids, host.top_k_weights.numpy(), as_array(self._cpu_out)
+        runtime = self._layers.runtime
+        arrays = as_array(host.hidden_states), ids[self._index], host.top_k_weights.numpy(), as_array(out)
         return partial(runtime.wait, runtime.submit(self._packed, *arrays, **self._sparse_arguments))
 
     def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Callable[[], None]:
@@ -291,6 +305,8 @@ class CallExecutor:
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
         """Sum what both devices computed, and raise what went wrong there. Without a ticket or an event, that one had no work."""
+        if self._arrived is not None:
+            self._arrived.wait()  # first, as the CPU computes it first
         self._layers.wait_for(gpu)
         if self._grouped is not None:
             self._grouped.finish(self.result)
@@ -309,6 +325,8 @@ class CallExecutor:
         """Discard the results so far: all experts are computed again, on the CPU."""
         self._grouped = None
         self._written = False
+        if self._deferral is not None:
+            self._deferral.drop()
 
 
 def sparse_arguments(sparsity: LayerSparsity | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from moegraft.operators.cpu import rounded
 from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.offload.deferral import LayerDeferral
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.shared_overlap import Experts
@@ -37,6 +39,7 @@ class GpuLayer:
 
     Attributes:
         captured: while a decode step is captured, the capturing thread and what computes the layer there.
+        deferral: what of the layer may be added to the next one, and what comes from the one before; None where no layer defers.
         last_call: the shape of the last call.
         router_calls: the last call of the layer's router.
     """
@@ -45,6 +48,7 @@ class GpuLayer:
         self.engine = engine
         self.layers = layers
         self.captured: tuple[int, CapturedLayer] | None = None
+        self.deferral: LayerDeferral | None = None
         self.last_call: CallShape | None = None
         self._index = index
         self._sparsity = layers.sparsity[index]
@@ -55,6 +59,11 @@ class GpuLayer:
         self._resident_draft = ResidentDraft(layers.routers[index])
 
     @property
+    def path(self) -> str:
+        """The path of the layer's experts in the model."""
+        return self.layers.routers[self._index].path
+
+    @property
     def sparse(self) -> bool:
         """Whether neurons are left out."""
         return self._sparsity is not None
@@ -63,7 +72,8 @@ class GpuLayer:
         """Return what follows the CPU's description for users: ` and 24 of 128 in slots of cuda:0, two_threshold`."""
         slots = self.engine.cache.slots
         capacity = min(slots.capacity_of(self._index), slots.num_experts)
-        return f" and {capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}"
+        deferral = "" if self.deferral is None else self.deferral.describe()
+        return f" and {capacity} of {slots.num_experts} in slots of {self.engine.device.name}, {self.engine.scheduler.name}{deferral}"
 
     def forward(
         self,
@@ -77,9 +87,11 @@ class GpuLayer:
         Args:
             meanwhile: see `Engine.run`; it takes effect once, however often it is called.
         """
+        arrived = None if self.deferral is None else self.deferral.take(len(hidden_states))
         # Only the CPU's kernel has the activations that an observer wants.
         if not len(hidden_states) or (self._sparsity is not None and self._sparsity.observer is not None):
-            return self._on_cpu(hidden_states, top_k_index, top_k_weights, None)
+            result = self._on_cpu(hidden_states, top_k_index, top_k_weights, None)
+            return result if arrived is None else arrived.added_to(result)
         captured = self.captured
         if captured is not None and captured[0] == threading.get_ident():
             call = self.router_calls.take()
@@ -109,11 +121,13 @@ class GpuLayer:
             Tokens(host["tokens"], host["index"], host["weights"]),
             on_device,
             self.layers.layer_kernel(self._index),
+            self.deferral,
+            arrived,
         )
         self.engine.run(self._step(host, settings), executor, meanwhile)
         if meanwhile is not None:
             meanwhile()  # where the device failed before it was called
-        return executor.result.to(hidden_states.dtype)
+        return (executor.result if arrived is None else arrived.added_to(executor.result)).to(hidden_states.dtype)
 
     def expect_verification(self, states: torch.Tensor) -> None:
         """Load what the engine's layers of the model's body would choose for hidden states (T, H) of drafted tokens."""
@@ -132,9 +146,11 @@ class GpuLayer:
         draft = None
         if settings is not None:
             draft = DraftStep(self._ids(host["routed index"]), settings.top_k, settings.resident)
-        return LayerStep.of(
-            self._index, self._ids(host["index"]), scores, self._predictions(host), draft, self.layers.neurons(self._sparsity)
-        )
+        neurons = self.layers.neurons(self._sparsity)
+        step = LayerStep.of(self._index, self._ids(host["index"]), scores, self._predictions(host), draft, neurons)
+        if draft is None and self.deferral is not None and self.deferral.defers(len(step.chosen)):
+            return replace(step, deferrable=self.deferral.deferrable(host["index"], host["weights"]))
+        return step
 
     def _ids(self, top_k_index: torch.Tensor) -> Ids:
         """(T, K) with -1 for every padded slot."""

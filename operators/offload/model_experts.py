@@ -19,6 +19,7 @@ from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
+from moegraft.operators.offload.deferral import connect
 from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceError, DeviceKind, Neurons
 from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.offload.engine import Engine
@@ -43,11 +44,19 @@ QUANTILE_EXPERTS, QUANTILE_TOKENS = 8, 16  # whose activations give the threshol
 
 @dataclass(frozen=True, slots=True)
 class LoadedLayer:
-    """A layer whose weights are in host memory; `attach` makes what computes layer `index` of an engine, unless the layer is gone."""
+    """A layer whose weights are in host memory.
 
+    Attributes:
+        number: from `ModelEngines.join`.
+        defer: experts per token that may be added to the next layer.
+        attach: makes what computes layer `index` of an engine, unless the layer is gone.
+    """
+
+    number: int
     packed: PackedExperts
     sparsity: LayerSparsity | None
     router: Router
+    defer: int
     attach: Callable[[Engine, EngineLayers, int], GpuLayer | None]
 
     @property
@@ -80,7 +89,7 @@ class ModelEngines:
         self._joined: list[GpuOptions] = []
         self._loaded: dict[int, LoadedLayer] = {}
         self._engines: list[Engine] = []
-        self._layers: list[weakref.ref[GpuLayer]] = []
+        self._layers: dict[int, weakref.ref[GpuLayer]] = {}  # by number
         weakref.finalize(self, _close_all, self._engines)
 
     def __iter__(self) -> Iterator[Engine]:
@@ -88,8 +97,8 @@ class ModelEngines:
 
     @property
     def layers(self) -> Sequence[GpuLayer]:
-        """The layers that engines compute, in the model's order where there is one engine."""
-        return [layer for layer in (each() for each in self._layers) if layer is not None]
+        """The layers that engines compute, in the model's order."""
+        return [layer for layer in (each() for _, each in sorted(self._layers.items())) if layer is not None]
 
     @property
     def may_open(self) -> bool:
@@ -108,15 +117,18 @@ class ModelEngines:
         self._joined.append(options)
         return len(self._joined) - 1
 
-    def ready(self, number: int, layer: LoadedLayer) -> None:
+    def ready(self, layer: LoadedLayer) -> None:
         """Take a loaded layer; with the last one, open the engines."""
-        self._loaded[number] = layer
+        self._loaded[layer.number] = layer
         if len(self._loaded) < len(self._joined):
             return
+        defer = {number: loaded.defer for number, loaded in self._loaded.items()}
         for options in self.options:
             layers = [self._loaded.pop(number) for number, joined in enumerate(self._joined) if joined == options]
             kv_bytes = 0 if self.cache is None else self.cache.nbytes(options.cache.context)
             self._open_engines(options, layers, kv_bytes)
+        if any(defer.values()):
+            connect([(kept, defer[number]) for number, each in sorted(self._layers.items()) if (kept := each()) is not None])
 
     def _open_engines(self, options: GpuOptions, layers: Sequence[LoadedLayer], kv_bytes: int) -> None:
         # Layers are computed where their routers are; devices that hold no routers share them out evenly, in order.
@@ -145,7 +157,7 @@ class ModelEngines:
             for index, member in enumerate(members):
                 gpu_layer = member.attach(engine, engine_layers, index)
                 if gpu_layer is not None:
-                    self._layers.append(weakref.ref(gpu_layer))  # its module keeps it
+                    self._layers[member.number] = weakref.ref(gpu_layer)  # its module keeps it
 
     @torch.no_grad()
     def expect(self, states: torch.Tensor) -> None:

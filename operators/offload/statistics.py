@@ -23,7 +23,7 @@ class EngineStatistics:
         layers: of the engine; `used_by_layer` and `found_by_layer` are (layers,).
         steps: layers computed.
         used: active experts, layer by layer; `found` of them were resident when their layer began, `arriving` were in flight.
-        on_cpu: active experts that the CPU computed; `stolen` of them were resident.
+        on_cpu: active experts that the CPU computed; `stolen` of them were resident, `deferred` were added to the next layer.
         transferred: experts loaded because the plan asked for it.
         planned_ms: makespans of all plans.
         recoveries: layers that were computed again on the CPU after a failure of the device.
@@ -39,6 +39,7 @@ class EngineStatistics:
     arriving: int = 0
     on_cpu: int = 0
     stolen: int = 0
+    deferred: int = 0
     transferred: int = 0
     planned_ms: float = 0.0
     recoveries: int = 0
@@ -92,6 +93,7 @@ class EngineStatistics:
             "decode steps replayed": self.replayed,
             "experts found on the GPU": f"{self.hit_rate:.1%}",
             "experts computed by the CPU": f"{self.on_cpu / max(self.used, 1):.1%}",
+            "experts added to the next layer": self.deferred,
             "experts transferred on demand": self.transferred,
             "layers computed again after a failure": self.recoveries,
             "experts loaded ahead of verifications and used there": self.loaded_for_verification,

@@ -68,6 +68,7 @@ class LayerStep:
         predictions: of later layers, the next one first.
         draft: given for calls of a draft.
         neurons: what a token needs of each expert; None: all of it.
+        deferrable: (D,) ids of those experts that may be added to the next layer's, if the CPU computes them.
     """
 
     layer: int
@@ -78,6 +79,7 @@ class LayerStep:
     predictions: Sequence[Prediction] = field(default=())
     draft: DraftStep | None = None
     neurons: Neurons | None = None
+    deferrable: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def of(

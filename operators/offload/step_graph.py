@@ -2,7 +2,8 @@
 
 Within a step no decision is made and nothing is waited for: all layers read one routing and one slot table, which changes between steps
 alone. Resident experts are computed from their slots, the others by the CPU, in a host function that the GPU calls on a branch of its own
-while it computes the resident ones. The engine learns from a step while the next one runs, and loads experts that the CPU had to compute.
+while it computes the resident ones. Experts that are added to the next layer (`deferral.py`) have a second one, which the branch does not
+return from before that layer's. The engine learns from a step while the next one runs, and loads experts that the CPU had to compute.
 
 Shapes: L layers, T tokens (fixed), E experts, K experts per token, H hidden.
 """
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from moegraft.operators.cpu import as_array, rounded
+from moegraft.operators.offload.deferral import LayerDeferral
 from moegraft.operators.offload.devices.base import ALIGNMENT, Device, DeviceError, Graph, Work
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
@@ -48,15 +50,16 @@ class StepBuffers:
 
     What the host reads of a layer is gathered in a row of bytes on the device, which all layers share, and copied in one go to the layer's
     own row in host memory. A row holds `tokens` (T, H), `scores` (T, E) float32, `weights` (T, K) float32, and, with -1 for padded slots,
-    `chosen` (T, K) int64, `ids` (T, K) int64 of the experts without a slot, and `slots` (T, K) int32.
+    `chosen` (T, K) int64, `ids` (T, K) int64 of the experts without a slot, `later` (T, K) int64 of those that are deferred instead, and
+    `slots` (T, K) int32.
 
     Attributes:
         table: (L, E) int32 on the device, the slot table of a step.
         row: the parts of the row on the device.
         rows: the parts of all rows in host memory, (L, T, ...).
-        routed: `chosen`, `slots` and `scores` of `rows`.
-        out: (T, H), the CPU's part of a layer, in host memory.
-        returned: (T, H) on the device, where `out` is copied.
+        routed: `chosen`, `slots`, `scores` and `later` of `rows`.
+        out: (2, T, H), the CPU's part of a layer, and what is deferred to the next one, in host memory.
+        returned: (2, T, H) on the device, where `out` is copied.
         scored: (L,), the layers that have scores: those whose routers were seen.
 
     Steps may be captured in inference mode and replayed outside of it, where what inference mode makes cannot be written.
@@ -72,6 +75,7 @@ class StepBuffers:
             "weights": (choices, torch.float32),
             "chosen": (choices, torch.int64),
             "ids": (choices, torch.int64),
+            "later": (choices, torch.int64),
             "slots": (choices, torch.int32),
         }
         starts, row_bytes = {}, 0
@@ -92,9 +96,10 @@ class StepBuffers:
             self.rows[name] = self._rows[:, part].view(dtype).view(layers, *shape)
         self.rows["chosen"].fill_(-1)
         self.rows["ids"].fill_(-1)
-        self.routed = tuple(self.rows[name].numpy() for name in ("chosen", "slots", "scores"))
-        self.out = torch.zeros(tokens, dtype=call.dtype, pin_memory=pinned)
-        self.returned = torch.zeros(tokens, dtype=call.dtype, device=on_device)
+        self.rows["later"].fill_(-1)
+        self.routed = tuple(self.rows[name].numpy() for name in ("chosen", "slots", "scores", "later"))
+        self.out = torch.zeros(2, *tokens, dtype=call.dtype, pin_memory=pinned)
+        self.returned = torch.zeros(2, *tokens, dtype=call.dtype, device=on_device)
         self.scored = np.zeros(layers, bool)
 
     def set_table(self, table: NDArray[np.int32], version: int) -> None:
@@ -110,20 +115,33 @@ class StepBuffers:
 
 
 class CapturedLayer:
-    """One layer of a captured step; must live as long as the graph, which holds the address of its host call."""
+    """One layer of a captured step; must live as long as the graph, which holds the addresses of its host calls.
 
-    def __init__(self, device: Device, layers: EngineLayers, index: int, buffers: StepBuffers) -> None:
+    Args:
+        deferral: of the layer, where it may defer experts of the step.
+        receives: whether the layer before may.
+    """
+
+    def __init__(
+        self, device: Device, layers: EngineLayers, index: int, buffers: StepBuffers, deferral: LayerDeferral | None, *, receives: bool
+    ) -> None:
         self._device = device
         self._layers = layers
         self._index = index
         self._buffers = buffers
+        self._deferral = deferral
+        self._receives = receives
         self._function, make = layers.runtime.host_function()
-        tokens, ids, weights = (buffers.rows[name][index] for name in ("tokens", "ids", "weights"))
-        self._call = make(layers.packed[index], as_array(tokens), ids.numpy(), weights.numpy(), as_array(buffers.out))
+        tokens, weights = (buffers.rows[name][index] for name in ("tokens", "weights"))
+        self._calls = [
+            make(layers.packed[index], as_array(tokens), buffers.rows[ids][index].numpy(), weights.numpy(), as_array(out))
+            for ids, out in zip(("ids",) if deferral is None else ("ids", "later"), buffers.out, strict=False)
+        ]
 
     def check(self) -> None:
         """Raise what the CPU's part of the last step raised, once."""
-        self._call.check()
+        for call in self._calls:
+            call.check()
 
     def forward(
         self,
@@ -141,13 +159,16 @@ class CapturedLayer:
         scores = None if scores is None else scores.contiguous()
         buffers.scored[self._index] = scores is not None
         layers.write_routing(tokens, scores, index, weights, buffers.table[self._index], buffers.row)
+        if self._deferral is not None:
+            self._deferral.divide(buffers.row["ids"], buffers.row["later"], index, weights)
 
         def return_cpu_part() -> None:
-            buffers.returned.copy_(buffers.out, non_blocking=True)
+            parts = slice(1 + self._receives)
+            buffers.returned[parts].copy_(buffers.out[parts], non_blocking=True)
 
         device.order(compute, host)
         device.launch(host, partial(buffers.to_host, self._index), Work("host"))
-        device.launch_host(host, self._function, self._call.address, Work("host"))
+        device.launch_host(host, self._function, self._calls[0].address, Work("host"))
         device.launch(host, return_cpu_part, Work("host"))
         resident = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
         row = buffers.row
@@ -158,15 +179,20 @@ class CapturedLayer:
         if overlap is not None:
             overlap()
         device.order(host, compute)
-        return torch.add(resident, buffers.returned, out=torch.empty_like(hidden_states))
+        for later in self._calls[1:]:
+            device.launch_host(host, self._function, later.address, Work("host"))
+        if self._receives:
+            resident += buffers.returned[1]
+        return torch.add(resident, buffers.returned[0], out=torch.empty_like(hidden_states))
 
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """Copies of what the layers of a step chose; see `StepBuffers`. Experts `on_cpu`, (L, T, K), had no slot."""
+    """Copies of what the layers of a step chose; see `StepBuffers`. Experts `on_cpu`, (L, T, K), had no slot; `later` are deferred ones."""
 
     chosen: NDArray[np.int64]
     on_cpu: NDArray[np.bool_]
+    later: NDArray[np.int64]
     scores: NDArray[np.float32]
     scored: NDArray[np.bool_]
 
@@ -176,6 +202,7 @@ class StepGraph:
 
     Args:
         calls: the last call of each layer, layer by layer; None where there was none.
+        deferrals: of each layer, in the model's order; None where no layer defers experts.
 
     Attributes:
         layers: what computes each layer's experts while the step is captured.
@@ -184,7 +211,13 @@ class StepGraph:
         DeviceError: the layers' calls differ in shape.
     """
 
-    def __init__(self, engine: Engine, layers: EngineLayers, calls: Sequence[CallShape | None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        layers: EngineLayers,
+        calls: Sequence[CallShape | None],
+        deferrals: Sequence[LayerDeferral | None] | None = None,
+    ) -> None:
         call = calls[0]
         if call is None or set(calls) != {call}:
             raise DeviceError("the calls of this model's layers differ in shape")
@@ -197,7 +230,12 @@ class StepGraph:
         engine.device.stream(HOST_STREAM)  # must exist before anything is captured
         count, self._hidden = len(layers.packed), layers.packed[0].shape.hidden
         self._buffers = StepBuffers(engine.device, count, layers.num_experts, self._hidden, call)
-        self.layers: Sequence[CapturedLayer] = [CapturedLayer(engine.device, layers, index, self._buffers) for index in range(count)]
+        deferring = [each if each is not None and each.defers(call.tokens) else None for each in deferrals or [None] * count]
+        self._deferring = np.array([each is not None for each in deferring])[:, None, None]
+        receives = [False, *(each is not None for each in deferring)]
+        self.layers: Sequence[CapturedLayer] = [
+            CapturedLayer(engine.device, layers, index, self._buffers, deferring[index], receives=receives[index]) for index in range(count)
+        ]
         self._graph: Graph | None = None
         self._last: _Routed | None = None  # of the last step, which nothing was learnt from yet
         self._start_ms: float | None = None  # of the last step
@@ -226,7 +264,8 @@ class StepGraph:
             scores = None
             if scores_dtype is not None:
                 scores = torch.zeros(call.tokens, num_experts, dtype=scores_dtype, device=on_device)
-            self.layers[0].forward(tokens, absent, weights, scores)
+            for layer in self.layers[:2]:  # the second one also adds what the first has deferred
+                layer.forward(tokens, absent, weights, scores)
 
     def replay(self) -> None:
         """Execute one step on what its tensors hold now; it is done when this returns.
@@ -257,8 +296,9 @@ class StepGraph:
                 self._slots.thaw(done)
             for layer in self.layers:
                 layer.check()
-            chosen, slots, scores = buffers.routed
-            self._last = _Routed(chosen.copy(), (slots < 0) & (chosen >= 0), scores.copy(), buffers.scored.copy())
+            chosen, slots, scores, later = buffers.routed
+            later = np.where(self._deferring, later, -1)
+            self._last = _Routed(chosen.copy(), (slots < 0) & (chosen >= 0), later, scores.copy(), buffers.scored.copy())
 
     def release(self) -> None:
         """Give the graph's memory back; no step comes after this."""
@@ -282,6 +322,7 @@ class StepGraph:
         engine.policy.update_layers(layers, routed.scores[layers], routed.chosen[layers])
         missed = self._marked(np.where(routed.on_cpu, routed.chosen, -1))
         engine.statistics.count_layers(self._marked(routed.chosen).sum(axis=1), missed.sum(axis=1))
+        engine.statistics.deferred += int(self._marked(routed.later).sum())
         engine.statistics.replayed += 1
         if engine.prefetcher.options.promote:
             self._promote(missed)

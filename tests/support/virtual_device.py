@@ -197,6 +197,11 @@ class VirtualStream:
         self._running: _Run | None = None
         self._error: DeviceError | None = None  # reported by the next event
 
+    @property
+    def busy(self) -> bool:
+        """Whether it works now."""
+        return self._running is not None
+
     def wait(self, event: Event) -> None:
         assert isinstance(event, VirtualEvent), f"{event!r} is not an event of this device"
         self._put(_Wait(event))
@@ -306,8 +311,9 @@ class Prices:
     def gpu_ms(self, work: Work) -> float:
         return self._gpu_ms(work.loads, work.expert_bytes, work.neurons) if work.cost_ms is None else work.cost_ms
 
-    def cpu_ms(self, work: Work) -> float:
-        return self._cpu_ms(work.loads, work.expert_bytes, work.neurons) if work.cost_ms is None else work.cost_ms
+    def cpu_ms(self, work: Work, *, busy: bool = False) -> float:
+        """Return the time of a job; one behind another has its threads awake, and pays for the first expert no more than its overhead."""
+        return self._cpu_ms(work.loads, work.expert_bytes, work.neurons, busy) if work.cost_ms is None else work.cost_ms
 
     def copy_ms(self, nbytes: int) -> float:
         return 0.0 if self._profile is None else self._profile.transfer_ms(nbytes)
@@ -317,11 +323,12 @@ class Prices:
             return 0.0
         return float(self._profile.gpu_ms(loads, expert_bytes, self._bits_per_weight, neurons).sum())
 
-    def _modelled_cpu_ms(self, loads: tuple[int, ...], expert_bytes: int, neurons: Neurons | None) -> float:
+    def _modelled_cpu_ms(self, loads: tuple[int, ...], expert_bytes: int, neurons: Neurons | None, busy: bool) -> float:
         if self._profile is None or not any(loads):
             return 0.0
         total = self._profile.cpu_ms(loads, expert_bytes, self._bits_per_weight, neurons).sum()
-        return float(total) + self._profile.first_cpu_ms(expert_bytes, neurons)
+        first_ms = self._profile.first_cpu_overhead_ms if busy else self._profile.first_cpu_ms(expert_bytes, neurons)
+        return float(total) + first_ms
 
 
 class VirtualDevice:
@@ -440,7 +447,7 @@ class VirtualDevice:
             except Exception as error:  # noqa: BLE001  the ticket's `wait` raises it, whatever it is
                 ticket.error = error
 
-        self._cpu.put_job(self._prices.cpu_ms(work), begin)
+        self._cpu.put_job(self._prices.cpu_ms(work, busy=self._cpu.busy), begin)
         ticket.event = self._cpu.record()
         return ticket
 

@@ -77,6 +77,11 @@ def _write(verification: Verification, terminal: Terminal) -> None:
             if verification.left_out is not None
             else []
         ),
+        *(
+            [f"layers are compared on a prompt; the injected logits are of decode steps: lossy, as {verification.decode_loss}"]
+            if verification.decode_loss is not None
+            else []
+        ),
         f"perplexity: stock {logits.stock_perplexity:.4g}, injected {logits.injected_perplexity:.4g}",
         verdict(verification),
     ]
@@ -119,4 +124,5 @@ def _as_json(verification: Verification) -> Json:
         "unreached": verification.unreached,
         "logits": asdict(verification.logits),
         "left_out": verification.left_out,
+        "decode_loss": verification.decode_loss,
     }

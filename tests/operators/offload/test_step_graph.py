@@ -15,6 +15,7 @@ from support.kernel_cases import make_batch, make_layer, relative_error
 from support.transfer_harness import DEVICES, EMULATED, advance
 
 from moegraft.cpu_backend import PackedExperts, Runtime
+from moegraft.operators.offload.deferral import DeferredSums, LayerDeferral
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.prefetch import PrefetchOptions
@@ -24,15 +25,26 @@ from moegraft.operators.timeline import Timeline
 
 
 class Step:
-    """All layers of a rig, called on inputs of their own within one captured step."""
+    """All layers of a rig, called on inputs of their own within one captured step.
 
-    def __init__(self, rig: EngineRig, tokens: int, dtype: torch.dtype = torch.float32) -> None:
+    Args:
+        defer: experts of a token that each layer may leave to the next one.
+    """
+
+    def __init__(self, rig: EngineRig, tokens: int, dtype: torch.dtype = torch.float32, defer: int = 0) -> None:
         self.rig = rig
         self._tokens = tokens
+        self._kept = TOP_K - defer
+        sums = DeferredSums()
+        deferrals: list[LayerDeferral | None] = [None]  # of what follows the last layer
+        for _ in rig.layers:
+            deferrals.insert(0, LayerDeferral(sums, EXPERTS, defer, deferrals[0]))
         on = rig.torch_device
         self._inputs = [tuple(each.to(on) for each in make_batch(tokens, TOP_K, layer, dtype, seed=0)) for layer in rig.layers]
         self._scores = [torch.rand(tokens, EXPERTS).to(on) for _ in rig.layers]
-        self.graph = StepGraph(rig.engine, rig.engine_layers(), [CallShape(tokens, TOP_K, dtype)] * LAYERS)
+        self.graph = StepGraph(
+            rig.engine, rig.engine_layers(), [CallShape(tokens, TOP_K, dtype)] * LAYERS, deferrals[:-1] if defer else None
+        )
         self._results: list[torch.Tensor] = []
         self.runs = 0
         self.graph.capture(self._run)
@@ -44,7 +56,8 @@ class Step:
 
     def replay(self, seed: int) -> float:
         """The largest error of a layer on new inputs."""
-        expected = []
+        expected: list[torch.Tensor] = []
+        arriving: torch.Tensor | float = 0.0
         for number, (kept, scores) in enumerate(zip(self._inputs, self._scores, strict=True)):
             given = make_batch(self._tokens, TOP_K, self.rig.layers[number], kept[0].dtype, seed=seed * LAYERS + number)
             if seed % 3 == 0:
@@ -52,9 +65,22 @@ class Step:
             for into, new in zip(kept, given, strict=True):
                 into.copy_(new)
             scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
-            expected.append(self.rig.layers[number].reference(*given))
+            reference, (x, index, weights) = self.rig.layers[number].reference, given
+            later = self._deferred(number, index, weights)
+            expected.append(reference(x, index, weights * ~later) + arriving)
+            arriving = reference(x, index, weights * later)
         self.graph.replay()
         return max(relative_error(found.cpu(), right) for found, right in zip(self._results, expected, strict=True))
+
+    def _deferred(self, number: int, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Which choices (T, K) the next layer gets: experts without a slot that no token has among the largest weights it keeps."""
+        first: set[int] = set()
+        for row, values in zip(index.tolist(), weights.tolist(), strict=True):
+            real = sorted(((value, expert) for expert, value in zip(row, values, strict=True) if 0 <= expert < EXPERTS), reverse=True)
+            first |= {expert for _, expert in real[: self._kept]}
+        resident = self.rig.engine.cache.slots.table[number] >= 0
+        free = [[0 <= expert < EXPERTS and expert not in first and not resident[expert] for expert in row] for row in index.tolist()]
+        return torch.tensor(free) & (number < LAYERS - 1)
 
 
 @contextmanager
@@ -77,6 +103,24 @@ def test_a_captured_step_is_right_with_whatever_is_in_the_slots(kind: str, capac
         assert step.runs == 1, "Python code runs once alone"
         if 0 < slots.plan.total < LAYERS * EXPERTS:
             assert slots.evictions > 0, "the table changed between steps"
+
+
+@pytest.mark.parametrize(("tokens", "defer"), [(1, 1), (1, 2), (4, 1), (4, TOP_K - 1)])
+@pytest.mark.parametrize("capacity", [(0,) * LAYERS, (2,) * LAYERS, (3, 2, 0)])
+@pytest.mark.parametrize("kind", EMULATED)
+def test_deferred_experts_are_added_in_the_next_layer(kind: str, capacity: tuple[int, ...], tokens: int, defer: int) -> None:
+    """Whatever the slots hold; some choices are padded."""
+    with engine_rig(Setting("greedy", capacity, kind=kind)) as rig:
+        step, rng = Step(rig, tokens, defer=defer), np.random.default_rng(0)
+        queue, device = rig.engine.cache.queue, rig.engine.device
+        for seed in range(20):
+            queue.request(int(rng.integers(LAYERS)), int(rng.integers(EXPERTS)), Urgency.PROMOTION)
+            while not queue.idle:  # it lands before the step, with what the last one requested
+                device.stream("copy").record().wait()
+                device.synchronize()
+            assert step.replay(seed) < rig.limit, f"step {seed}"
+        statistics = rig.engine.statistics
+        assert 0 < statistics.deferred <= statistics.on_cpu
 
 
 @pytest.mark.parametrize("kind", DEVICES)
