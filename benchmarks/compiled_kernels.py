@@ -31,7 +31,7 @@ from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.packed_product import SMALL_STAGES
 from moegraft.operators.kernels.slots import SlotExperts
-from moegraft.operators.sparse.slots import SparseSlotExperts
+from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 from moegraft.operators.weight_formats import FORMATS
 
 NAME = "compiled_kernels"

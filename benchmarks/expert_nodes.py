@@ -18,7 +18,7 @@ from moegraft.injection import plan, read_rules
 from moegraft.injection.api import build_meta_model
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.forecast import TargetMachine, divided_forecast
-from moegraft.injection.estimate.planned import Workload
+from moegraft.injection.estimate.memory import Workload
 from moegraft.operators.registry import load_registry
 
 NODES = (1, 2, 4, 8)

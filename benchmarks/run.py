@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moegraft.injection.cli.output import columns
-from moegraft.injection.rules.diagnostics import did_you_mean
+from moegraft.injection.rules.document import did_you_mean
 
 FOLDER = Path(__file__).parent
 

@@ -26,8 +26,8 @@ from harness.record import Recorder, parser
 from harness.texts import held_out, token_ids
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from moegraft.injection.calibration import ActivationHistogram, quantiles
 from moegraft.injection.demo import demo_path
-from moegraft.operators.activations import ActivationHistogram, quantiles
 
 SPARSITIES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99)
 GROUPS = (4, 8, 16, 32)

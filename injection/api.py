@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.grafting import graft
 from moegraft.injection.injected import injection_of, new_cache
 from moegraft.injection.loading import load
-from moegraft.injection.meta_model import MetaModel, build_meta_model, parse_dtype
-from moegraft.injection.model_source import folder_rules
+from moegraft.injection.meta_model import MetaModel, build_meta_model, folder_rules, parse_dtype
 from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
 from moegraft.injection.planning import Plan, plan
 from moegraft.injection.progress import ProgressLine, progress_line

@@ -6,22 +6,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from moegraft.injection.injected import injection_of
 from moegraft.injection.loading import CheckpointLoader
-from moegraft.injection.meta_model import open_weights
-from moegraft.injection.model_source import ModelSource, meta_skeleton, read_tokenizer
+from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.rules import RuleFile
 from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, logits_of
-from moegraft.operators.activations import Calibration, calibrating, quantiles
 from moegraft.operators.errors import CheckpointError, ThresholdsError, UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.routing_trace import Trace, record_trace
@@ -41,6 +42,110 @@ from moegraft.operators.thresholds import (
     weights_hash,
 )
 from moegraft.operators.weights import WeightSource
+
+LOWEST, HIGHEST = -24, 8  # log2 of the range of magnitudes that the bins cover
+PER_OCTAVE = 256  # bins per factor of two: a threshold is exact to 0.27 %
+BINS = (HIGHEST - LOWEST) * PER_OCTAVE
+
+
+class ActivationHistogram:
+    """Histogram of `|act(gate)|` of one layer in logarithmic bins, with counts of how often each neuron is among the largest.
+
+    Attributes:
+        bins: (BINS,) int64. The first bin also counts all smaller magnitudes, zeros included; the last bin all larger ones.
+        hot: the quantile that an activation must reach to count in `active`.
+        active: (E, I) int64, how often each neuron reached the layer's `hot` quantile of the text seen so far.
+        routed: (E,) int64, tokens routed to each expert.
+    """
+
+    def __init__(self, num_experts: int, intermediate: int, hot: float = 0.9) -> None:
+        self.bins: NDArray[np.int64] = np.zeros(BINS, np.int64)
+        self.active = torch.zeros(num_experts, intermediate, dtype=torch.int64)
+        self.routed = torch.zeros(num_experts, dtype=torch.int64)
+        self.hot = hot
+
+    def add(self, top_k_index: torch.Tensor, acted: torch.Tensor) -> None:
+        """Count the activations of one forward pass.
+
+        Args:
+            top_k_index: (T, K) expert ids; -1 and E are padded slots.
+            acted: (T, K, I) float32, `act(gate)`.
+
+        Raises:
+            UnsupportedModelError: an activation is not finite.
+        """
+        index = top_k_index.flatten().to("cpu")
+        real = (index >= 0) & (index < len(self.routed))
+        magnitudes = acted.flatten(0, 1)[real.to(acted.device)].abs().float()
+        if not bool(torch.isfinite(magnitudes).all()):
+            raise UnsupportedModelError("an activation is not finite: thresholds cannot be found for a model that computes NaN or infinity")
+        # Zeros become a magnitude of the first bin, so that their logarithm is finite.
+        octaves = magnitudes.clamp_min(2.0 ** (LOWEST - 1)).log2_().sub_(LOWEST).mul_(PER_OCTAVE)
+        numbers = octaves.floor_().clamp_(0, BINS - 1).to(torch.int64).flatten()
+        self.bins += torch.bincount(numbers, minlength=BINS).cpu().numpy()
+        if not self.bins.any():
+            return
+        # One pass cannot know the quantile of the whole text; the quantile of the text so far ranks neurons equally well.
+        reached = (magnitudes >= self.quantile(self.hot)).to("cpu", torch.int64)
+        self.active.index_add_(0, index[real], reached)
+        self.routed.index_add_(0, index[real], torch.ones_like(index[real]))
+
+    @property
+    def count(self) -> int:
+        """Number of activations counted."""
+        return int(self.bins.sum())
+
+    def quantile(self, share: float) -> float:
+        """Return the upper edge of the first bin at or below which at least `share` of the magnitudes lie."""
+        return quantiles(self.bins, [share])[0]
+
+
+def quantiles(bins: NDArray[np.int64], shares: Sequence[float]) -> tuple[float, ...]:
+    """Return, for each share, the threshold below which at least that share of the magnitudes in `bins` lies, exact to one bin.
+
+    Raises:
+        ValueError: nothing was counted.
+    """
+    total = int(bins.sum())
+    if not total:
+        raise ValueError("no activation was counted")
+    wanted = np.ceil(np.asarray(shares) * total)
+    positions = np.searchsorted(np.cumsum(bins), np.maximum(wanted, 1))
+    return tuple((2.0 ** (LOWEST + (positions + 1) / PER_OCTAVE)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The histograms of all layers, by the path of their experts module."""
+
+    layers: Mapping[str, ActivationHistogram]
+
+    def all_bins(self) -> NDArray[np.int64]:
+        """Return the histogram of all layers together, (BINS,) int64."""
+        total = np.zeros(BINS, np.int64)
+        for layer in self.layers.values():
+            total += layer.bins
+        return total
+
+
+@contextmanager
+def calibrating(layers: Mapping[str, LayerSparsity], sizes: Mapping[str, tuple[int, int]]) -> Iterator[Calibration]:
+    """Compute all neurons in every forward pass of the body, and add their activations to the histograms it yields.
+
+    Args:
+        layers: the layers of one model, by module path.
+        sizes: (num_experts, intermediate) of each layer, by module path.
+    """
+    calibration = Calibration({path: ActivationHistogram(*sizes[path]) for path in layers})
+    with whole(layers.values()):
+        for path, layer in layers.items():
+            layer.observer = calibration.layers[path].add
+        try:
+            yield calibration
+        finally:
+            for layer in layers.values():
+                layer.observer = None
+
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +210,7 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
     Raises:
         UnsupportedModelError: no operator of the rules supports it.
     """
-    found = []
+    with_sparsity = []
     changed = False
     for rule in rules.rules:
         options: Any = rule.options
@@ -115,12 +220,12 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
                 options = replace(options, sparsity=sparsity)
             except ValueError as error:
                 raise UnsupportedModelError(str(error)) from error
-        found.append(replace(rule, options=options))
+        with_sparsity.append(replace(rule, options=options))
     if not changed:
         raise UnsupportedModelError(
             f"{rules.files[0]}: no operator of these rules can leave neurons out; use hybrid_experts for the experts"
         )
-    return replace(rules, rules=tuple(found))
+    return replace(rules, rules=tuple(with_sparsity))
 
 
 def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, text_sha256: str) -> CalibrationSource:
@@ -163,7 +268,7 @@ def calibrate(
             raise UnsupportedModelError(f"no token of the text reaches {layer.path}: its thresholds cannot be calibrated")
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.shared_intermediate)
         layers[layer.path] = LayerThresholds(*sizes, about.weights[layer.path], quantiles(bins, GRID))
-    found = Thresholds(
+    thresholds = Thresholds(
         model=about.model,
         model_type=about.model_type,
         text_sha256=about.text_sha256,
@@ -174,7 +279,7 @@ def calibrate(
         all_layers=quantiles(calibration.all_bins(), GRID),
     )
     runs = [
-        _TargetRun(target, {path: (found.threshold(path, share, options.mode), share) for path, share in shares.items()})
+        _TargetRun(target, {path: (thresholds.threshold(path, share, options.mode), share) for path, share in shares.items()})
         for target, shares in targets.items()
     ]
     states = sparse_layers(model)
@@ -187,7 +292,7 @@ def calibrate(
             for run in runs:
                 run.add(model, about.layers, states, window, dense)
                 advance(len(window))
-    return replace(found, held_out=tuple(run.result(options) for run in runs))
+    return replace(thresholds, held_out=tuple(run.result(options) for run in runs))
 
 
 def work_tokens(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) -> int:
@@ -230,9 +335,9 @@ def collect(
     model: PreTrainedModel, layers: Sequence[ExpertsLayer], windows: Sequence[torch.Tensor], advance: Advance = _silent
 ) -> Calibration:
     """Collect the activations of one pass over `windows`, each (T,) int64, with every neuron; `advance(tokens)` is called after each."""
-    found = sparse_layers(model)
+    states = sparse_layers(model)
     sizes = {layer.path: (layer.num_experts, layer.intermediate) for layer in layers}
-    with calibrating({path: found[path] for path in sizes}, sizes) as made:
+    with calibrating({path: states[path] for path in sizes}, sizes) as made:
         for window in windows:
             with torch.inference_mode():  # without the head, as no logits are needed
                 model.base_model(input_ids=window[None].to(model.device), use_cache=False)
@@ -304,11 +409,11 @@ class _TargetRun:
     ) -> None:
         for path, (threshold, share) in self.layers.items():
             states[path].set_threshold(threshold, share)
-        found = compare_logits(dense, logits_of(model, window), window)
-        self.dense_nats += math.log(found.stock_perplexity) * (len(window) - 1)
-        self.nats += math.log(found.injected_perplexity) * (len(window) - 1)
+        comparison = compare_logits(dense, logits_of(model, window), window)
+        self.dense_nats += math.log(comparison.stock_perplexity) * (len(window) - 1)
+        self.nats += math.log(comparison.injected_perplexity) * (len(window) - 1)
         self.predicted += len(window) - 1
-        self.agreed += found.top1_agreement * len(window)
+        self.agreed += comparison.top1_agreement * len(window)
         self.positions += len(window)
         for layer in layers:
             active, neurons = states[layer.path].counts.tolist()
@@ -392,13 +497,13 @@ class SparsitySetup:
         start = time.perf_counter()
         layers = [sparse for sparse in self.layers if sparse.file is None]
         made = collect(model, [sparse.layer for sparse in layers], self.windows)
-        found = {}
+        thresholds = {}
         for sparse in layers:
             path = sparse.layer.path
             bins = made.all_bins() if sparse.options.mode == "global" else made.layers[path].bins
             if not bins.any():
                 raise ThresholdsError(f"{path}: no token reaches this layer in a calibration; remove its sparsity, or set 'thresholds'")
-            found[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]
+            thresholds[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]
         logger.warning(
             "sparsity: there is no thresholds file, so %d layers were calibrated on %d tokens of a bundled text (%.1f s); "
             "'moegraft calibrate --text FILE' writes a file from your text and reports what the sparsity costs",
@@ -406,7 +511,7 @@ class SparsitySetup:
             sum(map(len, self.windows)),
             time.perf_counter() - start,
         )
-        return found
+        return thresholds
 
 
 def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *, trust_remote_code: bool = False) -> SparsitySetup:
@@ -419,7 +524,7 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
     Raises:
         ThresholdsError: a file is not for this model, or there is no file and no tokenizer for a calibration.
     """
-    own = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
+    default_file = folder / FILE_NAME if folder is not None and (folder / FILE_NAME).is_file() else None
     drafts = (swap.traits.draft_sparsity for swap in plan.swaps)
     draft = next((share for share in drafts if share is not None), None)
     layers = []
@@ -429,7 +534,7 @@ def prepare_sparsity(plan: Plan, model: PreTrainedModel, folder: Path | None, *,
             layer = experts_layer(swap.module, model)
             drafted = () if draft is None else (layer.draft_target(options, draft),)
             targets = (layer.routed_target(options), *drafted)
-            layers.append(_SparseLayer(layer, options, options.thresholds or own, targets))
+            layers.append(_SparseLayer(layer, options, options.thresholds or default_file, targets))
     files = {path: read_thresholds(path) for path in dict.fromkeys(sparse.file for sparse in layers) if path is not None}
     for sparse in layers:
         reason = None if sparse.file is None else sparse.layer.why_unfit(files[sparse.file])

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast
-from moegraft.injection.estimate.planned import Workload
-from moegraft.injection.estimate.speed import tokens_text
+from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast, tokens_text
+from moegraft.injection.estimate.memory import Workload
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleErrors, read_rules
@@ -66,7 +65,7 @@ def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, reg
         UnsupportedModelError: no operator can replace this model's experts.
     """
     pattern, cache = _linear_pattern(registry), kv_cache(meta_model.skeleton)
-    found: list[Candidate] = []
+    written: list[Candidate] = []
     refused: RuleErrors | None = None
     for choice in _choices(target, packs_linears=pattern is not None):
         try:
@@ -76,11 +75,11 @@ def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, reg
             refused = error
             continue
         figures = forecast(meta_model, planned, load, target, registry, cache=cache)
-        found.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
-    if not found:
+        written.append(Candidate(choice, _rules(choice, pattern, load, figures), figures))
+    if not written:
         assert refused is not None, "every candidate is planned or refused"
         raise UnsupportedModelError(f"no rules can be written for {meta_model.model_class}: {refused.diagnostics[0].message}")
-    return found
+    return written
 
 
 def _choices(target: TargetMachine, *, packs_linears: bool) -> Iterator[Choice]:
@@ -91,9 +90,9 @@ def _choices(target: TargetMachine, *, packs_linears: bool) -> Iterator[Choice]:
             yield from (Choice(experts, linear, gpu) for linear in linears)
 
 
-def choose(found: Sequence[Candidate], goal: Goal) -> Candidate | None:
+def choose(written: Sequence[Candidate], goal: Goal) -> Candidate | None:
     """Return the fastest candidate that fits, and the most exact of several equally fast; for quality the most exact. None: none fits."""
-    fitting = [candidate for candidate in found if candidate.forecast.fits]
+    fitting = [candidate for candidate in written if candidate.forecast.fits]
     if not fitting:
         return None
     if goal == "quality":
@@ -161,17 +160,17 @@ def _expect(count: int | None) -> list[str]:
     return [f"  expect: {count}  # any other number is an error: the file is for this model"] if count else []
 
 
-def file_text(chosen: Candidate, found: Sequence[Candidate], meta_model: MetaModel, about: Sequence[str], goal: Goal) -> str:
+def file_text(chosen: Candidate, written: Sequence[Candidate], meta_model: MetaModel, about: Sequence[str], goal: Goal) -> str:
     """Return the text of the rule file; `about` are lines on the machine and the model for its comments."""
-    comments = [*about, f"Goal: {goal}. All candidates; > marks the one in this file:", *_table(chosen, found), *_cost(chosen)]
+    comments = [*about, f"Goal: {goal}. All candidates; > marks the one in this file:", *_table(chosen, written), *_cost(chosen)]
     # A model's name may hold any character, and must not end the comment.
     head = [f"# {re.sub(r'[^ -~]', '?', line)}".rstrip() for line in comments]
     return "\n".join([*head, "version: 1", f"requires: {{model_type: {meta_model.model_type}}}", "rules:"]) + "\n" + chosen.rules
 
 
-def _table(chosen: Candidate, found: Sequence[Candidate]) -> list[str]:
+def _table(chosen: Candidate, written: Sequence[Candidate]) -> list[str]:
     lines = [f"  {'':4} {'experts':8} {'linear':8} {'memory':>12} {'of the GPU':>12}  {'decode':>14}  {'prompts':>14}"]
-    for candidate in found:
+    for candidate in written:
         choice, gpu = candidate.choice, candidate.forecast.gpu
         memory, of_gpu = _gib(candidate.forecast.memory.needed), _gib(gpu.needed) if gpu is not None else "-"
         goals: tuple[Goal, ...] = ("decode", "prefill")

@@ -17,9 +17,9 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from moegraft.operators.cpu import InstructionSet, instruction_sets, kernel_in_use
 from moegraft.operators.errors import human_bytes
 from moegraft.operators.machine import Gpu, cpu_info, probe_machine
-from moegraft.operators.self_test import InstructionSet, instruction_sets, kernel_in_use
 
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONAL = ("triton", "fastapi")
@@ -148,11 +148,11 @@ def _quota(text: str) -> float | None:
 
 
 def _compiler() -> str | None:
-    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if found is None:
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
         return None
-    done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-    return next(iter(done.stdout.splitlines()), found)
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return next(iter(done.stdout.splitlines()), compiler)
 
 
 def _packages() -> Iterator[Package]:
@@ -171,10 +171,10 @@ def _packages() -> Iterator[Package]:
 def package(name: str, wanted: str, *, optional: bool = False) -> Package:
     """Compare the installed version with the wanted one."""
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         return Package(name, None, wanted, optional)
-    return Package(name, found, wanted, Requirement(f"{name}{wanted}").specifier.contains(found, prereleases=True))
+    return Package(name, installed, wanted, Requirement(f"{name}{wanted}").specifier.contains(installed, prereleases=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ class Problem:
 
 def find_problems(facts: Facts) -> list[Problem]:
     """Return errors first, then warnings, then notices."""
-    found = [*_installation(facts), *_kernel(facts), *_cpu_and_memory(facts), *_gpu(facts)]
-    return sorted(found, key=lambda problem: SEVERITIES.index(problem.severity))
+    problems = [*_installation(facts), *_kernel(facts), *_cpu_and_memory(facts), *_gpu(facts)]
+    return sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity))
 
 
 def _installation(facts: Facts) -> Iterator[Problem]:

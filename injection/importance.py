@@ -149,7 +149,7 @@ def measure_importance(
             last = model.base_model(input_ids=part[None].to(model.device), use_cache=False)[0]
             made.add_linear(OUTPUT, last)
             advance(len(part))
-    found = made.found()
-    if not all(bool(each.isfinite().all()) for each in found.values()):
+    importance = made.found()
+    if not all(bool(each.isfinite().all()) for each in importance.values()):
         raise UnsupportedModelError("an activation is not finite: the importance of weights cannot be measured; give --imatrix none")
-    return found
+    return importance

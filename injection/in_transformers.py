@@ -134,8 +134,7 @@ class MoegraftQuantizer(HfQuantizer):
         from moegraft.injection.checkpoint.files import weight_files
         from moegraft.injection.grafting import graft
         from moegraft.injection.injected import place
-        from moegraft.injection.meta_model import MetaModel, stored_dtype
-        from moegraft.injection.model_source import ModelSource, as_floats
+        from moegraft.injection.meta_model import MetaModel, ModelSource, as_floats, stored_dtype
         from moegraft.injection.planning import plan
 
         assert self._rules is not None, "transformers validates first"

@@ -51,8 +51,8 @@ class Injection:
     @property
     def model_operator(self) -> ModelOperator | None:
         """The operator of kind `model`, which replaces no module and answers `generate`."""
-        found = self.operators.get("")
-        return found if isinstance(found, ModelOperator) else None
+        operator = self.operators.get("")
+        return operator if isinstance(operator, ModelOperator) else None
 
     @property
     def follows(self) -> bool:
@@ -170,7 +170,7 @@ class InjectedModel:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the modules that stay, with a warning that the replaced ones are missing."""
-        found: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc] # of the stock class, which comes after this one
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc] # of the stock class, which comes after this one
         replaced = self.moegraft.replacing if hasattr(self, "moegraft") else {}
         if replaced:
             warnings.warn(
@@ -178,7 +178,7 @@ class InjectedModel:
                 f"({next(iter(replaced))}, ...), so no model can be restored from it; use the stock model's, or the checkpoint",
                 stacklevel=2,
             )
-        return found
+        return state
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """
@@ -343,8 +343,8 @@ def _ties_outside(ties: Mapping[str, str], paths: Iterable[str]) -> dict[str, st
 
 def injection_of(model: PreTrainedModel) -> Injection | None:
     """Return `model.moegraft`; None for a stock model."""
-    found = getattr(model, "moegraft", None)
-    return found if isinstance(found, Injection) else None
+    injection = getattr(model, "moegraft", None)
+    return injection if isinstance(injection, Injection) else None
 
 
 def new_cache(model: PreTrainedModel) -> Any:

@@ -9,8 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moegraft.injection.rules.diagnostics import Diagnostic, Findings, Position, RuleErrors, nearest, shown
-from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, plain_text, read_document
+from moegraft.injection.rules.document import (
+    Diagnostic,
+    Findings,
+    ListNode,
+    MappingNode,
+    Node,
+    Position,
+    RuleErrors,
+    ScalarNode,
+    nearest,
+    plain_text,
+    read_document,
+    shown,
+)
 from moegraft.injection.rules.ktransformers import KWARGS, TheirClass, their_class
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError, why_unusable
 from moegraft.injection.rules.rule import LEAVE_ALONE, layer_of, runs
@@ -116,24 +128,24 @@ def _read_rule(node: Node, patterns: Patterns, findings: Findings) -> TheirRule 
 
 
 def _unknown(node: MappingNode, known: tuple[str, ...], where: str) -> list[str]:
-    found = []
+    unknown = []
     for entry in node:
         if entry.key not in known:
             near = nearest(entry.key, known)
             meant = f"; did you mean '{near}'?" if near else ""
-            found.append(f"line {entry.position.line}: KTransformers has no key {shown(entry.key)} in {where}{meant}")
-    return found
+            unknown.append(f"line {entry.position.line}: KTransformers has no key {shown(entry.key)} in {where}{meant}")
+    return unknown
 
 
 def _mapping(node: MappingNode, key: str, known: tuple[str, ...] | None, doubts: list[str]) -> MappingNode:
     """Return a part of a rule, or an empty mapping; a missing part and unknown keys are added to `doubts`."""
-    found = node.get(key)
-    if isinstance(found, MappingNode):
-        doubts += _unknown(found, known, key) if known is not None else []
-        return found
-    empty = isinstance(found, ScalarNode) and found.value is None
+    value = node.get(key)
+    if isinstance(value, MappingNode):
+        doubts += _unknown(value, known, key) if known is not None else []
+        return value
+    empty = isinstance(value, ScalarNode) and value.value is None
     if not (key == "kwargs" and empty) and not any("did you mean" in doubt for doubt in doubts):
-        doubts.append(f"{key} is missing" if found is None else f"{key} must be a mapping, not {found}")
+        doubts.append(f"{key} is missing" if value is None else f"{key} must be a mapping, not {value}")
     return MappingNode((), node.position)
 
 
@@ -207,13 +219,13 @@ def expert_weights(rule: TheirRule) -> tuple[str, Sequence[str]]:
 
 def unknown_arguments(rule: TheirRule) -> tuple[str, ...]:
     """Return notes on arguments that no known version of KTransformers uses; KTransformers ignores them."""
-    found = []
+    unknown = []
     for key in rule.kwargs:
         if key not in KWARGS:
             near = nearest(key, KWARGS)
             meant = f"; did you mean '{near}'?" if near else "; it has no equivalent"
-            found.append(f"argument {shown(key)} is not known{meant}")
-    return tuple(found)
+            unknown.append(f"argument {shown(key)} is not known{meant}")
+    return tuple(unknown)
 
 
 OLD_BLOCK = "block_sparse_moe"  # the name of Mixtral's `mlp` before transformers 5

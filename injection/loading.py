@@ -19,7 +19,7 @@ from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import KeyMap
 from moegraft.injection.checkpoint.sources import StoredWeights, live_source
 from moegraft.injection.injected import Injection, place
-from moegraft.injection.model_source import ModelSource
+from moegraft.injection.meta_model import ModelSource
 from moegraft.injection.progress import ProgressLine, progress_line
 from moegraft.operators.base import Operator
 from moegraft.operators.decode.states import split_passes
@@ -197,10 +197,10 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 
 def _taken(keymap: KeyMap, operators: Mapping[str, Operator]) -> set[str]:
     """Return the keys that only operators read. A key that other modules need as well (a split projection) is read twice."""
-    own = tuple(f"{path}." for path in operators)
-    taken = {key for name, target in keymap.targets.items() if name.startswith(own) for key in target.all_keys}
-    kept = {key for name, target in keymap.targets.items() if not name.startswith(own) for key in target.all_keys}
-    return taken - kept
+    prefixes = tuple(f"{path}." for path in operators)
+    taken = {key for name, target in keymap.targets.items() if name.startswith(prefixes) for key in target.all_keys}
+    others = {key for name, target in keymap.targets.items() if not name.startswith(prefixes) for key in target.all_keys}
+    return taken - others
 
 
 def _some(names: list[str]) -> str:
@@ -209,8 +209,8 @@ def _some(names: list[str]) -> str:
 
 
 def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
-    own = tuple(f"{path}." for path in operators)
-    missing = [name for name in keymap.missing if not name.startswith(own)]
+    prefixes = tuple(f"{path}." for path in operators)
+    missing = [name for name in keymap.missing if not name.startswith(prefixes)]
     if missing:
         raise CheckpointError(f"{source.folder}: nothing in this checkpoint feeds {_some(missing)}; a shard or keys are missing")
 

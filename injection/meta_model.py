@@ -1,30 +1,313 @@
-"""A model on meta with its checkpoint: the input of `plan` and `graft`."""
+"""From a hub id or folder to a model on meta with its checkpoint, config and tokenizer: the input of `plan` and `graft`."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
-
-from moegraft.injection.checkpoint.files import open_checkpoint
-from moegraft.injection.checkpoint.quantised import paired, quantisation_of
-from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
-from moegraft.injection.model_source import (
-    ModelSource,
-    dequantising,
-    find_model,
-    is_quantised,
-    meta_skeleton,
-    refuse_quantised,
-    resolve_folder,
-    with_gguf,
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
-from moegraft.operators.decode.mtp_layers import REPEATED, is_declared_mtp_key, why_no_mtp, with_declared_mtp
-from moegraft.operators.errors import UnsupportedModelError
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from moegraft.injection.checkpoint.files import open_checkpoint, weight_files
+from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, paired, quantisation_of, why_unreadable
+from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
+from moegraft.operators.autoload import METHOD
+from moegraft.operators.decode.mtp_layers import REPEATED, add_mtp_layers, is_declared_mtp_key, mtp_layers, why_no_mtp, with_declared_mtp
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
+
+if TYPE_CHECKING:
+    from moegraft.injection.checkpoint.gguf.model import GgufModel
+
+# Everything but weights. `weight_files` lists those that transformers would load, as some repositories hold them in several forms.
+DOWNLOADED = ["*.json", "*.txt", "*.jinja", "*.model", "*.py"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The files of a model.
+
+    Attributes:
+        gguf: the weights; None if they are in `folder`.
+        quantised: the quantisation settings of the weights, which `config` lacks.
+    """
+
+    folder: Path
+    config: PretrainedConfig
+    model_class: type[PreTrainedModel]
+    gguf: GgufModel | None = None
+    quantised: Mapping[str, Any] | None = None
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{path}: this machine has no user of that name") from None
+
+
+def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """Return the folder of a model. The files of a hub model are downloaded to Hugging Face's cache; `weights` includes its weights.
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    name = str(model)
+    path = _expanded(name)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path}: this is a file; name the folder that holds config.json and the weights")
+    if _looks_like_path(name):
+        raise CheckpointError(f"{name}: no such folder")
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+        return Path(snapshot_download(name, allow_patterns=weight_files(folder))) if weights else folder
+    except HFValidationError as error:
+        raise CheckpointError(f"{name}: neither a folder here nor a hub id (owner/name)") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{name}: no folder of that name here, and the hub could not provide it ({reason})") from error
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """
+    Raises:
+        CheckpointError: there is no config, or it cannot be read.
+        UnsupportedModelError: this version of transformers does not know the model type.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json in this folder; name the folder of a Hugging Face checkpoint")
+    _check_config(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{path}: {error_sentence(error)}") from error
+    except StrictDataclassError as error:
+        raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from error
+    except _CONFIG_ERRORS as error:
+        raise CheckpointError(f"{path}: not a readable model config ({error_sentence(error)})") from error
+    assert isinstance(config, PretrainedConfig), f"AutoConfig returned a {type(config).__name__}"
+    return config
+
+
+# What the classes of transformers raise for values that they do not expect.
+_CONFIG_ERRORS = (OSError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
+MAX_LAYERS = 512  # four times those of the deepest models; a layer takes milliseconds even on meta
+MAX_INTEGER = (1 << 31) - 1
+_ANY_INTEGER = re.compile(r"max_len")  # where it is a limit that is not used, configs have 10^30
+_LAYERS = re.compile(r"(layers|layer|depth|blocks)$")
+
+
+def _check_config(path: Path) -> None:
+    """Refuse values with which model classes compute unchecked.
+
+    Raises:
+        CheckpointError: the file is no JSON mapping, or has a value that no model has.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a readable model config ({error_sentence(error)})") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path}: not a readable model config (a mapping is expected, not a {type(body).__name__})")
+    architectures, auto_map = body.get("architectures") or [], body.get("auto_map") or {}
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(f"{path}: 'architectures' must be a list of class names; download the file again")
+    if not isinstance(auto_map, dict):
+        raise CheckpointError(f"{path}: 'auto_map' must be a mapping; download the file again")
+    waiting: list[tuple[str, object]] = list(body.items())
+    while waiting:
+        name, value = waiting.pop()
+        if name in SETTINGS_KEYS and value is not None and not isinstance(value, dict):
+            raise CheckpointError(f"{path}: '{name}' must be a mapping; download the file again")
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, inner) for inner in value]
+        elif (
+            isinstance(value, int) and not _ANY_INTEGER.search(name) and abs(value) > (MAX_LAYERS if _LAYERS.search(name) else MAX_INTEGER)
+        ):
+            raise CheckpointError(f"{path}: '{name}' is {str(value)[:100]}, more than any model has; download the file again")
+
+
+def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the checkpoint is quantised by a method that cannot be read.
+    """
+    settings = quantisation_of(config)
+    reason = None if settings is None else why_unreadable(settings)
+    if reason is not None:
+        raise UnsupportedModelError(f"{folder}: this checkpoint is quantised by a method that cannot be loaded: {reason}")
+
+
+def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
+    """Return the class that generates text with this config: the config's architecture, else its causal language model.
+
+    The architecture comes first because the checkpoint's keys are named after it: an image-text model's weights have other names than
+    those of its language model alone.
+
+    Raises:
+        UnsupportedModelError: transformers has no such class.
+    """
+    remote = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    found: Any = None
+    if remote and trust_remote_code:
+        found = get_class_from_dynamic_module(remote, str(folder))
+    else:
+        named = [getattr(transformers, name, None) for name in config.architectures or []]
+        generating = [cls for cls in named if isinstance(cls, type) and issubclass(cls, GenerationMixin)]
+        found = generating[0] if generating else AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if found is None:
+        hint = "; the model has its own code: pass trust_remote_code=True if you trust it" if remote else ""
+        raise UnsupportedModelError(f"{folder}: transformers has no text-generating class for model type '{config.model_type}'{hint}")
+    assert issubclass(found, PreTrainedModel), f"{found} is no PreTrainedModel"
+    model_class: type[PreTrainedModel] = found
+    return model_class
+
+
+def _config_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
+    """Return the part of a composite config that `model_class` is built from."""
+    text_class = config.sub_configs.get("text_config")
+    return config.get_text_config() if text_class is not None and model_class.config_class == text_class else config
+
+
+def find_model(
+    model: str | os.PathLike[str], *, trust_remote_code: bool = False, weights: bool = True, gguf: str | os.PathLike[str] | None = None
+) -> ModelSource:
+    """Resolve a hub id or folder to its files, config and model class; `gguf` holds the weights instead of the folder.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `resolve_folder`, `read_config`, `find_class` and `with_gguf`.
+    """
+    folder = resolve_folder(model, weights=weights and gguf is None)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
+    config = _config_of(model_class, config)
+    stated = getattr(config, SETTINGS_KEYS[0], None)
+    if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD:
+        config = as_floats(config)
+    source = ModelSource(folder, config, model_class)
+    return source if gguf is None else with_gguf(source, gguf)
+
+
+def folder_rules(model: object) -> dict[str, Any] | None:
+    """Return the rules that the config.json of a model's folder states; None where it states none, or is not on this machine."""
+    try:
+        body = json.loads((Path(str(model)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        settings = body["quantization_config"]
+        return dict(settings["rules"]) if settings["quant_method"] == METHOD else None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError):  # read_config reports what is wrong
+        return None
+
+
+def as_floats(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy without quantisation settings, which transformers would act on."""
+    config = deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for key in SETTINGS_KEYS:
+            if getattr(part, key, None) is not None:
+                delattr(part, key)
+    return config
+
+
+def is_quantised(source: ModelSource) -> bool:
+    """Whether the weights are quantised by a method that can be read."""
+    settings = quantisation_of(source.config)
+    return settings is not None and why_unreadable(settings) is None
+
+
+def dequantising(source: ModelSource) -> ModelSource:
+    """Return a source with the quantisation settings apart from the config; `source` itself if its weights are not quantised.
+
+    Raises:
+        UnsupportedModelError: they are quantised by a method that cannot be read.
+    """
+    refuse_quantised(source.folder, source.config)
+    settings = quantisation_of(source.config)
+    return source if settings is None else replace(source, config=as_floats(source.config), quantised=settings)
+
+
+def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
+    """Return the same model with its weights in GGUF files; of one for text and images, the language model, as the files have no more.
+
+    Raises:
+        CheckpointError: the files are damaged, or belong to another model.
+        UnsupportedModelError: GGUF files of this family cannot be loaded.
+    """
+    from moegraft.injection.checkpoint.gguf.families import FAMILIES
+    from moegraft.injection.checkpoint.gguf.model import open_gguf
+
+    # The config's quantisation is that of the folder's own weights.
+    config = as_floats(source.config)
+    text = config.get_text_config()
+    language_model: Any = AutoModelForCausalLM._model_mapping.get(type(text), None)
+    if text is not config and text.model_type in FAMILIES and language_model is not None:
+        source, config = replace(source, model_class=language_model), text
+    return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))
+
+
+def meta_skeleton(source: ModelSource, dtype: torch.dtype, *, mtp: bool = False) -> PreTrainedModel:
+    """Build the stock model with every parameter on meta. Rules are matched against it, and checkpoint keys mapped to it.
+
+    Args:
+        mtp: whether it has its layers for multi-token prediction as well.
+
+    Raises:
+        UnsupportedModelError: the class cannot be built from the config.
+    """
+    try:
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = source.model_class._from_config(deepcopy(source.config), dtype=dtype)
+            if mtp:
+                add_mtp_layers(skeleton)
+                mtp_layers(skeleton).to(dtype)
+    except _CONFIG_ERRORS as error:
+        name = source.model_class.__name__
+        raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {error_sentence(error)}") from error
+    return skeleton
+
+
+def read_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Read the tokenizer beside a checkpoint.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+    """
+    hint = "tokenizer.json, or the files of this model type's own tokenizer, must be in the folder"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        # The exceptions of transformers and tokenizers for a missing or damaged file vary by file.
+        raise CheckpointError(f"{folder}: no tokenizer can be read ({error_sentence(error).rstrip(' :')}); {hint}") from error
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        # For some model types transformers returns a tokenizer with an empty vocabulary when the files are missing.
+        raise CheckpointError(f"{folder}: no tokenizer can be read (its vocabulary is empty); {hint}")
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -155,10 +438,10 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point or parsed.itemsize < 2:
         raise UnsupportedModelError(f"dtype {dtype!r}: give 'float32', 'float16', 'bfloat16' or a torch dtype")
-    return found
+    return parsed
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:

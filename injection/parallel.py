@@ -67,12 +67,12 @@ def _number(variable: str, default: int) -> int:
 def _timeout_s() -> float:
     text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= LOADING_S:
+        seconds = 0.0
+    if not 0 < seconds <= LOADING_S:
         raise MoegraftError(f"{TIMEOUT_VARIABLE} must be a number of seconds above 0 and at most {LOADING_S:.0f}, not {text!r}")
-    return found
+    return seconds
 
 
 def check_distributed_config(config: Any, processes: int) -> None:
@@ -82,13 +82,13 @@ def check_distributed_config(config: Any, processes: int) -> None:
         UnsupportedModelError: it describes something else.
     """
     for name, expected in (("tp_size", processes), ("ep_size", processes)):
-        found = getattr(config, name, None)
-        if found not in (None, expected):
-            raise UnsupportedModelError(f"distributed_config.{name} is {found}, and {processes} processes were started")
+        value = getattr(config, name, None)
+        if value not in (None, expected):
+            raise UnsupportedModelError(f"distributed_config.{name} is {value}, and {processes} processes were started")
     for name in ("tp_plan", "fsdp_size", "fsdp_plan", "pp_plan"):
-        found = getattr(config, name, None)
-        if found not in (None, {}, 1):
-            raise UnsupportedModelError(f"distributed_config.{name} is {found!r:.100}: only experts are divided over processes; remove it")
+        value = getattr(config, name, None)
+        if value not in (None, {}, 1):
+            raise UnsupportedModelError(f"distributed_config.{name} is {value!r:.100}: only experts are divided over processes; remove it")
 
 
 def report_to_others(failure: Exception) -> None:
@@ -262,8 +262,8 @@ class Processes:
     @property
     def threads(self) -> int:
         """The CPU threads of this process: the processes of a machine divide its cores, unless each has been given its own."""
-        held = [cpu for cores in self._neighbours.values() for core in cores for cpu in core]
-        return threads_of_each(1 if held and len(set(held)) == len(held) else self._local)
+        cpus = [cpu for cores in self._neighbours.values() for core in cores for cpu in core]
+        return threads_of_each(1 if cpus and len(set(cpus)) == len(cpus) else self._local)
 
     def take_cores(self, threads: int) -> None:
         """Keep the threads of this process on its part of the machine's cores, while processes that were given the same cores share them.
@@ -280,11 +280,11 @@ class Processes:
         part = part_of(cores, sorted(self._neighbours).index(self.rank), count)
         if threads > len(part):
             return
-        own = {cpu for core in part for cpu in core}
+        cpus = {cpu for core in part for cpu in core}
         for thread in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread.name), own)
-        logger.info("%s: CPUs %s", self.peers[self.rank], ", ".join(map(str, sorted(own))))
+                os.sched_setaffinity(int(thread.name), cpus)
+        logger.info("%s: CPUs %s", self.peers[self.rank], ", ".join(map(str, sorted(cpus))))
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -307,16 +307,18 @@ class Processes:
             MoegraftError: of `compute` here or, with its rank, elsewhere.
         """
         try:
-            own = compute()
+            result = compute()
         except Exception as error:  # noqa: BLE001 # the others end with any
             return self._gather(None, error)
-        return self._gather(own)
+        return self._gather(result)
 
-    def _gather(self, own: Any, failure: Exception | None = None) -> list[Any]:
+    def _gather(self, result: Any, failure: Exception | None = None) -> list[Any]:
         """Return the object of each process; raise the failure of any."""
-        found: list[Any] = [None] * self.count
+        results: list[Any] = [None] * self.count
         try:
-            dist.all_gather_object(found, (socket.gethostname(), own, None if failure is None else _text_of(failure)), group=self._loading)
+            dist.all_gather_object(
+                results, (socket.gethostname(), result, None if failure is None else _text_of(failure)), group=self._loading
+            )
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads must end before the interpreter does
             if failure is None:
@@ -324,11 +326,11 @@ class Processes:
                 raise GroupLostError(reason) from error
         if failure is not None:
             raise failure
-        self.peers = [Peer(rank, host) for rank, (host, _, _) in enumerate(found)]
-        failed = [(peer, text) for peer, (_, _, text) in zip(self.peers, found, strict=True) if text is not None]
+        self.peers = [Peer(rank, host) for rank, (host, _, _) in enumerate(results)]
+        failed = [(peer, text) for peer, (_, _, text) in zip(self.peers, results, strict=True) if text is not None]
         if failed:
             raise MoegraftError("; ".join(f"{peer}: {text}" for peer, text in failed))
-        return [each for _, each, _ in found]
+        return [each for _, each, _ in results]
 
     def divide(self, rule: ShareRule, whole: Plan) -> Shares:
         """Return the shares of the processes, which all of them compute alike from what each of them has.
@@ -341,15 +343,17 @@ class Processes:
                 model.
             NotEnoughMemoryError: the experts do not fit in the memory of all processes.
         """
-        held = {swap.module: swap.footprint for swap in whole.swaps if swap.operator_type.kind == "experts"}
+        footprints = {swap.module: swap.footprint for swap in whole.swaps if swap.operator_type.kind == "experts"}
         layers = [
-            (swap.module, swap.operator, swap.traits.identity, swap.footprint.total_bytes) for swap in whole.swaps if swap.module in held
+            (swap.module, swap.operator, swap.traits.identity, swap.footprint.total_bytes)
+            for swap in whole.swaps
+            if swap.module in footprints
         ]
 
         def offer() -> _Offer | None:
             if rule != "auto":
                 return None
-            experts = sum(footprint.by_device.get("cpu", 0) for footprint in held.values())
+            experts = sum(footprint.by_device.get("cpu", 0) for footprint in footprints.values())
             rest = whole.bytes_by_device.get("cpu", 0) - experts
             return _Offer(probe_machine().available_bytes // self._local, _read_gbps(), experts, rest)
 
@@ -402,14 +406,14 @@ def _physical_cores() -> tuple[Core, ...]:
     """Return the cores that this process may use, those of a socket together; empty where the system does not report them."""
     try:
         allowed = os.sched_getaffinity(0)
-        found: dict[tuple[int, int], list[int]] = {}
+        by_core: dict[tuple[int, int], list[int]] = {}
         for cpu in sorted(allowed):
             topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
             socket_id, first = ((topology / name).read_text() for name in ("physical_package_id", "thread_siblings_list"))
-            found.setdefault((int(socket_id), int(re.split("[-,]", first)[0])), []).append(cpu)
+            by_core.setdefault((int(socket_id), int(re.split("[-,]", first)[0])), []).append(cpu)
     except (AttributeError, OSError, ValueError):
         return ()
-    return tuple(tuple(found[key]) for key in sorted(found))
+    return tuple(tuple(by_core[key]) for key in sorted(by_core))
 
 
 def _machine_id() -> str:
@@ -431,9 +435,9 @@ def divide_by_speed(speeds: Sequence[float], memory: Sequence[int], needed: int)
     """
     bounds = [max(0.0, size / max(needed, 1)) for size in memory]
     if sum(bounds) < 1 or min(bounds) == 0:
-        held = ", ".join(human_bytes(max(size, 0)) for size in memory)
+        sizes = ", ".join(human_bytes(max(size, 0)) for size in memory)
         raise NotEnoughMemoryError(
-            f"the experts take {human_bytes(needed)}, and the processes have {held} for them (rank 0 also holds the rest of the model); "
+            f"the experts take {human_bytes(needed)}, and the processes have {sizes} for them (rank 0 also holds the rest of the model); "
             "a smaller weight type (weights: int4 in the rule file) or another machine would help"
         )
     shares = [0.0] * len(speeds)

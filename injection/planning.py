@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 from moegraft.injection.checkpoint.sources import StoredWeights
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.rules import Diagnostic, Rule, RuleFile, read_rules
-from moegraft.injection.rules.diagnostics import Findings
-from moegraft.injection.rules.document import MappingNode
+from moegraft.injection.rules.document import Findings, MappingNode
 from moegraft.injection.rules.matching import ModelModules, apply_rules
 from moegraft.injection.rules.rule import grouped
 from moegraft.operators.base import Footprint, InPlaceOperator, Operator, Traits
@@ -246,14 +245,14 @@ def swap_rows(swaps: Sequence[Swap], *, each: bool = False) -> list[tuple[str, R
 
 def given_options(kwargs: MappingNode | None, options: object, path: str = "") -> list[str]:
     """Return the options that a rule sets, as `name=value` with the resolved value."""
-    found = []
+    texts = []
     for entry in kwargs or ():
         value: Any = getattr(options, entry.key)
         if isinstance(entry.value, MappingNode) and is_dataclass(value):
-            found += given_options(entry.value, value, f"{path}{entry.key}.")
+            texts += given_options(entry.value, value, f"{path}{entry.key}.")
         else:
-            found.append(f"{path}{entry.key}={value}")
-    return found
+            texts.append(f"{path}{entry.key}={value}")
+    return texts
 
 
 def total_bytes(devices: Iterable[Mapping[str, int]]) -> dict[str, int]:

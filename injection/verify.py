@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
-from moegraft.injection.meta_model import open_weights
-from moegraft.injection.model_source import ModelSource, meta_skeleton
+from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights
 from moegraft.operators.base import InPlaceOperator, Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
@@ -216,7 +215,7 @@ def compare_logits(stock: torch.Tensor, injected: torch.Tensor, ids: torch.Tenso
 
 
 @contextmanager
-def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockModules, found: dict[str, LayerError]) -> Iterator[None]:
+def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockModules, errors: dict[str, LayerError]) -> Iterator[None]:
     """Compare the output of every injected module with the stock module's, and return the stock output from it.
 
     So every comparison is on the activations of the stock model, and the error of an early layer does not affect later ones. Operators
@@ -229,12 +228,12 @@ def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockMod
             if isinstance(operator, InPlaceOperator):
                 stack.enter_context(operator.set_aside(model.get_submodule(path)))
             else:
-                hook = operator.register_forward_hook(_comparing(path, operator, stock, found), with_kwargs=True)
+                hook = operator.register_forward_hook(_comparing(path, operator, stock, errors), with_kwargs=True)
                 stack.callback(hook.remove)
         yield
 
 
-def _comparing(path: str, operator: Operator, stock: StockModules, found: dict[str, LayerError]) -> Callable[..., torch.Tensor]:
+def _comparing(path: str, operator: Operator, stock: StockModules, errors: dict[str, LayerError]) -> Callable[..., torch.Tensor]:
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         stock_module = stock.make(path)
         dtype = next(stock_module.parameters()).dtype
@@ -245,7 +244,7 @@ def _comparing(path: str, operator: Operator, stock: StockModules, found: dict[s
             return value.to("cpu", dtype) if value.is_floating_point() else value.to("cpu")
 
         expected: torch.Tensor = stock_module(*map(to_stock, args), **{name: to_stock(value) for name, value in kwargs.items()})
-        found[path] = _layer_error(path, operator, output, expected, stock.stored_types(path))
+        errors[path] = _layer_error(path, operator, output, expected, stock.stored_types(path))
         return expected.to(output.dtype).to(output.device)
 
     return compare
@@ -277,8 +276,8 @@ class StockModules:
 
     def stored_types(self, path: str) -> frozenset[str]:
         """Return the weight types of a module whose weights are stored in blocks."""
-        found = self._weights.stored_types(path)
-        return frozenset() if found is None else frozenset((found.gate_up, found.down))
+        types = self._weights.stored_types(path)
+        return frozenset() if types is None else frozenset((types.gate_up, types.down))
 
     def make(self, path: str) -> nn.Module:
         """Build the module at `path`, in float32 if that fits in memory, else in the stored dtype.

@@ -137,8 +137,8 @@ def _bytes(numbers: torch.Tensor) -> Bytes:
 
 def _halves(scales: torch.Tensor) -> Bytes:
     """Return a float16 for each block."""
-    found: Bytes = scales.reshape(-1, 1).half().numpy().view(np.uint8)
-    return found
+    halves: Bytes = scales.reshape(-1, 1).half().numpy().view(np.uint8)
+    return halves
 
 
 def _nibbles(codes: Bytes, size: int) -> Bytes:
@@ -397,14 +397,14 @@ def _words(values: Bytes, dtype: str) -> Bytes:
 
 def _sums(fields: Bytes, bits: int) -> Bytes:
     """Return numbers of `bits` bits side by side: (..., k) as (...), the first in the lowest bits."""
-    found: Bytes = (fields.astype(np.uint32) << np.arange(0, bits * fields.shape[-1], bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
-    return found
+    sums: Bytes = (fields.astype(np.uint32) << np.arange(0, bits * fields.shape[-1], bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return sums
 
 
 def _signs_and_places(signs: Bytes, places: Bytes) -> Bytes:
     """Return four times seven signs and a scale of 4 bits in a word; the eighth sign follows from the others."""
-    found: Bytes = _sums(signs & 127, 7) | places.astype(np.uint32) << 28
-    return found
+    packed: Bytes = _sums(signs & 127, 7) | places.astype(np.uint32) << 28
+    return packed
 
 
 def _iq3_s(points: Bytes, signs: Bytes, places: Bytes, _: Bytes) -> list[Bytes]:
@@ -445,12 +445,12 @@ def _ternary(x: torch.Tensor, weight: torch.Tensor, pack: Callable[[Bytes], list
 
 def _tq1_0(codes: Bytes) -> list[Bytes]:
     """Return five numbers in a byte, as the upper byte of 256 / 243 times their value in base 3: 160 columns, 80 and 16."""
-    found = []
+    packed = []
     for first, last, size in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
         digits = codes[:, first:last].reshape(len(codes), -1, size).astype(np.uint32)
         value = sum(digits[:, place] * 3 ** (4 - place) for place in range(digits.shape[1]))
-        found.append(((value * 256 + 242) // 243).astype(np.uint8))
-    return found
+        packed.append(((value * 256 + 242) // 243).astype(np.uint8))
+    return packed
 
 
 def _with_fifth_bits(codes: Bytes) -> list[Bytes]:

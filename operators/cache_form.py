@@ -113,15 +113,15 @@ def _token_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
     from transformers.cache_utils import CacheLayerMixin
 
     text = config.get_text_config()
-    own = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    configs = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
     layers: list[Any] = DynamicCache(config=text).layers
-    attention = [isinstance(layer, CacheLayerMixin) for layer in layers] if len(layers) == len(own) else [True] * len(own)
-    found = []
-    for layer, has_keys in zip(own, attention, strict=True):
+    attention = [isinstance(layer, CacheLayerMixin) for layer in layers] if len(layers) == len(configs) else [True] * len(configs)
+    sizes = []
+    for layer, has_keys in zip(configs, attention, strict=True):
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        found.append(int(2 * heads * size * dtype.itemsize) if has_keys else 0)
-    return found
+        sizes.append(int(2 * heads * size * dtype.itemsize) if has_keys else 0)
+    return sizes
 
 
 def _filled(model: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
     from moegraft.operators.expert_group import ExpertGroup
     from moegraft.operators.offload.model_experts import ModelEngines
-    from moegraft.operators.sparse.choice import PathChoices
     from moegraft.operators.sparsity import SparseLayers
 
 
@@ -62,13 +61,6 @@ class InjectionContext:
         from moegraft.operators.offload.model_experts import ModelEngines
 
         return ModelEngines(self.runtime)
-
-    @cached_property
-    def path_choices(self) -> PathChoices:
-        """The measured choice among the kernels for sparse experts."""
-        from moegraft.operators.sparse.choice import PathChoices, choices_path
-
-        return PathChoices(choices_path())
 
     def warn_once(self, logger: logging.Logger, message: str) -> None:
         """Log a warning that holds for many layers of this model once."""

@@ -74,8 +74,8 @@ def attention(
     number: int,
 ) -> torch.Tensor:
     """The attention registered under `number`; for inference only: its callers leave calls with gradients to PyTorch."""
-    found: torch.Tensor = _operators[number].compute((query, key, value), mask, sinks, scale, softcap, causal)
-    return found
+    out: torch.Tensor = _operators[number].compute((query, key, value), mask, sinks, scale, softcap, causal)
+    return out
 
 
 @attention.register_fake

@@ -83,13 +83,13 @@ class Shares:
         ranks = len(self.sizes)
         if num_experts < ranks:
             raise UnsupportedModelError(f"{num_experts} experts cannot be spread over {ranks} processes; start at most {num_experts}")
-        whole, ends, held = sum(self.sizes), [0], 0.0
+        total, ends, cumulative = sum(self.sizes), [0], 0.0
         for place, size in enumerate(self.sizes):
-            held += size
-            end = round(held / whole * num_experts)
+            cumulative += size
+            end = round(cumulative / total * num_experts)
             ends.append(min(max(end, ends[-1] + 1), num_experts - (ranks - 1 - place)))
-        own = self.rank if rank is None else rank
-        return range(ends[own], ends[own + 1])
+        rank = self.rank if rank is None else rank
+        return range(ends[rank], ends[rank + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +122,13 @@ class _Buffer:
     def part(self, start: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return the tensor that begins at a byte."""
         key = start, sizes, dtype
-        found = self._parts.get(key)
-        if found is None:
+        array = self._parts.get(key)
+        if array is None:
             if len(self._parts) >= KEPT_PARTS:
                 self._parts.clear()
             end = start + math.prod(sizes) * dtype.itemsize
-            found = self._parts[key] = self._bytes[start:end].view(dtype).view(sizes)
-        return found
+            array = self._parts[key] = self._bytes[start:end].view(dtype).view(sizes)
+        return array
 
     def question(self, rows: int, top_k: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the rows (T, H), ids (T, K) int64 and weights (T, K) float32 of a message."""
@@ -331,11 +331,11 @@ class ExpertGroup:
 
         The tensors of an output are sent; caches are not, and are None there.
         """
-        found: list[torch.Tensor | ModelOutput] = []
+        values: list[torch.Tensor | ModelOutput] = []
         stream = io.BytesIO()
         try:
-            yield found.append
-            outputs = found[0]
+            yield values.append
+            outputs = values[0]
             torch.save([type(outputs).__name__, _on_host(outputs)], stream)
         except BaseException as error:
             if not isinstance(error, GroupLostError):
@@ -410,13 +410,13 @@ class ExpertGroup:
 
     def statistics(self) -> list[Mapping[str, object]]:
         """Return a row for each rank: its share, the layers it was asked for, and the mean time that rank 0 computed or waited for it."""
-        own = {"rank": 0, "share": self._share_of(0), "calls": self._calls, "compute_us": _mean_us(self._own_s, self._calls)}
+        leading = {"rank": 0, "share": self._share_of(0), "calls": self._calls, "compute_us": _mean_us(self._own_s, self._calls)}
         others = [
             {"rank": link.peer.rank, "host": link.peer.host, "share": self._share_of(link.peer.rank), "calls": link.calls,
              "waited_us": _mean_us(link.waited_s, link.calls)}
             for link in self._others
         ]  # fmt: skip
-        return [own, *others]
+        return [leading, *others]
 
     def _share_of(self, rank: int) -> float:
         return round(self.shares.sizes[rank] / sum(self.shares.sizes), 4)
@@ -475,12 +475,12 @@ class ExpertGroup:
         Raises:
             GroupLostError: rank 0 is lost, has closed the model, or failed; the message has its error.
         """
-        found = self._served()
-        if found is None:
+        served = self._served()
+        if served is None:
             raise GroupLostError("rank 0 has closed the model and gives no result")
-        if isinstance(found, str):
-            raise GroupLostError(f"rank 0 failed: {found}")
-        return found
+        if isinstance(served, str):
+            raise GroupLostError(f"rank 0 failed: {served}")
+        return served
 
     def _served(self) -> torch.Tensor | ModelOutput | str | None:
         """Compute until rank 0 sends a result or an error, and return it; None when it closes the model."""
@@ -498,8 +498,8 @@ class ExpertGroup:
                 result = buffer.part(HEADER_BYTES, (count,)).numpy().tobytes()
                 if rows == FAILED:
                     return result.decode(errors="replace")
-                name, found = torch.load(io.BytesIO(result), weights_only=True)
-                return getattr(outputs_of_generate, name, ModelOutput)(**found) if isinstance(found, dict) else found
+                name, value = torch.load(io.BytesIO(result), weights_only=True)
+                return getattr(outputs_of_generate, name, ModelOutput)(**value) if isinstance(value, dict) else value
             elif kind == STOP:
                 break
         if not self._closed.is_set():

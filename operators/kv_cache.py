@@ -66,8 +66,9 @@ class QuantizedKvCacheOptions:
     def missing_reason(self) -> str | None:
         """Return which package the backend lacks and how to install it, or None where the backend can run."""
         if self.backend == "fp8":
-            found = hasattr(cache_utils, "Fp8QuantizedLayer")
-            return None if found else "this version of transformers has no fp8 cache: install transformers 5.23, or write 'backend: hqq'"
+            if hasattr(cache_utils, "Fp8QuantizedLayer"):
+                return None
+            return "this version of transformers has no fp8 cache: install transformers 5.23, or write 'backend: hqq'"
         return None if find_spec("hqq") else "hqq is not installed; install it with pip install 'moegraft[kv-cache]' (or pip install hqq)"
 
 

@@ -37,8 +37,8 @@ def _grid(low: float, high: float, count: int) -> torch.Tensor:
 
 def _scalars(module: nn.Module) -> list[float]:
     """Return the positive numbers among a module's attributes: its clamps and scales, under any name."""
-    held = (value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool))
-    return sorted({float(value) for value in held if 0 < value < PROBE_RANGE})
+    numbers = (value for value in vars(module).values() if isinstance(value, int | float) and not isinstance(value, bool))
+    return sorted({float(value) for value in numbers if 0 < value < PROBE_RANGE})
 
 
 def _evaluate(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -67,10 +67,10 @@ def recognise_gate(module: nn.Module) -> GateSpec | None:
     the module may be on meta. What is found is kept for the next call, as long as the module has the same functions and numbers.
     """
     apply = getattr(module, "_apply_gate", None)
-    held = {name: value for name, value in vars(module).items() if value is None or isinstance(value, int | float | str)}
-    seen = (type(module), getattr(apply, "__func__", apply), getattr(module, "act_fn", None), getattr(module, "config", None), held)
+    constants = {name: value for name, value in vars(module).items() if value is None or isinstance(value, int | float | str)}
+    seen = (type(module), getattr(apply, "__func__", apply), getattr(module, "act_fn", None), getattr(module, "config", None), constants)
     known, gate = _recognised.get(module, (None, None))
-    if known is None or any(a is not b for a, b in zip(known[:-1], seen[:-1], strict=True)) or known[-1] != held:
+    if known is None or any(a is not b for a, b in zip(known[:-1], seen[:-1], strict=True)) or known[-1] != constants:
         gate = _probe_gate(module)
         _recognised[module] = (seen, gate)
     return gate
@@ -91,10 +91,10 @@ def _probe_gate(module: nn.Module) -> GateSpec | None:
             return None
         near = _grid(-0.9, 0.9, 37)
         at_zero, at_one = _evaluate(module, near, _values(0.0, 0.9)).unbind(-1)
-        found = _match_activation(module, near, (at_one - at_zero) / 0.9)
-        if found is None:
+        match = _match_activation(module, near, (at_one - at_zero) / 0.9)
+        if match is None:
             return None
-        name, alpha = found
+        name, alpha = match
         offset = float((at_zero / ((at_one - at_zero) / 0.9)).nan_to_num(0.0)[-1])
         return _with_limits(module, name, alpha, round(offset, 3))
 
@@ -192,9 +192,9 @@ def why_unsupported(module: nn.Module) -> str | None:
     needed = {"down_proj", "gate_up_proj" if module.has_gate else "up_proj"}
     if module.has_bias:
         needed |= {f"{name}_bias" for name in needed}
-    held = {name for name, _ in module.named_parameters(recurse=False)}
-    if held != needed:
-        return f"{type(module).__name__} holds {_names(held)} where {_names(needed)} is expected"
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    if parameters != needed:
+        return f"{type(module).__name__} holds {_names(parameters)} where {_names(needed)} is expected"
     if recognise_gate(module) is None:
         return f"{type(module).__name__} has a gate function of a form that the kernel does not support"
     return None
@@ -238,10 +238,10 @@ def experts_per_token(config: PretrainedConfig) -> int:
         UnsupportedModelError: the config does not state it.
     """
     text: Any = config.get_text_config()
-    found = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
-    if found is None:
+    top_k = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
+    if top_k is None:
         raise UnsupportedModelError(f"the config of {config.model_type} does not state the number of experts per token")
-    return found
+    return top_k
 
 
 def shared_intermediate(path: str, model: nn.Module) -> int:
@@ -251,7 +251,7 @@ def shared_intermediate(path: str, model: nn.Module) -> int:
     for owner in (block, layer):
         shared = [child for name, child in model.get_submodule(owner).named_children() if "shared" in name]
         downs = [module for child in shared for name, module in child.named_modules() if name.rpartition(".")[2] in SHARED_DOWN]
-        found = sum(int(module.in_features) for module in downs if hasattr(module, "in_features"))
-        if found:
-            return found
+        total = sum(int(module.in_features) for module in downs if hasattr(module, "in_features"))
+        if total:
+            return total
     return 0

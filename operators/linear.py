@@ -132,8 +132,8 @@ class QuantizedLinear(Operator):
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
         assert isinstance(module, nn.Linear), "unsupported_reason refuses all others"
         parts = _parts(module.out_features, _weight_type(options, dtype))
-        held = sum(PackedLinear.nbytes_for(rows, module.in_features, weight_type) for rows, weight_type in parts)
-        return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): held})
+        nbytes = sum(PackedLinear.nbytes_for(rows, module.in_features, weight_type) for rows, weight_type in parts)
+        return Footprint({"cpu" if options.gpu == "none" or why_unavailable() else str(options.device): nbytes})
 
     @classmethod
     def build(cls, module: nn.Module, options: QuantizedLinearOptions, context: InjectionContext) -> Self:
@@ -163,21 +163,21 @@ class QuantizedLinear(Operator):
         parts = _parts(self.out_features, self._weight_type)
         segments = None if len(parts) == 1 else source.segments()
         sources = [source] if segments is None else segments.sources
-        held = [self._pack(each, *part, advance) for each, part in zip(sources, parts, strict=True)]
+        packed = [self._pack(each, *part, advance) for each, part in zip(sources, parts, strict=True)]
         bias = rounded(source.read_shaped("bias", (self.out_features,))).contiguous().float() if self.has_bias else None
         if bias is not None:
             assert segments is None, "no layer that is stored in several tensors has a bias"
-            held[0].pack_bias(as_array(bias))
+            packed[0].pack_bias(as_array(bias))
             self._bias_bytes = as_array(bias).tobytes()
             advance(bias.numel() * source.dtype.itemsize)
         if self._device.type == "cpu":
-            self._packed, self._segments = held, None if segments is None else replace(segments, sources=())
+            self._packed, self._segments = packed, None if segments is None else replace(segments, sources=())
         else:
             # Triton need not be installed where there is no GPU.
             from moegraft.operators.kernels.linear import PackedLinearOnGpu
 
             # A copy, as torch wants memory that may be written to.
-            packed_bytes = torch.from_numpy(held[0].buffer.copy()).to(self._device)
+            packed_bytes = torch.from_numpy(packed[0].buffer.copy()).to(self._device)
             bias = None if bias is None else bias.to(self._device)
             self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self._weight_type, packed_bytes, bias)
 

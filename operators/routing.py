@@ -86,8 +86,8 @@ def score_function(output: RouterOutput) -> str:
 
 def follows(scores: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor) -> bool:
     """Return whether the weights (T, K) of the chosen experts are proportional to their scores (T, E) for every token."""
-    found = _shares(scores.gather(-1, top_k_index.long()))
-    return bool(((found - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
+    shares = _shares(scores.gather(-1, top_k_index.long()))
+    return bool(((shares - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
 
 
 def _shares(weights: torch.Tensor) -> torch.Tensor:
@@ -213,12 +213,12 @@ class Router:
         Raises:
             UnsupportedModelError: neither the router nor its block states it.
         """
-        found = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
-        if not isinstance(found, int):
+        count = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
+        if not isinstance(count, int):
             raise UnsupportedModelError(
                 f"{self.path}: its router {type(self.module).__name__} does not state the number of experts per token"
             )
-        return found
+        return count
 
     def _routed_by_block(self, tokens: torch.Tensor, read: RouterOutput) -> RouterOutput:
         """Complete the output of a router that returns logits alone, where its block chooses (Jamba before transformers 5.2x)."""
@@ -242,14 +242,14 @@ def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None
 
 def experts_paths(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of the modules that hold a layer's routed experts, injected or not, in the model's order."""
-    found = (path for path, module in model.named_modules() if path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts"))
-    return tuple(path for path in found if sibling_router(model.get_submodule(path.rpartition(".")[0])) is not None)
+    paths = (path for path, module in model.named_modules() if path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts"))
+    return tuple(path for path in paths if sibling_router(model.get_submodule(path.rpartition(".")[0])) is not None)
 
 
 def sibling_router(block: nn.Module) -> nn.Module | None:
     """Return the router of a block with experts; None where it has none of its own."""
-    found = (getattr(block, name, None) for name in ROUTER_NAMES)
-    return next((module for module in found if isinstance(module, nn.Module)), None)
+    routers = (getattr(block, name, None) for name in ROUTER_NAMES)
+    return next((module for module in routers if isinstance(module, nn.Module)), None)
 
 
 def router_of(model: nn.Module, experts_path: str) -> Router:

@@ -34,7 +34,7 @@ class InForce:
 class DeviceSparsity(Protocol):
     """A layer's kernels on a GPU, whose module imports this one."""
 
-    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None: ...
+    def set_threshold(self, threshold: float, *, drafting: bool = False) -> None: ...
 
     def take_counts(self) -> tuple[int, int]: ...
 
@@ -97,15 +97,15 @@ class LayerSparsity:
     def attach(self, on_device: DeviceSparsity) -> None:
         """Use the kernels of a GPU from now on."""
         self._on_device = on_device
-        on_device.set_threshold(self.threshold, self.routed_target)
+        on_device.set_threshold(self.threshold)
         if self._draft_threshold is not None:
-            on_device.set_threshold(self._draft_threshold, self._draft_target, drafting=True)
+            on_device.set_threshold(self._draft_threshold, drafting=True)
 
     def set_draft_threshold(self, threshold: float, routed_target: float) -> None:
         """Set the threshold of drafts, which leave out more neurons."""
         self._draft_threshold, self._draft_target = threshold, routed_target
         if self._on_device is not None:
-            self._on_device.set_threshold(threshold, routed_target, drafting=True)
+            self._on_device.set_threshold(threshold, drafting=True)
 
     def set_threshold(self, threshold: float, routed_target: float, counts: NDArray[np.int64] | int = 0) -> None:
         """Set the threshold, its target and the counts."""
@@ -113,7 +113,7 @@ class LayerSparsity:
         self.counts[:] = counts
         self.routed_target = self._group.routed_target = routed_target
         if self._on_device is not None:
-            self._on_device.set_threshold(threshold, routed_target)
+            self._on_device.set_threshold(threshold)
         self._group.restart()
 
     def begin(self, tokens: int) -> None:
@@ -135,10 +135,10 @@ class LayerSparsity:
 
     def statistics(self) -> Mapping[str, object]:
         """Return the thresholds and the shares left out, by name."""
-        found: dict[str, object] = {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
+        figures: dict[str, object] = {"threshold": self.threshold, "routed_sparsity": self.achieved, "neurons": int(self.counts[1])}
         if self._draft_threshold is not None:
-            found |= {"draft_threshold": self._draft_threshold, "draft_routed_sparsity": achieved(self._draft_counts)}
-        return found
+            figures |= {"draft_threshold": self._draft_threshold, "draft_routed_sparsity": achieved(self._draft_counts)}
+        return figures
 
 
 @dataclass(eq=False, slots=True)

@@ -22,8 +22,8 @@ SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # names of the
 
 def is_experts(path: str, module: nn.Module) -> bool:
     """Return whether a module is named `experts` and holds all routed experts of a layer, as in transformers 5."""
-    own = dict(module.named_parameters(recurse=False))
-    return path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts") and any(p.dim() == 3 for p in own.values())
+    parameters = dict(module.named_parameters(recurse=False))
+    return path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts") and any(p.dim() == 3 for p in parameters.values())
 
 
 def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
@@ -64,14 +64,14 @@ def _class_sources(module: ModuleType) -> dict[str, str]:
         tree = ast.parse("".join(lines))
     except (OSError, TypeError, SyntaxError):  # defined in an interactive session, or in C
         return {}
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             inner = prefix
             if isinstance(child, ast.ClassDef):
                 first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                found.setdefault(prefix + child.name, "".join(lines[first - 1 : child.end_lineno]))
+                sources.setdefault(prefix + child.name, "".join(lines[first - 1 : child.end_lineno]))
                 inner = f"{prefix}{child.name}."
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 inner = f"{prefix}{child.name}.<locals>."
@@ -79,13 +79,13 @@ def _class_sources(module: ModuleType) -> dict[str, str]:
                 visit(child, inner)
 
     visit(tree, "")
-    return found
+    return sources
 
 
 @lru_cache(maxsize=512)
 def weights_read(owner: Any) -> frozenset[str]:
     """Return the names of the modules whose `weight` the code of a module's class reads itself, other than in training."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         match node:
@@ -94,12 +94,12 @@ def weights_read(owner: Any) -> frozenset[str]:
                     visit(statement)
                 return
             case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr=name), attr="weight"):
-                found.add(name)
+                names.add(name)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
     visit(ast.parse(textwrap.dedent(source_of(owner))))
-    return frozenset(found)
+    return frozenset(names)
 
 
 def is_linear(path: str, module: nn.Module, model: nn.Module) -> bool:
@@ -122,8 +122,8 @@ def is_attention(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a root-mean-square norm: one vector of weights, no children, a reciprocal root in its class's source."""
-    own = module._parameters
-    if set(own) != {"weight"} or own["weight"] is None or own["weight"].dim() != 1 or module._modules:
+    parameters = module._parameters
+    if set(parameters) != {"weight"} or parameters["weight"] is None or parameters["weight"].dim() != 1 or module._modules:
         return False
     owner: Any = type(module)
     return isinstance(module, nn.RMSNorm) or "rsqrt(" in source_of(owner) or "pow(mean_squared, -0.5)" in source_of(owner)
@@ -146,12 +146,12 @@ def recurrent_functions(owner: type[nn.Module]) -> Mapping[str, str]:
     """Return which functions of its file the forward pass of a class calls, each with its name in RECURRENT_RULES."""
     forward = inspect.unwrap(owner.forward)
     code, scope = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    found: dict[str, str] = {}
+    functions: dict[str, str] = {}
     for name in () if code is None else code.co_names:
         if inspect.isfunction(scope.get(name)):
             arguments = tuple(inspect.signature(scope[name]).parameters)
-            found.update((name, rule) for rule, first in RECURRENT_RULES.items() if arguments[: len(first)] == first)
-    return found
+            functions.update((name, rule) for rule, first in RECURRENT_RULES.items() if arguments[: len(first)] == first)
+    return functions
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -162,19 +162,19 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
     """Return every kind of `module`, which is at `path` (empty for the model itself)."""
-    found: set[Kind] = set()
+    result: set[Kind] = set()
     if not path:
         return frozenset({"model"})
     if is_experts(path, module):
-        found.add("experts")
+        result.add("experts")
     if is_router(path, module, model):
-        found.add("router")
+        result.add("router")
     if is_linear(path, module, model):
-        found.add("linear")
+        result.add("linear")
     if is_attention(module):
-        found.add("attention")
+        result.add("attention")
     if is_norm(module):
-        found.add("norm")
+        result.add("norm")
     if is_recurrent(module):
-        found.add("recurrent")
-    return frozenset(found)
+        result.add("recurrent")
+    return frozenset(result)

@@ -222,18 +222,18 @@ def _parsed(body: dict[str, Any]) -> Thresholds:
     # Older files have the scope under the key `counts`.
     held_out = [HeldOut(**{"scope" if name == "counts" else name: value for name, value in row.items()}) for row in body["held_out"]]
     given: dict[str, Any] = {**body, "layers": layers, "held_out": tuple(held_out)}
-    found = Thresholds(**{**given, "all_layers": _numbers(body["all_layers"]), "grid": _numbers(body["grid"])})
-    _check_numbers("grid", found.grid, len(found.grid), least=0.0)
-    _check_numbers("all_layers", found.all_layers, len(found.grid))
+    thresholds = Thresholds(**{**given, "all_layers": _numbers(body["all_layers"]), "grid": _numbers(body["grid"])})
+    _check_numbers("grid", thresholds.grid, len(thresholds.grid), least=0.0)
+    _check_numbers("all_layers", thresholds.all_layers, len(thresholds.grid))
     for name, layer in layers.items():
-        _check_numbers(f"quantiles of {name}", layer.quantiles, len(found.grid))
+        _check_numbers(f"quantiles of {name}", layer.quantiles, len(thresholds.grid))
         for field in fields(layer):
             value = getattr(layer, field.name)
             if field.name not in ("weights", "quantiles") and not (isinstance(value, int) and value >= 0):
                 raise ValueError(f"{field.name} of {name} is {value!r}")
-    if not (isinstance(found.top_k, int) and found.top_k > 0):
-        raise ValueError(f"top_k is {found.top_k!r}")
-    return found
+    if not (isinstance(thresholds.top_k, int) and thresholds.top_k > 0):
+        raise ValueError(f"top_k is {thresholds.top_k!r}")
+    return thresholds
 
 
 def _numbers(values: Any) -> tuple[float, ...]:
@@ -289,10 +289,10 @@ class ExpertsLayer:
     def why_unfit(self, thresholds: Thresholds) -> str | None:
         """Return why a thresholds file is not for this layer, or None where it is."""
         made_for = f"made for '{thresholds.model}' ({thresholds.model_type})"
-        found = thresholds.layers.get(self.path)
-        if found is None:
+        layer = thresholds.layers.get(self.path)
+        if layer is None:
             return f"{made_for}: it has no layer {self.path}"
-        theirs = (found.num_experts, found.hidden, found.intermediate, found.shared_intermediate, thresholds.top_k)
+        theirs = (layer.num_experts, layer.hidden, layer.intermediate, layer.shared_intermediate, thresholds.top_k)
         ours = (self.num_experts, self.hidden, self.intermediate, self.shared_intermediate, self.top_k)
         names = ("experts", "hidden", "intermediate", "shared neurons", "experts per token")
         for name, their, our in zip(names, theirs, ours, strict=True):

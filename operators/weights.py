@@ -230,10 +230,10 @@ def resolve_weight_types(
         integers = own in STORED_FORMATS and not FORMATS[own].floats and BLOCK_BYTES[own] <= BLOCK_BYTES.get(wanted, 0)
         return own if wanted == "stored" or integers else wanted
 
-    found = WeightTypes(kept(requested.gate_up, stored.gate_up), kept(requested.down, stored.down), stored.rows)
-    as_stored = stored.rows is None or (found.gate_up, found.down) == (stored.gate_up, stored.down)
-    if found.names & STORED_FORMATS and as_stored and supports(str(found)):
-        return found
+    types = WeightTypes(kept(requested.gate_up, stored.gate_up), kept(requested.down, stored.down), stored.rows)
+    as_stored = stored.rows is None or (types.gate_up, types.down) == (stored.gate_up, stored.down)
+    if types.names & STORED_FORMATS and as_stored and supports(str(types)):
+        return types
     return requested.map(lambda each: stored.whole if each == "stored" and stored.whole in known else each)
 
 

@@ -1,6 +1,6 @@
 """Processes that die and disks that fail: files are whole or absent, the next start works, and nothing remains of the last one.
 
-    pytest tests/test_crashes.py           # a process ends at, or meets an error in, every operation on files of seven scenes
+    pytest tests/test_crashes.py           # a process ends at, or meets an error in, every operation on files of six scenes
     pytest --long tests/test_crashes.py    # all scenes, and 200 kills at random moments
 
 A scene is played in a process of its own (support/crash_scenes.py), over a layer in which an operation on files fails, is cut short or
@@ -33,7 +33,7 @@ from moegraft.operators.atomic_file import SUFFIX
 REFUSED = 3  # support.crash_scenes
 ERROR, SHORT, KILL, KILL_SHORT = 1, 2, 3, 4  # support/faulty_files.c
 NEVER = 1 << 40
-SHORT_SCENES = ("save", "thresholds", "routing", "measurements", "choices", "timeline", "pack")
+SHORT_SCENES = ("save", "thresholds", "routing", "measurements", "timeline", "pack")
 LONG_SCENES = (*SHORT_SCENES, "init", "calibrate")
 KILLS = 200
 FAULTS = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import astuple
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from harness.rounds import percentiles
 from harness.work_floor import Shape, Work, dense_work, sparse_work
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
+from moegraft.operators.offload.devices.cuda import capture_graph
 from moegraft.operators.reference import reference_experts
 
 QWEN3 = Shape(2048, 768, 128, 8, 0)  # Qwen3-30B-A3B
@@ -95,14 +96,29 @@ def place(session: Session) -> tuple[Shape, torch.device]:
 
 def measure(calls: Sequence[Call], device: torch.device, replays: int = 15) -> list[float]:
     """Milliseconds of one of `calls`, for each replay of a graph of them all; interpreted, once by the host's clock."""
-    if device.type == "cpu":
-        start = time.perf_counter()
+
+    def run() -> None:
         for call in calls:
             call()
-        return [(time.perf_counter() - start) * 1e3 / len(calls)]
-    from moegraft.operators.sparse.slots import replay_ms
 
-    return replay_ms(calls, device, replays)
+    if device.type == "cpu":
+        start = time.perf_counter()
+        run()
+        return [(time.perf_counter() - start) * 1e3 / len(calls)]
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()  # compiles
+        graph = capture_graph(device, stream, run)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        graph.replay()
+        for event in events[:-1]:
+            event.record(stream)
+            graph.replay()
+        events[-1].record(stream)
+        stream.synchronize()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return [start.elapsed_time(end) / len(calls) for start, end in pairwise(events)]
 
 
 @cache
@@ -235,7 +251,7 @@ def grouped_mm(weights: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> None
 
 def sparse(session: Session, weight_type: str, tokens: Sequence[int], shares: Sequence[float] = (SPARSITY,)) -> Iterator[Row]:
     """The sparse layout with a share of the neurons left out, by every path."""
-    from moegraft.operators.sparse.slots import SLOT_PATHS, SparseSlotExperts
+    from moegraft.operators.kernels.sparse_slots import SLOT_PATHS, SparseSlotExperts
 
     shape, device = place(session)
     layer = packed_layer(shape, weight_type, device, rows=True)
@@ -245,7 +261,7 @@ def sparse(session: Session, weight_type: str, tokens: Sequence[int], shares: Se
         # the threshold that leaves the share out of the first batch
         _, acted = next(experts.activations(calls[0].x[:64], layer.arena, calls[0].slots[:64]))
         threshold = float(acted.abs().flatten()[: 1 << 24].quantile(share))
-        experts.set_threshold(threshold, share)
+        experts.set_threshold(threshold)
         works = []
         for batch in calls:
             parts = [(part, acts.abs() >= threshold) for part, acts in experts.activations(batch.x, layer.arena, batch.slots)]

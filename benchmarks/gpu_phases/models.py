@@ -32,9 +32,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, 
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.injection import graft, load, plan
-from moegraft.injection.calibration import collect, sparse_layers
+from moegraft.injection.calibration import collect, quantiles, sparse_layers
 from moegraft.injection.demo import demo_path
-from moegraft.operators.activations import quantiles
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.offload.engine import Engine

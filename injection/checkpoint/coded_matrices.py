@@ -76,10 +76,10 @@ class ScaledCodes:
     def rows(self, chosen: slice) -> ScaledCodes:
         """Return the matrix of some rows, with scales of each row."""
         count = self.codes.shape[0]
-        own = [None if each is None else each.repeat_interleave(self.block[0], 0)[:count][chosen] for each in (self.scales, self.zeros)]
-        assert own[0] is not None
+        parts = [None if each is None else each.repeat_interleave(self.block[0], 0)[:count][chosen] for each in (self.scales, self.zeros)]
+        assert parts[0] is not None
         of_matrix = self.of_matrix if self.of_matrix is None or len(self.of_matrix) == 1 else self.of_matrix[chosen]
-        return replace(self, codes=self.codes[chosen], scales=own[0], zeros=own[1], block=(1, self.block[1]), of_matrix=of_matrix)
+        return replace(self, codes=self.codes[chosen], scales=parts[0], zeros=parts[1], block=(1, self.block[1]), of_matrix=of_matrix)
 
     def packed_as(self, weight_type: str) -> Codes | StoredBlocks | None:
         """Return the matrix in the codes of a kernel's type; None if that type cannot hold it without rounding.
@@ -177,14 +177,14 @@ def _scale_bytes(scales: torch.Tensor, form: ScaleForm, factor: float) -> NDArra
     numbers = scales.half() if form == "float16" else scales.float()
     if not (numbers * factor).isfinite().all():
         return None
-    found = _bytes_of(numbers)
+    scale_bytes = _bytes_of(numbers)
     if form != "quarters":
-        return found
-    shared = found.reshape(-1, 4, *found.shape[1:]) if len(found) % 4 == 0 else None
+        return scale_bytes
+    shared = scale_bytes.reshape(-1, 4, *scale_bytes.shape[1:]) if len(scale_bytes) % 4 == 0 else None
     if shared is None or not (shared == shared[:, :1]).all():
         return None
-    rows = np.arange(len(found))
-    return found[rows, :, rows % 4]
+    rows = np.arange(len(scale_bytes))
+    return scale_bytes[rows, :, rows % 4]
 
 
 def _code_bytes(codes: torch.Tensor, kind: CodeKind) -> NDArray[np.uint8] | None:
@@ -204,11 +204,11 @@ def _code_bytes(codes: torch.Tensor, kind: CodeKind) -> NDArray[np.uint8] | None
 
 def _float8_bytes(numbers: torch.Tensor) -> NDArray[np.uint8] | None:
     """Return the bytes of E4M3; None where one is NaN, which kernels do not know."""
-    found = _bytes_of(numbers.contiguous().view(torch.uint8))
-    return None if (found & 127 == 127).any() else found
+    scale_bytes = _bytes_of(numbers.contiguous().view(torch.uint8))
+    return None if (scale_bytes & 127 == 127).any() else scale_bytes
 
 
 def _bytes_of(numbers: torch.Tensor) -> NDArray[np.uint8]:
     """Return the bytes of (rows, n) numbers as (rows, n, bytes of a number)."""
-    found: NDArray[np.uint8] = numbers.contiguous().numpy().view(np.uint8).reshape(*numbers.shape, -1)
-    return found
+    as_bytes: NDArray[np.uint8] = numbers.contiguous().numpy().view(np.uint8).reshape(*numbers.shape, -1)
+    return as_bytes

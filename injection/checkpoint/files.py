@@ -205,8 +205,8 @@ class Checkpoint:
             if tensor.dtype is not None:
                 stored_bytes[tensor.dtype] += tensor.nbytes
         if not stored_bytes:
-            found = sorted({tensor.stored_dtype for tensor in self.tensors.values()})
-            raise CheckpointError(f"{self.folder}: no floating-point weights, only {', '.join(found)}; {SUPPORTED}")
+            dtypes = sorted({tensor.stored_dtype for tensor in self.tensors.values()})
+            raise CheckpointError(f"{self.folder}: no floating-point weights, only {', '.join(dtypes)}; {SUPPORTED}")
         return stored_bytes.most_common(1)[0][0]
 
 

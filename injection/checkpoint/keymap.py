@@ -92,10 +92,10 @@ def _conversions_of_mtp_layers(skeleton: PreTrainedModel) -> list[WeightTransfor
     layers = mtp_layers(skeleton)
     if layers is None or layers.config.model_type == skeleton.config.model_type:
         return []
-    found: list[WeightTransform] = get_checkpoint_conversion_mapping(layers.config.model_type) or []
-    for transform in found:
+    conversions: list[WeightTransform] = get_checkpoint_conversion_mapping(layers.config.model_type) or []
+    for transform in conversions:
         transform.scope_prefix, transform.base_model_prefix = MTP, skeleton.base_model_prefix
-    return found
+    return conversions
 
 
 def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
@@ -104,8 +104,8 @@ def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
         return {}
     first = body_layers(skeleton.config)
     renamings: list[WeightRenaming] = get_checkpoint_conversion_mapping("MtpModel") or []
-    found = {key: name for key in keys if (name := mtp_key(key, first)) is not None}
-    return {key: f"{MTP}.{rename_source_key(name.removeprefix(f'{MTP}.'), renamings, [])[0]}" for key, name in found.items()}
+    names = {key: name for key in keys if (name := mtp_key(key, first)) is not None}
+    return {key: f"{MTP}.{rename_source_key(name.removeprefix(f'{MTP}.'), renamings, [])[0]}" for key, name in names.items()}
 
 
 def _ignored(patterns: Iterable[str] | None, name: str) -> bool:

@@ -168,14 +168,14 @@ class _Pairing:
         Args:
             dtypes: those it may have; by default the floating-point ones.
         """
-        found = self.tensors.pop(key, None)
-        if found is None:
+        tensor = self.tensors.pop(key, None)
+        if tensor is None:
             raise CheckpointError(f"{weight.origin}: the {meaning} of this weight, {key}, are missing; download it again")
-        if dtypes and found.stored_dtype not in dtypes:
-            raise CheckpointError(f"{found.origin}: {meaning} of dtype {found.stored_dtype}, expected {' or '.join(dtypes)}")
-        if not dtypes and found.dtype is None and found.stored_dtype != "F8_E8M0":
-            raise CheckpointError(f"{found.origin}: {meaning} of dtype {found.stored_dtype}, which is no floating-point one")
-        return found
+        if dtypes and tensor.stored_dtype not in dtypes:
+            raise CheckpointError(f"{tensor.origin}: {meaning} of dtype {tensor.stored_dtype}, expected {' or '.join(dtypes)}")
+        if not dtypes and tensor.dtype is None and tensor.stored_dtype != "F8_E8M0":
+            raise CheckpointError(f"{tensor.origin}: {meaning} of dtype {tensor.stored_dtype}, which is no floating-point one")
+        return tensor
 
     def add(self, key: str, weight: Quantised) -> None:
         """Put a weight in the place of its tensors."""
@@ -222,14 +222,14 @@ def _fitting(weight: LazyTensor, shape: tuple[int, ...], scales: LazyTensor, blo
     for block in blocks:
         size = min(block[0] or rows, rows), min(block[1] or columns, columns)
         expected.setdefault((*lead, -(-rows // size[0]), -(-columns // size[1])), []).append(size)
-    found = expected.get(scales.shape, [])
+    sizes = expected.get(scales.shape, [])
     if scales.shape in ((), (1,)) and (0, 0) in blocks:
-        found = [(rows, columns)]
-    if len(set(found)) != 1:
+        sizes = [(rows, columns)]
+    if len(set(sizes)) != 1:
         named = [f" for blocks of {block}" for block in blocks if 0 not in block]
         form = " or ".join(map(str, expected)) + (named[0] if len(named) == 1 == len(blocks) else "")
         raise CheckpointError(f"{scales.origin}: shape {scales.shape}, expected {form} for a weight of shape {shape}")
-    return found[0]
+    return sizes[0]
 
 
 def _same_shape(tensor: LazyTensor, expected: tuple[int, ...], weight: LazyTensor) -> None:
@@ -247,12 +247,12 @@ def _at(tensor: LazyTensor, expert: int | None) -> torch.Tensor:
 def _whole_scales(scales: LazyTensor, shape: tuple[int, ...]) -> int:
     """Return how many parts of a matrix's rows have a scale each: 1 for whole matrices, 2 for fused gate and up; 0 for other scales."""
     *lead, rows, _ = shape
-    own = [*scales.shape]
-    while own and own[-1] == 1 and len(own) > len(lead):
-        own.pop()
-    if own == lead or scales.shape in ((), (1,)):
+    sizes = [*scales.shape]
+    while sizes and sizes[-1] == 1 and len(sizes) > len(lead):
+        sizes.pop()
+    if sizes == lead or scales.shape in ((), (1,)):
         return 1
-    return 2 if own == [*lead, 2] and rows % 2 == 0 else 0
+    return 2 if sizes == [*lead, 2] and rows % 2 == 0 else 0
 
 
 def _whole_scales_at(scales: LazyTensor, shape: tuple[int, ...], expert: int | None) -> torch.Tensor:
@@ -329,8 +329,8 @@ def _pair_mxfp4(pairing: _Pairing) -> None:
 
 
 def _powers(exponents: LazyTensor, expert: int | None) -> torch.Tensor:
-    found = _at(exponents, expert).int()
-    return torch.ldexp(torch.ones(found.shape), found - EXPONENT_BIAS)
+    codes = _at(exponents, expert).int()
+    return torch.ldexp(torch.ones(codes.shape), codes - EXPONENT_BIAS)
 
 
 def _read_fp4(codes: LazyTensor, scales: Callable[[int | None], torch.Tensor], block: Block, expert: int | None) -> ScaledCodes:
@@ -399,7 +399,7 @@ def _schemes(pairing: _Pairing) -> list[_Scheme]:
     groups = pairing.settings.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise pairing.wrong("config_groups", "a mapping of groups to their schemes")
-    found = []
+    schemes = []
     for name, group in groups.items():
         weights = group.get("weights")
         if weights is None:
@@ -422,8 +422,8 @@ def _schemes(pairing: _Pairing) -> list[_Scheme]:
         if strategy not in blocks:
             raise CheckpointError(f"{at}: strategy must be {', '.join(blocks)}, not {strategy!r:.100}")
         block = blocks[strategy]
-        found.append(_Scheme(kind, bits, (block[0], block[1])))
-    return found
+        schemes.append(_Scheme(kind, bits, (block[0], block[1])))
+    return schemes
 
 
 def _pair_compressed(pairing: _Pairing) -> None:
@@ -473,18 +473,18 @@ def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, scheme
     """Add a weight of compressed-tensors' `pack-quantized`: int32 with consecutive columns, zero points with consecutive rows."""
     *lead, rows, words = _matrices(codes)
     scales = pairing.take(codes, f"{name}_scale")
-    own = [scheme for scheme in schemes if scheme.kind == "int"]
-    if not any(scheme.bits in (4, 8) for scheme in own):
-        known = ", ".join(str(scheme.bits) for scheme in own) or "no"
+    integers = [scheme for scheme in schemes if scheme.kind == "int"]
+    if not any(scheme.bits in (4, 8) for scheme in integers):
+        known = ", ".join(str(scheme.bits) for scheme in integers) or "no"
         raise CheckpointError(f"{codes.origin}: integers of {known} bits cannot be read, only of 4 and 8 bits; {INSTEAD}")
     groups = scales.shape[-1] if scales.shape else 1
     fitting = set()
-    for scheme in own:
+    for scheme in integers:
         columns = groups * scheme.block[1] if scheme.block[1] else words * 32 // scheme.bits
         if scheme.bits in (4, 8) and -(-columns * scheme.bits // 32) == words:
             fitting.add((scheme.bits, columns, scheme.block))
     if len(fitting) != 1:
-        known = ", ".join(f"{scheme.bits} bits in blocks of {scheme.block}" for scheme in own)
+        known = ", ".join(f"{scheme.bits} bits in blocks of {scheme.block}" for scheme in integers)
         raise CheckpointError(f"{scales.origin}: shape {scales.shape} beside codes of shape {codes.shape}, expected {known}")
     bits, columns, allowed = fitting.pop()
     shape = (*lead, rows, columns)
@@ -518,8 +518,8 @@ def _refuse_act_order(order: LazyTensor, group: int) -> None:
     Raises:
         CheckpointError: columns of a group are not consecutive.
     """
-    found = order[...]
-    if not torch.equal(found.long(), torch.arange(len(found)) // group):
+    groups = order[...]
+    if not torch.equal(groups.long(), torch.arange(len(groups)) // group):
         raise CheckpointError(
             f"{order.origin}: the columns are grouped by activation order (act-order, desc_act), so that consecutive columns have unlike "
             "scales; quantise the model again without it (desc_act: false), or " + INSTEAD

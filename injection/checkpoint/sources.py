@@ -114,17 +114,17 @@ def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> _WeightType:
 
 def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTypes:
     return StoredTypes(
-        narrowest({found.packed for found in gate_up | down}),
-        narrowest({found.stored for found in gate_up}),
-        narrowest({found.stored for found in down}),
+        narrowest({each.packed for each in gate_up | down}),
+        narrowest({each.stored for each in gate_up}),
+        narrowest({each.stored for each in down}),
     )
 
 
 def _codes(matrix: ScaledCodes, weight_type: str, origin: str, lossless_types: Sequence[str]) -> Codes | StoredBlocks | None:
-    found = matrix.packed_as(weight_type)
-    if found is None and weight_type in STORED_FORMATS and weight_type in lossless_types:
+    packed = matrix.packed_as(weight_type)
+    if packed is None and weight_type in STORED_FORMATS and weight_type in lossless_types:
         raise CheckpointError(f"{origin}: a weight or scale is NaN or too large for {weight_type}; download it again, or set another type")
-    return found
+    return packed
 
 
 def _quantised(tensor: LazyTensor) -> Quantised | None:
@@ -202,8 +202,8 @@ class _PerExpert:
         if quantised is None:
             return None
         matrix = quantised.read(None)
-        own = matrix.rows(self._layout.rows(part)) if self._fused else matrix
-        return _codes(own, weight_type, self.origin(part, expert), quantised.lossless_types)
+        coded = matrix.rows(self._layout.rows(part)) if self._fused else matrix
+        return _codes(coded, weight_type, self.origin(part, expert), quantised.lossless_types)
 
     @property
     def weight_types(self) -> set[_WeightType]:
@@ -339,20 +339,20 @@ def _store(
 def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
     """Return the tensors by the expert number in their keys, one for each expert."""
     number = re.compile(r"experts\.(\d+)\.")
-    found: dict[int, LazyTensor] = {}
+    by_number: dict[int, LazyTensor] = {}
     for tensor in tensors:
         match = number.search(tensor.key)
         if match is None:
             raise CheckpointError(f"{tensor.origin}: no expert number in this key")
-        found[int(match[1])] = tensor
-    extra = [expert for expert in sorted(found) if expert >= layout.num_experts]
+        by_number[int(match[1])] = tensor
+    extra = [expert for expert in sorted(by_number) if expert >= layout.num_experts]
     if extra:
-        raise CheckpointError(f"{found[extra[0]].origin}: the model has only {layout.num_experts} experts, numbered from 0")
-    lacking = [expert for expert in range(layout.num_experts) if expert not in found]
+        raise CheckpointError(f"{by_number[extra[0]].origin}: the model has only {layout.num_experts} experts, numbered from 0")
+    lacking = [expert for expert in range(layout.num_experts) if expert not in by_number]
     if lacking:
         example = number.sub(f"experts.{lacking[0]}.", tensors[0].key)
         raise CheckpointError(f"{tensors[0].file}: {example} is missing, as are {len(lacking)} of {layout.num_experts} experts in all")
-    return [found[expert] for expert in range(layout.num_experts)]
+    return [by_number[expert] for expert in range(layout.num_experts)]
 
 
 class CheckpointLinear(WeightSource):
@@ -405,8 +405,8 @@ class CheckpointLinear(WeightSource):
         tensors = [self._tensors[key] for key in self._targets["weight"].all_keys]
         if not any(_quantised(tensor) for tensor in tensors):
             return None
-        own = {_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors}
-        return _stored_types(own, own)
+        types = {_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors}
+        return _stored_types(types, types)
 
     @property
     def _quantised(self) -> Quantised | None:

@@ -20,8 +20,7 @@ from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, 
 from moegraft.injection.cli.output import Terminal, plural
 from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import Injection
-from moegraft.injection.meta_model import MetaModel, build_meta_model
-from moegraft.injection.model_source import find_model, folder_rules, read_tokenizer
+from moegraft.injection.meta_model import MetaModel, build_meta_model, find_model, folder_rules, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
@@ -193,7 +192,7 @@ def target_machine(
         OptionsError: a size is not valid, or a bandwidth is stated without a GPU.
     """
     from moegraft.injection.estimate.forecast import TargetMachine
-    from moegraft.injection.estimate.planned import budget_of
+    from moegraft.injection.estimate.memory import budget_of
 
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None

@@ -6,10 +6,9 @@ import typer
 
 from moegraft.injection.cli.commands.calibrate import calibrate
 from moegraft.injection.cli.commands.check import check
-from moegraft.injection.cli.commands.diff import diff
 from moegraft.injection.cli.commands.doctor import doctor
 from moegraft.injection.cli.commands.drafts import drafts
-from moegraft.injection.cli.commands.explain import explain
+from moegraft.injection.cli.commands.explain import diff, explain
 from moegraft.injection.cli.commands.init import init
 from moegraft.injection.cli.commands.plan import plan
 from moegraft.injection.cli.commands.quantize import quantize

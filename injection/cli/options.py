@@ -217,10 +217,10 @@ def parse_size(text: str | None, option: str) -> int | None:
     """
     if text is None:
         return None
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise OptionsError(f"{option} {text}: give a size such as 24GiB")
-    return int(float(found["number"]) * 1024 ** _POWERS[found["unit"].upper()])
+    return int(float(match["number"]) * 1024 ** _POWERS[match["unit"].upper()])
 
 
 def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:

@@ -166,13 +166,13 @@ class Terminal:
         controls = CONTROLS if self.out.isatty() else {}
         encoding, errors = self.out.encoding, self.out.errors or "strict"
         crashes = not faulthandler.is_enabled()
-        with ExitStack() as restored, os.fdopen(os.memfd_create("moegraft-held"), "w+b", buffering=0) as held:
+        with ExitStack() as restored, os.fdopen(os.memfd_create("moegraft-held"), "w+b", buffering=0) as buffer:
             _flush()
             streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2) if _is_open(descriptor)}
             for descriptor, stream in streams.items():
                 restored.callback(os.close, stream)
                 restored.callback(os.dup2, stream, descriptor)
-                os.dup2(held.fileno(), descriptor)
+                os.dup2(buffer.fileno(), descriptor)
             restored.callback(_flush)  # the first of these, into what is held
             if crashes and 2 in streams:
                 faulthandler.enable(streams[2])  # what is held is lost if the process crashes
@@ -181,9 +181,9 @@ class Terminal:
                 yield lambda text: _write_all(streams[1], text.translate(controls).encode(encoding, errors))
             finally:
                 restored.close()
-                held.seek(0)
+                buffer.seek(0)
                 with suppress(OSError):  # nobody reads stderr, or it is closed
-                    _write_all(2, held.read())
+                    _write_all(2, buffer.read())
 
     def _print(self, text: str, style: str) -> None:
         self.notices.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -282,9 +282,9 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def diagnostic_json(found: Diagnostic) -> Json:
-    at = found.position
-    return {"file": at.file, "line": at.line, "column": at.column, "severity": found.severity, "message": found.message}
+def diagnostic_json(diagnostic: Diagnostic) -> Json:
+    at = diagnostic.position
+    return {"file": at.file, "line": at.line, "column": at.column, "severity": diagnostic.severity, "message": diagnostic.message}
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:

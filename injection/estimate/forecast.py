@@ -1,29 +1,231 @@
 """The forecast of a plan: its memory, whether it fits a machine, or several that divide the experts, its speed, and changes that would
 make it fit.
+
+Tokens per second are predicted from the modules that a token passes and the rates of the CPU and GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import nn
 
 from moegraft.injection.estimate.measure import Measurements, Network
-from moegraft.injection.estimate.memory import GpuMemory, Memory, gpu_memory_of, memory_of
-from moegraft.injection.estimate.planned import GpuBudget, PlannedModel, Workload
-from moegraft.injection.estimate.speed import Speed, Work, missing_rates, predict, predict_with_gpu, work_of
+from moegraft.injection.estimate.memory import GpuBudget, GpuMemory, Memory, PlannedModel, SlotGroup, Workload, gpu_memory_of, memory_of
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.parallel import KEPT_FREE, divide_by_speed
-from moegraft.injection.planning import Plan, plan
+from moegraft.injection.planning import Plan, Swap, plan
 from moegraft.injection.rules import RuleFile
+from moegraft.operators.base import GpuRates, Rate, RoutedExperts
 from moegraft.operators.cache_form import KvCache, kv_cache
 from moegraft.operators.errors import UnsupportedModelError, human_bytes
-from moegraft.operators.estimates import GpuRates
 from moegraft.operators.expert_group import Shares
 from moegraft.operators.layout import experts_per_token, read_layout
 from moegraft.operators.registry import OperatorRegistry
-from moegraft.operators.structure import kinds
+from moegraft.operators.structure import SHARED_NAMES, kinds
+from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weights import BLOCK_BYTES, WeightTypes
+
+# Weight types without a measured rate, and the type whose kernels have about the same rate.
+MEASURED_AS = {"float16": "bfloat16"} | {
+    name: min(("int4", "int8"), key=lambda measured: abs(BLOCK_BYTES[measured] - BLOCK_BYTES[name])) for name in STORED_FORMATS
+}
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
+HOST_MS = 0.2  # the scheduling of a layer in Python: host_us_per_layer in benchmarks/results/hybrid_modelled.csv, 2 slow cores
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A prediction; `missing` has the weight types without a measured rate, with which no speed is predicted."""
+
+    decode_tokens_s: float | None
+    prefill_tokens_s: float | None
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The weights of one module, or the sum over equal ones.
+
+    Attributes:
+        kind: `experts` or `linear`, which have different rates.
+        weights: the weight type.
+        nbytes, weight_count: bytes and number of all weights.
+        share: the share of the weights that one token needs: K / E for experts.
+        left_out: share of neurons whose up and down a token does not need.
+        device: `cpu`, `gpu`, or `slots` for experts in host memory and in slots.
+        is_shared: whether these are shared experts, which a GPU computes while routed ones are transferred or computed on the CPU.
+    """
+
+    kind: str
+    weights: str
+    nbytes: int
+    weight_count: int
+    share: float
+    left_out: float = 0.0
+    device: str = "cpu"
+    is_shared: bool = False
+
+    def seconds(self, measured: Measurements, tokens: int) -> float:
+        """Return the time of the CPU for this many tokens: of reading weights or of arithmetic, whichever is longer."""
+        rate = rate_of(self.kind, self.weights, measured)
+        assert rate is not None, "missing rates are reported first"
+        # Tokens choose experts independently: the expected share of experts that at least one token needs.
+        touched = 1 - (1 - self.share) ** tokens
+        # Neurons as well: the expected share of a touched expert that one of its tokens needs; its gate is always read.
+        of_expert = (3 - 2 * math.pow(self.left_out, tokens * self.share / touched)) / 3
+        reading_s = self.nbytes * touched * of_expert / (rate.decode_gbps * 1e9)
+        arithmetic_s = 2 * self.weight_count * self.share * tokens / (rate.prefill_gflops * 1e9)
+        return max(reading_s, arithmetic_s)
+
+    def gpu_seconds(self, rates: GpuRates, tokens: int) -> float:
+        return max(self.nbytes / rates.gbps / 1e9, 2 * self.weight_count * self.share * tokens / rates.tflops / 1e12)
+
+
+def work_of(planned: PlannedModel, *, on_gpu: bool = False) -> list[Work]:
+    """List the weights that a token passes: of operators, and of stock modules. Embeddings are looked up and cost nothing.
+
+    Args:
+        on_gpu: whether there is a GPU for the rules that ask for one; stock modules are on it as well.
+
+    Raises:
+        UnsupportedModelError: the config does not give the number of experts per token.
+    """
+    skeleton = planned.meta_model.skeleton
+    swaps = {swap.module: swap for swap in planned.plan.swaps if not swap.in_place}
+    sums: dict[Work, tuple[int, int]] = {}
+    for path, module in skeleton.named_modules():
+        parts = path.split(".")
+        if any(".".join(parts[:length]) in swaps for length in range(1, len(parts))):
+            continue
+        if path in swaps:
+            work = _replaced(swaps[path], module, planned, on_gpu)
+        else:
+            own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            if not own or isinstance(module, nn.Embedding):
+                continue
+            share = _share_per_token(module, planned) if "experts" in kinds(path, module, skeleton) else 1.0
+            work = Work("linear", DTYPE_NAMES[skeleton.dtype], own * skeleton.dtype.itemsize, own, share, device="gpu" if on_gpu else "cpu")
+        alike = replace(work, nbytes=0, weight_count=0, is_shared=any(part in SHARED_NAMES for part in parts))
+        nbytes, count = sums.get(alike, (0, 0))
+        sums[alike] = nbytes + work.nbytes, count + work.weight_count
+    return [replace(alike, nbytes=nbytes, weight_count=count) for alike, (nbytes, count) in sums.items()]
+
+
+def _replaced(swap: Swap, module: nn.Module, planned: PlannedModel, on_gpu: bool) -> Work:
+    device = "cpu"
+    if on_gpu and swap.traits.devices:
+        device = "gpu" if swap.traits.slots is None else "slots"
+    count = sum(parameter.numel() for parameter in module.parameters())
+    weights, nbytes = planned.weight_type(swap), swap.footprint.total_bytes
+    if "experts" not in kinds(swap.module, module, planned.meta_model.skeleton):
+        return Work("linear", weights, nbytes, count, 1.0, device=device)
+    return Work("experts", weights, nbytes, count, _share_per_token(module, planned), planned.left_out(swap), device)
+
+
+def _share_per_token(module: nn.Module, planned: PlannedModel) -> float:
+    num_experts = module.num_experts
+    assert isinstance(num_experts, int), "an experts module has the attribute num_experts"
+    return min(1.0, experts_per_token(planned.meta_model.source.config) / num_experts)
+
+
+def rate_of(kind: str, weights: str, measured: Measurements) -> Rate | None:
+    """Return the rate of the CPU, the slowest one of several types; None if one was not measured."""
+    rates = measured.experts if kind == "experts" else measured.linear
+    found = [rates.get(MEASURED_AS.get(name, name)) for name in WeightTypes.parse(weights).names]
+    known = [rate for rate in found if rate is not None]
+    if len(known) < len(found):
+        return None
+    return Rate(min(rate.decode_gbps for rate in known), min(rate.prefill_gflops for rate in known))
+
+
+def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_bytes: int, load: Workload, replays: bool = False) -> Speed:
+    """Predict the speed on the CPU from the time of each module and an overhead per layer.
+
+    Args:
+        kv_bytes: of the whole cache at `load.context`, which is read once per step.
+        replays: whether decode steps are native programs, which take less time between the layers.
+
+    The arithmetic of attention is ignored: it matters in prompts of tens of thousands of tokens.
+    """
+    works = list(works)
+    missing = missing_rates(works, measured)
+    if missing:
+        return Speed(None, None, missing)
+    overhead_s = layers * measured.layer_overhead_ms / 1e3
+    step_overhead_s = overhead_s
+    if replays and measured.step_overhead_ms is not None:
+        step_overhead_s = layers * measured.step_overhead_ms / 1e3
+    step_s = step_overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(work.seconds(measured, load.batch) for work in works)
+    prompt_s = overhead_s + sum(work.seconds(measured, load.prompt) for work in works)
+    return Speed(load.batch / step_s, load.prompt / prompt_s)
+
+
+def predict_with_gpu(
+    planned: PlannedModel, memory: GpuMemory, measured: Measurements, rates: GpuRates, *, layers: int, kv_bytes: int, load: Workload
+) -> Speed:
+    """Predict the speed with experts split by their schedule for even routing, and everything else on a GPU.
+
+    The GPU's time is that of reading weights and cache or of arithmetic, whichever is longer, with an overhead per layer.
+
+    Raises:
+        UnsupportedModelError: the config does not give the number of experts per token.
+    """
+    works = work_of(planned, on_gpu=True)
+    missing = missing_rates([work for work in works if work.device != "gpu"], measured)
+    if missing:
+        return Speed(None, None, missing)
+    routed = [(group, _routed_experts(group, planned)) for group in memory.groups]
+    layers_with_slots = sum(len(group.swaps) for group in memory.groups)
+
+    def taken_s(tokens: int) -> float:
+        seconds = layers * (measured.layer_overhead_ms + HOST_MS) / 1e3
+        shared_s = 0.0
+        for work in works:
+            if work.device == "cpu":
+                seconds += work.seconds(measured, tokens)
+            elif work.device == "gpu" and work.is_shared and layers_with_slots:
+                shared_s += work.gpu_seconds(rates, tokens)  # overlaps with the routed experts
+            elif work.device == "gpu":
+                seconds += work.gpu_seconds(rates, tokens)
+        shared_ms = 1e3 * shared_s / max(layers_with_slots, 1)
+        for group, experts in routed:
+            cpu = rate_of("experts", planned.weight_type(group.swaps[0]), measured)
+            assert cpu is not None, "missing rates are reported first"
+            seconds += len(group.swaps) * group.rule.layer_ms(experts, tokens, cpu, rates, shared_ms) / 1e3
+        return seconds
+
+    return Speed(load.batch / (taken_s(load.batch) + kv_bytes / rates.gbps / 1e9), load.prompt / taken_s(load.prompt))
+
+
+def missing_rates(works: Iterable[Work], measured: Measurements) -> tuple[str, ...]:
+    """Return the kinds and weight types without a measured rate."""
+    return tuple(sorted({f"{work.kind}, {work.weights}" for work in works if rate_of(work.kind, work.weights, measured) is None}))
+
+
+def _routed_experts(group: SlotGroup, planned: PlannedModel) -> RoutedExperts:
+    swap = group.swaps[0]
+    module = planned.meta_model.skeleton.get_submodule(swap.module)
+    count = sum(parameter.numel() for parameter in module.parameters()) / group.num_experts
+    return RoutedExperts(
+        num_experts=group.num_experts,
+        top_k=experts_per_token(planned.meta_model.source.config),
+        expert_bytes=group.expert_bytes,
+        bits_per_weight=8 * group.expert_bytes / count,
+        resident=group.resident_share,
+        left_out=planned.left_out(swap),
+        gated=read_layout(module).gated,
+    )
+
+
+def tokens_text(tokens_s: float) -> str:
+    """Return a rate as text with three significant figures."""
+    return f"{tokens_s:,.0f} tokens/s" if tokens_s >= 100 else f"{tokens_s:.3g} tokens/s"
+
 
 SHORTEST_CONTEXT = 256  # tokens; shorter ones are not suggested
 # What a layer takes more when one other rank is asked, and with each further one, as `doctor --measure` found in two and three processes
@@ -108,7 +310,7 @@ def forecast(
     rates = target.gpu.rates if target.gpu is not None and gpu is not None else None
     # Attention reads the cache in the model's dtype, also a quantised one.
     speed, no_speed = _speed(planned, load, stock_cache.nbytes(load.context, load.batch), target.measured, gpu, rates)
-    found = Forecast(
+    result = Forecast(
         plan=plan,
         load=load,
         memory=memory_of(planned, cache, load, on_gpu=gpu is not None),
@@ -121,7 +323,7 @@ def forecast(
         no_speed=no_speed,
         rough=target.measured is not None and target.measured.busy,
     )
-    return found if found.fits else replace(found, would_fit=tuple(_would_fit(found, planned)))
+    return result if result.fits else replace(result, would_fit=tuple(_would_fit(result, planned)))
 
 
 def _speed(
@@ -143,27 +345,27 @@ def _speed(
     return speed, None
 
 
-def _would_fit(found: Forecast, planned: PlannedModel) -> Iterator[str]:
+def _would_fit(result: Forecast, planned: PlannedModel) -> Iterator[str]:
     """Yield changes that would make the plan fit, the smallest loss first: the context, then weight types, then the machine."""
-    context = _longest_context(found)
+    context = _longest_context(result)
     if context is not None:
-        yield f"a context of {context:,} tokens instead of {found.load.context:,}"
-    if found.gpu is not None and not found.gpu.fits:
-        yield from _on_gpu(found.gpu, found, planned)
-    if not found.fits_host:
-        yield from _on_host(found, planned)
+        yield f"a context of {context:,} tokens instead of {result.load.context:,}"
+    if result.gpu is not None and not result.gpu.fits:
+        yield from _on_gpu(result.gpu, result, planned)
+    if not result.fits_host:
+        yield from _on_host(result, planned)
 
 
-def _longest_context(found: Forecast) -> int | None:
+def _longest_context(result: Forecast) -> int | None:
     """Return the context, halved as often as needed, with which everything fits; None if no context does."""
-    memory, context, gpu = found.memory, found.load.context, found.gpu
+    memory, context, gpu = result.memory, result.load.context, result.gpu
     while context > SHORTEST_CONTEXT:
         context //= 2
-        kv_bytes = found.cache.nbytes(context, found.load.batch)
+        kv_bytes = result.cache.nbytes(context, result.load.batch)
         if gpu is not None:
-            if found.fits_host and gpu.needed - gpu.kv_cache + kv_bytes // gpu.count <= gpu.available:
+            if result.fits_host and gpu.needed - gpu.kv_cache + kv_bytes // gpu.count <= gpu.available:
                 return context
-        elif max(memory.at_rest + memory.activations + kv_bytes, memory.peak_loading) <= found.available_bytes:
+        elif max(memory.at_rest + memory.activations + kv_bytes, memory.peak_loading) <= result.available_bytes:
             return context
     return None
 
@@ -206,14 +408,14 @@ def _savings_of_the_rest(planned: PlannedModel) -> dict[str, int]:
     taken = {swap.module for swap in planned.plan.swaps}
     saved: dict[str, int] = {}
     for path, module in meta_model.skeleton.named_modules():
-        found = kinds(path, module, meta_model.skeleton) if path and path not in taken else ()
-        for operator in (planned.registry[name] for name in planned.registry) if found else ():
-            if operator.kind in found and operator.packing is not None:
-                held = sum(parameter.numel() for parameter in module.parameters()) * meta_model.dtype.itemsize
+        of_kinds = kinds(path, module, meta_model.skeleton) if path and path not in taken else ()
+        for operator in (planned.registry[name] for name in planned.registry) if of_kinds else ():
+            if operator.kind in of_kinds and operator.packing is not None:
+                nbytes = sum(parameter.numel() for parameter in module.parameters()) * meta_model.dtype.itemsize
                 for advice, options in operator.packing.smaller(None).items():
                     if operator.unsupported_reason(module, options) is None:
                         footprint = operator.footprint(module, options, meta_model.stored)
-                        saved[advice] = saved.get(advice, 0) + max(0, held - footprint.total_bytes)
+                        saved[advice] = saved.get(advice, 0) + max(0, nbytes - footprint.total_bytes)
     return saved
 
 
@@ -329,13 +531,13 @@ def _divided_speed(
     config = planned.meta_model.source.config.get_text_config()
     layers = [swap for swap in planned.plan.swaps if swap.operator_type.kind == "experts"]
     layout = read_layout(planned.meta_model.skeleton.get_submodule(layers[0].module))
-    held = np.array([len(Shares(tuple(sizes), rank).experts(layout.num_experts)) for rank in range(len(sizes))])
+    counts = np.array([len(Shares(tuple(sizes), rank).experts(layout.num_experts)) for rank in range(len(sizes))])
     top_k = min(experts_per_token(config), layout.num_experts)
 
     def divided(work: Work, tokens: int) -> Work:
         if work.kind != "experts":
             return work
-        largest = _largest_part(held, top_k, tokens)
+        largest = _largest_part(counts, top_k, tokens)
         return replace(work, nbytes=int(work.nbytes * largest), weight_count=int(work.weight_count * largest))
 
     def messages_s(tokens: int) -> float:
@@ -352,16 +554,16 @@ def _divided_speed(
             load=replace(load, batch=tokens) if decode else replace(load, prompt=tokens),
             replays=planned.replays_steps(load),
         )
-        found = speed.decode_tokens_s if decode else speed.prefill_tokens_s
-        assert found is not None, "all rates are known"
-        return tokens / (tokens / found + messages_s(tokens))
+        predicted = speed.decode_tokens_s if decode else speed.prefill_tokens_s
+        assert predicted is not None, "all rates are known"
+        return tokens / (tokens / predicted + messages_s(tokens))
 
     return Speed(tokens_s(load.batch, decode=True), tokens_s(load.prompt, decode=False))
 
 
-def _largest_part(held: np.ndarray[tuple[int], np.dtype[np.int64]], top_k: int, tokens: int) -> float:
+def _largest_part(counts: np.ndarray[tuple[int], np.dtype[np.int64]], top_k: int, tokens: int) -> float:
     """Return the part of a step's experts that the busiest machine computes: the mean over random choices of `top_k` experts."""
     if tokens > 1:  # nearly all experts are needed, each machine's alike
-        return float(held.max() / held.sum())
-    drawn = np.random.default_rng(0).multivariate_hypergeometric(held, top_k, DRAWS)
+        return float(counts.max() / counts.sum())
+    drawn = np.random.default_rng(0).multivariate_hypergeometric(counts, top_k, DRAWS)
     return float(drawn.max(-1).mean() / top_k)

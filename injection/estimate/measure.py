@@ -27,13 +27,12 @@ from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.injected import injection_of
 from moegraft.injection.parallel import Processes
 from moegraft.operators.atomic_file import user_cache, write_file
-from moegraft.operators.base import Operator
+from moegraft.operators.base import GpuRates, Operator, Rate
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.estimates import GpuRates, Rate
+from moegraft.operators.cpu import kernel_in_use
 from moegraft.operators.expert_group import Peer, Shares
 from moegraft.operators.machine import cpu_info, probe_machine, version_of
 from moegraft.operators.registry import load_registry
-from moegraft.operators.self_test import kernel_in_use
 
 # Qwen3-30B-A3B's widths. 32 such experts, and 256 MiB of other data, are larger than the caches of most CPUs.
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
@@ -116,12 +115,12 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
     """Return weight type, operator and options of each measurement; of several operators for a weight type, the first by name."""
-    found: dict[str, tuple[str, type[Operator], Any]] = {}
+    cases: dict[str, tuple[str, type[Operator], Any]] = {}
     for operator in operators:
         if operator.kind == kind and operator.packing is not None:
             for weights, options in operator.packing.measured.items():
-                found.setdefault(weights, (weights, operator, options))
-    return list(found.values())
+                cases.setdefault(weights, (weights, operator, options))
+    return list(cases.values())
 
 
 def _loaded(operator: type[Operator], module: nn.Module, options: Any, context: InjectionContext) -> nn.Module:

@@ -11,8 +11,7 @@ from functools import cached_property
 from torch import nn
 
 from moegraft.injection.rules import Match, Position, Rule, RuleFile
-from moegraft.injection.rules.diagnostics import Findings, nearest, shown
-from moegraft.injection.rules.document import MappingNode, Node
+from moegraft.injection.rules.document import Findings, MappingNode, Node, nearest, shown
 from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs
@@ -45,10 +44,10 @@ class ModelModules:
         return type(self.model).__name__
 
     def kinds(self, path: str) -> frozenset[Kind]:
-        found = self._kinds.get(path)
-        if found is None:
-            found = self._kinds[path] = kinds(path, self._by_path[path], self.model)
-        return found
+        known = self._kinds.get(path)
+        if known is None:
+            known = self._kinds[path] = kinds(path, self._by_path[path], self.model)
+        return known
 
     def layer(self, path: str) -> int | None:
         """Return the number of the layer that a module is in; those of MTP layers follow the body's, as in checkpoints."""
@@ -83,16 +82,16 @@ class ModelModules:
         return list(paths)
 
     def _named(self, pattern: str) -> frozenset[str]:
-        found = self._by_name.get(pattern)
-        if found is None:
-            found = self._by_name[pattern] = frozenset(path for path in self if path and self._patterns.found_in(pattern, path))
-        return found
+        paths = self._by_name.get(pattern)
+        if paths is None:
+            paths = self._by_name[pattern] = frozenset(path for path in self if path and self._patterns.found_in(pattern, path))
+        return paths
 
     def _of_kind(self, kind: Kind) -> frozenset[str]:
-        found = self._by_kind.get(kind)
-        if found is None:
-            found = self._by_kind[kind] = frozenset(path for path in self if kind in self.kinds(path))
-        return found
+        paths = self._by_kind.get(kind)
+        if paths is None:
+            paths = self._by_kind[kind] = frozenset(path for path in self if kind in self.kinds(path))
+        return paths
 
     @cached_property
     def words(self) -> list[str]:
@@ -102,10 +101,10 @@ class ModelModules:
     @cached_property
     def forms(self) -> dict[str, list[str]]:
         """The paths, grouped by the path with every number replaced by 0."""
-        found: dict[str, list[str]] = {}
+        by_form: dict[str, list[str]] = {}
         for path in self:
-            found.setdefault(re.sub(r"\d+", "0", path), []).append(path)
-        return found
+            by_form.setdefault(re.sub(r"\d+", "0", path), []).append(path)
+        return by_form
 
 
 def has_class(cls: type, name: str) -> bool:
@@ -230,10 +229,10 @@ def _fitting(rules: Sequence[Rule], modules: ModelModules) -> list[list[str]]:
 
 
 def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    by_owner: dict[int, list[str]] = {}
     for path in paths:
-        found.setdefault(owner[path], []).append(path)
-    return dict(sorted(found.items()))
+        by_owner.setdefault(owner[path], []).append(path)
+    return dict(sorted(by_owner.items()))
 
 
 # A number in a pattern, alone or in a group of alternatives, that is followed by any character or by the end.
@@ -246,8 +245,8 @@ def _check_requires(rules: RuleFile, model_type: str | None, findings: Findings)
     for requirement in rules.requires:
         if model_type not in requirement.values:
             wanted = " or ".join(f"'{value}'" for value in requirement.values)
-            found = f"this model is of type '{model_type}'" if model_type is not None else "this model has no type"
-            findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {found}")
+            actual = f"this model is of type '{model_type}'" if model_type is not None else "this model has no type"
+            findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {actual}")
 
 
 def _check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, findings: Findings) -> None:
@@ -305,12 +304,12 @@ def _listed(paths: Sequence[str]) -> str:
 def _warn_of_open_numbers(rule: Rule, taken: Sequence[str], modules: ModelModules, findings: Findings) -> None:
     """Warn of patterns such as `layers.1.`, which takes layers 10 to 19 as well: its last dot matches any character."""
     layers = {layer for path in taken if (layer := modules.layer(path)) is not None}
-    for found in _OPEN_NUMBER.finditer(rule.match.name or ""):
-        number = found["number"]
+    for match in _OPEN_NUMBER.finditer(rule.match.name or ""):
+        number = match["number"]
         more = [layer for layer in layers if str(layer) != number and str(layer).startswith(number)]
         if not more:
             continue
-        word = found["before"].rstrip("\\.(|")
+        word = match["before"].rstrip("\\.(|")
         fix = f"'{word}\\.{number}\\.'" if word else f"'\\.' after {number}"
         findings.warning(
             rule.place("name"),
@@ -350,9 +349,9 @@ def _check_operators(
 def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModules) -> str | None:
     kinds = modules.kinds(path)
     if operator.kind not in kinds:
-        found = f" but of kind {', '.join(sorted(kinds))}" if kinds else ""
+        actual = f" but of kind {', '.join(sorted(kinds))}" if kinds else ""
         fix = f"; add 'kind: {operator.kind}' to the rule's match" if rule.match.kind is None else ""
-        return f"{type(modules[path]).__name__} is not of kind {operator.kind}{found}{fix}"
+        return f"{type(modules[path]).__name__} is not of kind {operator.kind}{actual}{fix}"
     return operator.unsupported_reason(modules[path], rule.options)
 
 

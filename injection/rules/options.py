@@ -9,8 +9,18 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest
-from moegraft.injection.rules.document import ListNode, MappingNode, Node, ScalarNode, parse_value, plain_text
+from moegraft.injection.rules.document import (
+    Findings,
+    ListNode,
+    MappingNode,
+    Node,
+    Position,
+    ScalarNode,
+    did_you_mean,
+    nearest,
+    parse_value,
+    plain_text,
+)
 from moegraft.injection.rules.ktransformers import KWARGS
 
 _YAML_1_1_BOOLS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}

@@ -64,7 +64,7 @@ class Patterns:
             raise SlowPatternError(f"is not searched for: all patterns together take too long; {HINT}")
         begin = time.thread_time()
         try:
-            found = compiled.search(path, timeout=min(left, self.total_seconds)) is not None
+            matched = compiled.search(path, timeout=min(left, self.total_seconds)) is not None
         except (TimeoutError, MemoryError):
             self._left[pattern] = 0.0
             raise SlowPatternError(f"takes too long to match to '{path}'; {HINT}") from None
@@ -72,7 +72,7 @@ class Patterns:
             spent = time.thread_time() - begin
             self.total_seconds -= spent
             self._left[pattern] = min(left - spent, self._left.get(pattern, left))
-        return found
+        return matched
 
 
 def why_unusable(pattern: str) -> str | None:

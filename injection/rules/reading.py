@@ -10,17 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moegraft.injection.rules.diagnostics import Findings, Position, did_you_mean, nearest, shown
 from moegraft.injection.rules.document import (
     MAX_TEXT,
+    Findings,
     ListNode,
     MappingNode,
     Node,
+    Position,
     ScalarNode,
     Value,
+    did_you_mean,
+    nearest,
     parse_document,
     plain_text,
     read_document,
+    shown,
     why_unprintable,
 )
 from moegraft.injection.rules.ktransformers import KWARGS, class_advice
@@ -196,7 +200,7 @@ def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
     if not isinstance(node, MappingNode):
         findings.error(node.position, f"vars must be a mapping of names to values, not {node}")
         return {}
-    found: dict[str, Value] = {}
+    variables: dict[str, Value] = {}
     for entry in node:
         if not NAME.fullmatch(entry.key):
             findings.error(entry.position, f"{shown(entry.key)} is no valid variable name: use letters, digits and _")
@@ -205,8 +209,8 @@ def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
         elif isinstance(entry.value.value, str) and "${" in entry.value.value:
             findings.error(entry.value.position, f"variable '{entry.key}' refers to another variable; only values outside vars may do that")
         else:
-            found[entry.key] = entry.value.value
-    return found
+            variables[entry.key] = entry.value.value
+    return variables
 
 
 def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:
@@ -255,7 +259,7 @@ def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Fin
     if length > MAX_TEXT:
         findings.void(node.position, f"a value may have at most {MAX_TEXT} characters, and this one has {length} with its variables")
         return replace(node, value=None)
-    filled = _REFERENCE.sub(lambda found: plain_text(variables[found[1]]), text)
+    filled = _REFERENCE.sub(lambda reference: plain_text(variables[reference[1]]), text)
     return ScalarNode(filled, node.position, names[0] if names else None)
 
 
@@ -439,10 +443,10 @@ def _kind(node: Node, findings: Findings) -> Kind | None:
     name = _read_text(node, "kind", findings)
     if name is None:
         return None
-    found = next((kind for kind in KINDS if kind == name), None)
-    if found is None:
+    known = next((kind for kind in KINDS if kind == name), None)
+    if known is None:
         findings.error(node.position, f"unknown kind {shown(name)}{did_you_mean(name, KINDS)}")
-    return found
+    return known
 
 
 def _layers(node: Node, findings: Findings) -> Layers | None:

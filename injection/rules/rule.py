@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moegraft.injection.rules.diagnostics import Diagnostic, Position
-from moegraft.injection.rules.document import ListNode, MappingNode, Node, Value
+from moegraft.injection.rules.document import Diagnostic, ListNode, MappingNode, Node, Position, Value
 
 if TYPE_CHECKING:
     from moegraft.operators.base import Kind
@@ -39,11 +38,11 @@ def parse_layers(text: str) -> Layers:
     """
     ranges = []
     for part in text.split(","):
-        found = _PART.fullmatch(part)
-        if found is None:
+        match = _PART.fullmatch(part)
+        if match is None:
             raise ValueError('write layer numbers and ranges, such as "4-47" or "0,3,5-9"')
-        first = int(found[1])
-        last = first if found[2] is None else int(found[2])
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
         if last < first:
             raise ValueError(f"range {first}-{last} runs backwards; write {last}-{first}")
         ranges.append((first, last))

@@ -132,8 +132,8 @@ class CpuAttention(CpuOperator):
         if isinstance(sinks, torch.Tensor):
             kwargs["s_aux"] = sinks.detach().float().cpu()
         expected = probe(self.stock_function(module), module, query, key, value, mask, **kwargs)[0]
-        found = self.compute((query, key, value), mask, *kernel_arguments(module, query, mask, kwargs))
-        if not _agree(expected, found, _TOLERANCE):
+        computed = self.compute((query, key, value), mask, *kernel_arguments(module, query, mask, kwargs))
+        if not _agree(expected, computed, _TOLERANCE):
             raise NotRecognisedError("its function computes something else than scaled dot-product attention")
 
     def _test_latents(self, module: nn.Module) -> None:
@@ -158,8 +158,8 @@ class CpuAttention(CpuOperator):
         if isinstance(sinks, torch.Tensor):
             kwargs["s_aux"] = sinks.detach().to(weight.dtype)
         expected = probe(self.stock_function(module), module, query, key, value, mask, **kwargs)[0]
-        found = self.compute_latent(module, query, latents, keys, mask, kernel_arguments(module, query, mask, kwargs))
-        if not _agree(expected.float(), found.float(), _TOLERANCE if weight.dtype == torch.float32 else _HALF_TOLERANCE):
+        computed = self.compute_latent(module, query, latents, keys, mask, kernel_arguments(module, query, mask, kwargs))
+        if not _agree(expected.float(), computed.float(), _TOLERANCE if weight.dtype == torch.float32 else _HALF_TOLERANCE):
             raise NotRecognisedError("it computes something else from its latents than their projection by kv_b_proj")
 
     def answer(self, module: nn.Module, *args: Any) -> tuple[LatentStates, LatentStates] | None:
@@ -188,8 +188,8 @@ class CpuAttention(CpuOperator):
         """Return the function that the module would call."""
         eager = eager_function(module)
         assert eager is not None, "unsupported_reason refuses a module without one"
-        found: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(self._config._attn_implementation, eager)
-        return found
+        function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(self._config._attn_implementation, eager)
+        return function
 
     def compute_latent(
         self,
@@ -357,8 +357,8 @@ def implementation_name(module: nn.Module, config: PretrainedConfig) -> str:
 
 def eager_function(module: nn.Module) -> AttentionFunction | None:
     """Return the function that a family's file calls where its config names none of the library's."""
-    found: AttentionFunction | None = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-    return found
+    function: AttentionFunction | None = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    return function
 
 
 def forward(
@@ -407,8 +407,8 @@ def pages_of_latents(latents: torch.Tensor, rotary: torch.Tensor) -> PagedLayer 
     return getattr(latents, "pages", None) if rotary.shape[3] else None
 
 
-def _agree(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> bool:
-    return expected.shape == found.shape and float((expected - found).norm()) <= tolerance * float(expected.norm())
+def _agree(expected: torch.Tensor, computed: torch.Tensor, tolerance: float) -> bool:
+    return expected.shape == computed.shape and float((expected - computed).norm()) <= tolerance * float(expected.norm())
 
 
 def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -119,10 +119,10 @@ def _gated(
     return out
 
 
-def _agree(found: torch.Tensor, expected: object) -> bool:
-    if not isinstance(expected, torch.Tensor) or expected.shape != found.shape or expected.dtype != found.dtype:
+def _agree(computed: torch.Tensor, expected: object) -> bool:
+    if not isinstance(expected, torch.Tensor) or expected.shape != computed.shape or expected.dtype != computed.dtype:
         return False
-    if found.dtype == torch.float32:
-        return float((found - expected).norm()) <= _TOLERANCE * float(expected.norm())
-    same = float((found == expected).float().mean())
-    return same >= 1 - _ROUNDED_OTHERWISE and torch.allclose(found.float(), expected.float(), rtol=0.02)
+    if computed.dtype == torch.float32:
+        return float((computed - expected).norm()) <= _TOLERANCE * float(expected.norm())
+    same = float((computed == expected).float().mean())
+    return same >= 1 - _ROUNDED_OTHERWISE and torch.allclose(computed.float(), expected.float(), rtol=0.02)

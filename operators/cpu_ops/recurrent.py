@@ -74,14 +74,16 @@ class CpuRecurrent(CpuOperator):
 
     def install(self, module: nn.Module) -> dict[str, object]:
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
-        own = inspect.unwrap(cls.forward)
+        stock = inspect.unwrap(cls.forward)
         kernels = {}
         for name, rule in recurrent_functions(cls).items():
-            kernel = _RULES[rule](self, own.__globals__[name])
-            kernels[name] = functools.wraps(own.__globals__[name])(kernel)
-        self._arguments = [*inspect.signature(own).parameters][1:]
-        self._forward = types.FunctionType(own.__code__, {**own.__globals__, **kernels}, own.__name__, own.__defaults__, own.__closure__)
-        self._forward.__kwdefaults__ = own.__kwdefaults__
+            kernel = _RULES[rule](self, stock.__globals__[name])
+            kernels[name] = functools.wraps(stock.__globals__[name])(kernel)
+        self._arguments = [*inspect.signature(stock).parameters][1:]
+        self._forward = types.FunctionType(
+            stock.__code__, {**stock.__globals__, **kernels}, stock.__name__, stock.__defaults__, stock.__closure__
+        )
+        self._forward.__kwdefaults__ = stock.__kwdefaults__
         module.__class__ = _with_operator(cls)
         module.__dict__[OPERATOR] = self
         return {OPERATOR: None}
@@ -132,8 +134,8 @@ class CpuRecurrent(CpuOperator):
         kept = self._pass.kept
         return state if kept is None else kept.after[RECURRENT][-1]
 
-    def delta_rule(self, own: Function) -> Function:
-        return self._in_forms(own, self._delta, _delta_answers, (3, 4), "the gated delta rule")
+    def delta_rule(self, stock: Function) -> Function:
+        return self._in_forms(stock, self._delta, _delta_answers, (3, 4), "the gated delta rule")
 
     def _delta(self, forms: tuple[int, ...]) -> Function:
         def kernel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +158,7 @@ class CpuRecurrent(CpuOperator):
 
         return kernel
 
-    def conv_update(self, own: Function) -> Function:
+    def conv_update(self, stock: Function) -> Function:
         def kernel(
             hidden_states: Tensor,
             conv_state: Tensor,
@@ -170,16 +172,16 @@ class CpuRecurrent(CpuOperator):
                 return NotImplemented
             return self._convolved(hidden_states, conv_state, weight, bias, activation)
 
-        return self._tested(own, kernel, _conv_update_answers, "a short convolution")
+        return self._tested(stock, kernel, _conv_update_answers, "a short convolution")
 
-    def conv(self, own: Function) -> Function:
+    def conv(self, stock: Function) -> Function:
         def kernel(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any) -> Any:
             same = hidden_states.dtype == weight.dtype and kwargs.get("seq_idx") is None
             if not same or not self._convolves(hidden_states, weight, bias, activation):
                 return NotImplemented
             return self._convolved(hidden_states, None, weight, bias, activation)
 
-        return self._tested(own, kernel, _conv_answers, "a short convolution")
+        return self._tested(stock, kernel, _conv_answers, "a short convolution")
 
     def _convolves(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
         return activation in (None, "silu", "swish") and weight.shape[1] <= _MOST_TAPS and x.dim() == 3 and self._knows(x, weight, bias)
@@ -195,8 +197,8 @@ class CpuRecurrent(CpuOperator):
         self.runtime.recurrent("short_conv", [out, state, x, weight, bias], [float(activation is not None)], past)
         return out
 
-    def state_update(self, own: Function) -> Function:
-        return self._in_forms(own, self._update, _update_answers, (2, 3), "a selective state update")
+    def state_update(self, stock: Function) -> Function:
+        return self._in_forms(stock, self._update, _update_answers, (2, 3), "a selective state update")
 
     def _update(self, forms: tuple[int, ...]) -> Function:
         def kernel(
@@ -227,7 +229,7 @@ class CpuRecurrent(CpuOperator):
 
         return kernel
 
-    def chunk_scan(self, own: Function) -> Function:
+    def chunk_scan(self, stock: Function) -> Function:
         def kernel(
             hidden_states: Tensor,
             dt: Tensor,
@@ -258,9 +260,9 @@ class CpuRecurrent(CpuOperator):
             self._scan(operands, dt_softplus, dt_limit, past)
             return (out, self._last(state)) if return_final_states else out
 
-        return self._tested(own, kernel, _chunk_answers, "a scan of Mamba-2")
+        return self._tested(stock, kernel, _chunk_answers, "a scan of Mamba-2")
 
-    def scan(self, own: Function) -> Function:
+    def scan(self, stock: Function) -> Function:
         def kernel(
             hidden_states: Tensor,
             dt: Tensor,
@@ -291,7 +293,7 @@ class CpuRecurrent(CpuOperator):
             scanned = out.squeeze(3).transpose(1, 2)
             return (scanned, self._last(state.squeeze(2))) if return_last_state else scanned
 
-        return self._tested(own, kernel, _scan_answers, "a selective scan")
+        return self._tested(stock, kernel, _scan_answers, "a selective scan")
 
     def _scan(
         self, operands: list[Tensor | None], softplus: bool, limits: tuple[float, float] = _NO_LIMITS, past: Sequence[Tensor] = ()
@@ -300,45 +302,45 @@ class CpuRecurrent(CpuOperator):
 
     def _in_forms(
         self,
-        own: Function,
+        stock: Function,
         kernel: Callable[[tuple[int, ...]], Function],
         answers: Callable[[int, Function], list[Tensor]],
         forms: tuple[int, ...],
         rule: str,
     ) -> Function:
         """Return the kernel of the forms, by dimensions of an operand, in which it agrees with a function."""
-        agreed = tuple(dims for dims in forms if self._agrees(functools.partial(answers, dims), own, kernel((dims,))))
+        agreed = tuple(dims for dims in forms if self._agrees(functools.partial(answers, dims), stock, kernel((dims,))))
         if not agreed:
-            raise NotRecognisedError(f"{own.__name__} computes something else than {rule}")
-        return self._or_own(kernel(agreed), own)
+            raise NotRecognisedError(f"{stock.__name__} computes something else than {rule}")
+        return self._or_own(kernel(agreed), stock)
 
-    def _tested(self, own: Function, kernel: Function, answers: Callable[[Function], list[Tensor]], rule: str) -> Function:
-        if not self._agrees(answers, own, kernel):
-            raise NotRecognisedError(f"{own.__name__} computes something else than {rule}")
-        return self._or_own(kernel, own)
+    def _tested(self, stock: Function, kernel: Function, answers: Callable[[Function], list[Tensor]], rule: str) -> Function:
+        if not self._agrees(answers, stock, kernel):
+            raise NotRecognisedError(f"{stock.__name__} computes something else than {rule}")
+        return self._or_own(kernel, stock)
 
-    def _or_own(self, kernel: Function, own: Function) -> Function:
+    def _or_own(self, kernel: Function, stock: Function) -> Function:
         """Return a function that calls `own` where the kernel does not know the arguments and returns NotImplemented."""
 
         def answered(*args: Any, **kwargs: Any) -> Any:
-            found = kernel(*args, **kwargs)
-            if found is NotImplemented and self._pass.kept is not None:
+            result = kernel(*args, **kwargs)
+            if result is NotImplemented and self._pass.kept is not None:
                 raise NotKeptError
-            return own(*args, **kwargs) if found is NotImplemented else found
+            return stock(*args, **kwargs) if result is NotImplemented else result
 
         return answered
 
-    def _agrees(self, answers: Callable[[Function], list[Tensor]], own: Function, kernel: Function) -> bool:
+    def _agrees(self, answers: Callable[[Function], list[Tensor]], stock: Function, kernel: Function) -> bool:
         """Whether a function and its kernel give the same answers."""
         try:
-            expected = probe(answers, own)
+            expected = probe(answers, stock)
         except NotRecognisedError:
             return False
         with torch.no_grad():
-            found = answers(kernel)
+            computed = answers(kernel)
         return all(  # a kernel that does not know these arguments has given NotImplemented
             isinstance(one, Tensor) and one.shape == other.shape and float((one - other).norm()) <= _TOLERANCE * float(other.norm())
-            for one, other in zip(found, expected, strict=True)
+            for one, other in zip(computed, expected, strict=True)
         )
 
 
@@ -355,15 +357,15 @@ _RULES: dict[str, Callable[[CpuRecurrent, Function], Function]] = {
 @functools.lru_cache(maxsize=512)
 def _with_operator(cls: Any) -> type[nn.Module]:
     """Return a subclass whose forward pass is that of the operator which the module's attribute OPERATOR holds."""
-    own = cls.forward
+    stock = cls.forward
 
-    @functools.wraps(own)
+    @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         operator = None if torch.compiler.is_compiling() else self.__dict__.get(OPERATOR)
         # Accelerate's hooks bring the weights of children in place that only the family's own wrapper knows.
         hooked = operator is not None and any(hasattr(child, "_hf_hook") for child in self._modules.values())
         if operator is None or hooked:
-            return own(self, *args, **kwargs)
+            return stock(self, *args, **kwargs)
         return operator.forward(self, *args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, KEEPS_PAST: True}
@@ -420,21 +422,21 @@ def _random(*shape: int, seed: int) -> Tensor:
 def _delta_answers(dims: int, function: Function) -> list[Tensor]:
     query, key, value = _random(2, 5, 2, 8, seed=0) * 1e-2, _random(2, 5, 2, 8, seed=1) * 1e-2, _random(2, 5, 2, 6, seed=2)
     given: dict[str, Any] = {"g": -_random(*(2, 5, 2, 8)[:dims], seed=3).abs(), "beta": _random(2, 5, 2, seed=4).sigmoid()}
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for before in (None, _random(2, 2, 8, 6, seed=5)):
         for normalises in (False, True):
             options = {"initial_state": before, "output_final_state": True, "use_qk_l2norm_in_kernel": normalises}
-            found += function(query, key, value, **given, **options)
-    return found
+            results += function(query, key, value, **given, **options)
+    return results
 
 
 def _conv_update_answers(function: Function) -> list[Tensor]:
     x, weight, bias = _random(2, 5, 3, seed=0), _random(5, 4, seed=1), _random(5, seed=2)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for given, activation in ((None, "silu"), (bias, None)):
         state = _random(2, 5, 4, seed=3)
-        found += [function(x, state, weight, given, activation), state]
-    return found
+        results += [function(x, state, weight, given, activation), state]
+    return results
 
 
 def _conv_answers(function: Function) -> list[Tensor]:
@@ -464,26 +466,26 @@ def _update_answers(dims: int, function: Function) -> list[Tensor]:
             _random(4, seed=6),
         ]
         state, gate, bias = _random(2, 4, 8, seed=0), _random(2, 4, seed=7), _random(4, seed=8)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for z in (None, gate):
-        found += [function(state, *operands, z=z, dt_bias=bias, dt_softplus=True), state.clone()]
-    return found
+        results += [function(state, *operands, z=z, dt_bias=bias, dt_softplus=True), state.clone()]
+    return results
 
 
 def _chunk_answers(function: Function) -> list[Tensor]:
     x, dt, a = _random(2, 5, 4, 3, seed=0), _random(2, 5, 4, seed=1), -_random(4, seed=2).exp()
     b, c, d, bias = (_random(*size, seed=seed) for seed, size in enumerate(((2, 5, 2, 8), (2, 5, 2, 8), (4,), (4,)), 3))
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for before, limits in ((None, (0.0, math.inf)), (_random(2, 4, 3, 8, seed=7), (0.1, 0.8))):
         options: dict[str, Any] = {"D": d, "dt_bias": bias, "dt_softplus": True, "dt_limit": limits, "return_final_states": True}
-        found += function(x, dt, a, b, c, chunk_size=4, initial_states=before, **options)
-    return found
+        results += function(x, dt, a, b, c, chunk_size=4, initial_states=before, **options)
+    return results
 
 
 def _scan_answers(function: Function) -> list[Tensor]:
     x, dt, a = _random(2, 4, 5, seed=0), _random(2, 4, 5, seed=1), -_random(4, 8, seed=2).exp()
     b, c, d, bias = (_random(*size, seed=seed) for seed, size in enumerate(((2, 8, 5), (2, 8, 5), (4,), (4,)), 3))
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for z in (None, _random(2, 4, 5, seed=7)):
-        found += function(x, dt, a, b, c, D=d, z=z, delta_bias=bias, delta_softplus=True, return_last_state=True)
-    return found
+        results += function(x, dt, a, b, c, D=d, z=z, delta_bias=bias, delta_softplus=True, return_last_state=True)
+    return results

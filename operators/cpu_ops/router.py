@@ -177,8 +177,8 @@ def _order(output: Any, experts: int) -> tuple[int, ...] | None:
 
 def _groupings(module: nn.Module, experts: int, top_k: int) -> list[dict[str, Any]]:
     """Return how a module may group experts; some hold numbers of groups that they do not use."""
-    found = ((getattr(module, groups, None), getattr(module, kept, None)) for groups, kept in _GROUP_NAMES)
-    groups, kept = next(((a, b) for a, b in found if isinstance(a, int) and isinstance(b, int)), (1, 1))
+    pairs = ((getattr(module, groups, None), getattr(module, kept, None)) for groups, kept in _GROUP_NAMES)
+    groups, kept = next(((a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)), (1, 1))
     usable = 1 <= kept < groups and experts % groups == 0 and top_k <= experts // groups * kept
     scores = ["two_largest"] if usable and experts > groups else []  # in groups of one both scores are the same
     if usable and kept < top_k:  # else the best experts are in the best groups, and leaving groups out changes nothing
@@ -186,14 +186,14 @@ def _groupings(module: nn.Module, experts: int, top_k: int) -> list[dict[str, An
     return [*({"groups": groups, "kept_groups": kept, "group_score": score} for score in scores), {}]
 
 
-def _scale(expected: list[torch.Tensor], found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float | None:
+def _scale(expected: list[torch.Tensor], computed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> float | None:
     """Return the one factor between the weights of the same experts, or None if there is none or logits or choices differ."""
     logits, weights, index = expected
-    if index.shape != found[2].shape or float((logits - found[0]).norm()) > _TOLERANCE * float(logits.norm()):
+    if index.shape != computed[2].shape or float((logits - computed[0]).norm()) > _TOLERANCE * float(logits.norm()):
         return None
-    order, own = index.argsort(dim=-1), found[2].argsort(dim=-1)
-    if not torch.equal(index.gather(-1, order), found[2].gather(-1, own)):
+    order, own = index.argsort(dim=-1), computed[2].argsort(dim=-1)
+    if not torch.equal(index.gather(-1, order), computed[2].gather(-1, own)):
         return None
-    ratios = weights.gather(-1, order) / found[1].gather(-1, own)
+    ratios = weights.gather(-1, order) / computed[1].gather(-1, own)
     scale = float(ratios.median())
     return scale if float((ratios / scale - 1).abs().max()) <= _TOLERANCE else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moegraft.operators.estimates import ExpertSlots, GpuRates, Rate, RoutedExperts, SlotCount
+from moegraft.operators.base import ExpertSlots, GpuRates, Rate, RoutedExperts, SlotCount
 from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.options import GpuOptions
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, Scheduler

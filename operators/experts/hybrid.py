@@ -151,11 +151,11 @@ class ExpertsPacking(Packing):
     def smaller(self, options: HybridExpertsOptions | None) -> Mapping[str, HybridExpertsOptions]:
         if options is None:
             return {}
-        found = {f"'weights: {weights}' for the experts": replace(options, weights=weights) for weights in SMALLER_TYPES}
+        changes = {f"'weights: {weights}' for the experts": replace(options, weights=weights) for weights in SMALLER_TYPES}
         if options.cache_dir is None:
             advice = "'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)"
-            found[advice] = replace(options, cache_dir=".")
-        return found
+            changes[advice] = replace(options, cache_dir=".")
+        return changes
 
 
 class HybridExperts(Operator):
@@ -233,11 +233,11 @@ class HybridExperts(Operator):
         weight_type = _packed_as(str(options.weights), dtype)
         nbytes = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, weight_type, sparse=options.sparsity is not None)
         # Pages of a mapped file can be dropped and read again: they need no memory.
-        held = {"cpu" if options.cache_dir is None else "disk": nbytes}
+        by_device = {"cpu" if options.cache_dir is None else "disk": nbytes}
         slots = None if options.on_gpu is None else options.cache.per_layer(layout.num_experts)
         if slots:
-            held["gpu"] = slots * nbytes // layout.num_experts
-        return Footprint(held)
+            by_device["gpu"] = slots * nbytes // layout.num_experts
+        return Footprint(by_device)
 
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: InjectionContext) -> Self:

@@ -74,8 +74,8 @@ def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse
         sparse: selects the layout of the layer's `PackedExperts`.
         experts: of the module, in the order of the file; by default all.
     """
-    held = ",".join(map(str, experts or range(layout.num_experts)))
-    return CacheKey(fingerprint, weight_type, repr(layout), sparse, held, LAYOUT_VERSION, _converters())
+    numbers = ",".join(map(str, experts or range(layout.num_experts)))
+    return CacheKey(fingerprint, weight_type, repr(layout), sparse, numbers, LAYOUT_VERSION, _converters())
 
 
 def check_folder(cache_dir: str) -> None:
@@ -176,9 +176,9 @@ def _packed_bytes(key: CacheKey, layout: ExpertsLayout) -> int:
 
 
 def _map(file: BinaryIO, key: CacheKey, layout: ExpertsLayout, *, writable: bool = False) -> PackedExperts:
-    expected, found = _file_bytes(key, layout), os.fstat(file.fileno()).st_size
-    if found != expected:
-        raise _DamagedError(f"expected {expected} bytes, found {found}")
+    expected, actual = _file_bytes(key, layout), os.fstat(file.fileno()).st_size
+    if actual != expected:
+        raise _DamagedError(f"expected {expected} bytes, found {actual}")
     mapped = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     buffer = np.frombuffer(mapped, np.uint8, offset=HEADER_BYTES)
     return PackedExperts(layout.shape, layout.gate, key.weight_type, buffer, sparse=key.sparse)
@@ -203,8 +203,8 @@ def _read_header(file: BinaryIO, key: CacheKey) -> list[int]:
     body = head[start : start + int.from_bytes(head[len(MAGIC) : len(MAGIC) + 4], "little")]
     if not head.startswith(MAGIC) or zlib.crc32(body) != int.from_bytes(head[len(MAGIC) + 4 : start], "little"):
         raise _DamagedError("incomplete header")
-    found = json.loads(body)
-    if found["key"] != asdict(key):
+    header = json.loads(body)
+    if header["key"] != asdict(key):
         raise _DamagedError("it belongs to other weights")
-    checksums: list[int] = found["checksums"]
+    checksums: list[int] = header["checksums"]
     return checksums

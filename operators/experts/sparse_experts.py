@@ -21,15 +21,12 @@ from moegraft.operators.errors import CheckpointError
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.sparse.choice import PathChoices
 from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weights import WeightSource, sampled
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from moegraft.operators.sparse.slots import SparseSlotExperts
+    from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 
 # The type that stored weights are packed to, which is also that of the activations.
 DTYPES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.float64: torch.float32}
@@ -77,7 +74,6 @@ class SparseExperts(Operator):
         draft: DraftSwitch,
         sparsity: LayerSparsity,
         device: torch.device,
-        choices: PathChoices,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -86,7 +82,6 @@ class SparseExperts(Operator):
         self.num_experts = layout.num_experts
         self._draft = draft
         self._device = device
-        self._choices = choices
         self._dtype: torch.dtype | None = None
         self._arena: torch.Tensor | None = None  # (E, expert_bytes) uint8
         self._kernels: SparseSlotExperts | None = None
@@ -115,7 +110,7 @@ class SparseExperts(Operator):
         draft.join(sparse=True)
         sparsity = context.sparse_layers.join(options.sparsity, draft)
         device = torch.device("cpu") if why_unavailable() else options.device  # kernels are interpreted on the CPU
-        return cls(read_layout(module), options, draft, sparsity, device, context.path_choices)
+        return cls(read_layout(module), options, draft, sparsity, device)
 
     def weight_samples(self) -> Iterator[bytes]:
         assert self._arena is not None, "called after load"
@@ -126,12 +121,11 @@ class SparseExperts(Operator):
         return f"experts: {self.name}, {dtype} on {self._device}, {self.sparsity.describe()}"
 
     def statistics(self) -> Mapping[str, object]:
-        times = [{"case": case, "tokens": tokens, "ms": dict(ms)} for case, tokens, ms in self._choices.times()]
-        return {"sparsity": self.sparsity.statistics(), "paths": times}
+        return {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         # Imported here because Triton need not be installed where there is no GPU.
-        from moegraft.operators.sparse.slots import SlotPacker, SparseSlotExperts, TimedSlotPaths
+        from moegraft.operators.kernels.sparse_slots import SlotPacker, SparseSlotExperts
 
         layout = self.layout
         dtype = DTYPES.get(source.dtype)
@@ -140,8 +134,7 @@ class SparseExperts(Operator):
                 f"{source.origin('down')}: dtype {source.dtype} cannot be an expert's weight; float32, float16 and bfloat16 are supported"
             )
         weights = (layout.shape, layout.gate, _type_name(dtype))
-        paths = TimedSlotPaths(self._choices, layout.num_experts, layout.num_experts, lambda: arena)
-        kernels = SparseSlotExperts(*weights, self._device, paths)
+        kernels = SparseSlotExperts(*weights, self._device)
         arena = torch.empty(layout.num_experts, kernels.expert_bytes, dtype=torch.uint8, device=self._device)
         packer = SlotPacker(*weights)
         for expert in range(layout.num_experts):
@@ -152,15 +145,6 @@ class SparseExperts(Operator):
             arena[expert].copy_(packer.slot_bytes())
         self._dtype, self._arena, self._kernels = dtype, arena, kernels
         self.sparsity.attach(kernels)
-
-    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        assert self._kernels is not None, "called after load"
-        top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-        if top_k is not None and self._device.type == "cuda":
-            from moegraft.operators.sparse.slots import BATCHES
-
-            for tokens in BATCHES:
-                self._kernels.choose(tokens, top_k)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):

@@ -127,16 +127,16 @@ def packed_matrix(
 ) -> PackedMatrix:
     """Describe a matrix of `rows` (a multiple of 32) whose bytes begin `first_byte` into an expert; `biases` are byte offsets."""
     assert rows % BLOCK_ROWS == 0, f"{rows} rows are not whole blocks"
-    read, found = gpu_format(weight_type), FORMATS[weight_type]
+    read, form = gpu_format(weight_type), FORMATS[weight_type]
     size = read.unit_dtype.itemsize
     units_a_group = GROUP_COLUMNS // read.unit_columns
-    groups = max(1, found.block_weights // GROUP_COLUMNS)
+    groups = max(1, form.block_weights // GROUP_COLUMNS)
     group_words = units_a_group + read.high_bits if read.group_words is None else read.group_words
     group_stride = group_words * BLOCK_ROWS
-    column_stride = groups * group_stride if not found.scaled else found.block_bytes * BLOCK_ROWS // size
+    column_stride = groups * group_stride if not form.scaled else form.block_bytes * BLOCK_ROWS // size
     column_blocks = round_up(columns, GROUP_COLUMNS * groups) // (GROUP_COLUMNS * groups)
     assert read.step_columns % (GROUP_COLUMNS * groups) == 0, f"steps of {weight_type} are no whole blocks"
-    units_a_span = units_a_group // read.scales if found.stored else 1
+    units_a_span = units_a_group // read.scales if form.stored else 1
     return PackedMatrix(
         weights=weight_type,
         decoder=decoder_of(weight_type),
@@ -243,11 +243,15 @@ class _Biases(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """The neurons of each expert as rows, read by units."""
+    """The neurons of each expert as rows of units. For tensor cores, a unit is an element: one number, or a byte with two of int4.
+
+    Offsets and strides are in units.
+    """
 
     weights: str
     decoder: Any  # as by `decoder_of`
     columns_a_unit: int
+    together: int  # units of one lane that are side by side, and share a scale
     hidden: int
     neurons: int
     padded_neurons: int  # a power of two
@@ -274,48 +278,19 @@ class PackedRows(NamedTuple):
         return f"{self} {self.decoder.cache_key}"
 
 
-class ElementRows(NamedTuple):
-    """`PackedRows` by elements, for tensor cores: an element is a number, of int8 its byte, of int4 a byte with two numbers.
-
-    Offsets and strides are in elements.
-    """
-
-    weights: str
-    neurons: int
-    hidden: int
-    gated: bool
-    scaled: bool
-    held: int  # numbers in an element
-    elements: int  # of a row
-    together: int  # elements of one lane that are side by side, and share a scale
-    chunk: int  # elements of 512 columns
-    header: int
-    row_stride: int
-    expert_stride: int
-    up_first: int
-    down_first: int
-    expert_words: int
-    up_bias_word: int
-    down_bias_word: int
-
-    @property
-    def width(self) -> int:
-        """Values of a vector in element order."""
-        return self.elements * self.held
-
-
 @dataclass(frozen=True, slots=True)
 class SparseLayout:
     """Where the parts of an expert are in the sparse layout.
 
     Attributes:
         gates: the blocks that gates (of ungated experts ups) are computed from.
+        elements: `rows` by elements, for tensor cores.
     """
 
     weight_type: str
     gates: PackedMatrix
     rows: PackedRows
-    elements: ElementRows
+    elements: PackedRows
     gate: Gate
     expert_bytes: int
 
@@ -339,6 +314,7 @@ def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) ->
         weights=weight_type,
         decoder=decoder_of(weight_type),
         columns_a_unit=held,
+        together=1,
         hidden=shape.hidden,
         neurons=shape.intermediate,
         padded_neurons=next_power_of_two(shape.intermediate),
@@ -366,43 +342,20 @@ def sparse_layout(shape: ExpertsShape, gate_spec: GateSpec, weight_type: str) ->
     )
 
 
-def _by_elements(rows: PackedRows, read: GpuFormat) -> ElementRows:
-    held = read.element_columns
-    together = rows.columns_a_unit // held
+def _by_elements(rows: PackedRows, read: GpuFormat) -> PackedRows:
+    together = rows.columns_a_unit // read.element_columns
     assert rows.expert_stride * together < 1 << 31, "offsets within an expert have 32 bits"
-    return ElementRows(
-        weights=rows.weights,
-        neurons=rows.neurons,
-        hidden=rows.hidden,
-        gated=rows.gated,
-        scaled=rows.header > 0,
-        held=held,
-        elements=rows.units * together,
-        together=together,
-        chunk=CHUNK_COLUMNS // held,
-        header=rows.header * together,
-        row_stride=rows.row_stride * together,
-        expert_stride=rows.expert_stride * together,
-        up_first=rows.up_first * together,
-        down_first=rows.down_first * together,
-        expert_words=rows.expert_words,
-        up_bias_word=rows.up_bias_word,
-        down_bias_word=rows.down_bias_word,
-    )
+    counted = ("header", "units", "row_stride", "expert_stride", "up_first", "down_first")
+    in_elements = {name: getattr(rows, name) * together for name in counted}
+    return rows._replace(columns_a_unit=read.element_columns, together=together, **in_elements)
 
 
 def in_unit_order(x: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-    """(T, columns) -> (T, width) float32: first what each unit of a row holds first, then what each holds second, and so on.
+    """(T, columns) -> (T, width) of the same dtype: first what each unit of a row holds first, then what each holds second, and so on.
 
     A thread then reads as many bytes of x as of units, and the loop over a row needs no barrier.
     """
-    held = rows.columns_a_unit
-    padded = F.pad(x.float(), (0, rows.width - x.shape[1]))
-    return padded.view(len(x), -1, LANES, GROUP_COLUMNS // held, held).permute(0, 4, 1, 3, 2).reshape(len(x), -1)
-
-
-def in_element_order(x: torch.Tensor, rows: ElementRows) -> torch.Tensor:
-    """(T, columns) -> (T, width) of the same dtype, in the order of a row's elements; of int4 the upper numbers follow the lower ones."""
+    held, together = rows.columns_a_unit, rows.together
     padded = F.pad(x, (0, rows.width - x.shape[1]))
-    by_lane = padded.view(len(x), -1, LANES, GROUP_COLUMNS // (rows.held * rows.together), rows.held, rows.together)
+    by_lane = padded.view(len(x), -1, LANES, GROUP_COLUMNS // (held * together), held, together)
     return by_lane.permute(0, 4, 1, 3, 2, 5).reshape(len(x), -1)

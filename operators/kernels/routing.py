@@ -20,11 +20,11 @@ ROUTED = 1024  # values of a token that a program copies
 def _ids_at(ids_ptr, slots_ptr, at, pair_count, BY_ID: tl.constexpr, IDS: tl.constexpr):
     """The ids of some pairs, -1 where a pair is skipped."""
     ids = tl.load(ids_ptr + at, mask=at < pair_count, other=-1).to(tl.int32)
-    kept = (ids >= 0) & (ids < IDS)
+    present = (ids >= 0) & (ids < IDS)
     if slots_ptr is not None:
         places = ids if BY_ID else at
-        kept = kept & (tl.load(slots_ptr + places, mask=kept, other=-1) >= 0)
-    return tl.where(kept, ids, -1)
+        present = present & (tl.load(slots_ptr + places, mask=present, other=-1) >= 0)
+    return tl.where(present, ids, -1)
 
 
 @triton.jit

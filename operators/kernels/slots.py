@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
-from moegraft.operators.kernels.epilogue import Epilogue, activated, bias_of, limited_up
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, constant
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, expert_matrices, gate_of, round_up
-from moegraft.operators.kernels.packed_product import grouped_columns, packed_product
+from moegraft.operators.kernels.packed_product import Epilogue, activated, bias_of, grouped_columns, limited_up, packed_product
 from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
 from moegraft.operators.kernels.units import expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
 

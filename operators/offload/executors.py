@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,7 @@ from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
 from moegraft.operators.offload.step import Ids
 from moegraft.operators.routing import Router
-from moegraft.operators.sparse.choice import PathChoices
 from moegraft.operators.sparsity import LayerSparsity
-
-if TYPE_CHECKING:
-    from moegraft.operators.sparse.slots import TimedSlotPaths
 
 ALIKE = 0.98  # of the chosen experts; rounding decides between equals
 SlotKernel = Callable[..., None]
@@ -85,16 +81,16 @@ class EngineLayers:
         self._slot_memory = slots.tensor.view(-1, first.expert_bytes)  # (S, expert_bytes) uint8
         self._kernels: Sequence[Any] = [self.device_kernel(each) for each in sparsity]
 
-    def device_kernel(self, sparsity: LayerSparsity | None, paths: TimedSlotPaths | None = None) -> Any:
+    def device_kernel(self, sparsity: LayerSparsity | None) -> Any:
         """Return the kernel that computes a layer from slots, for `slot_kernel`; it follows the layer's threshold, and counts for it."""
         # Triton need not be installed where no GPU is
         from moegraft.operators.kernels.slots import SlotExperts
-        from moegraft.operators.sparse.slots import SparseSlotExperts
+        from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 
         first = self.packed[0]
         if sparsity is None:
             return SlotExperts(first.shape, first.gate_spec, first.weight_type)
-        kernel = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, self.device, paths)
+        kernel = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, self.device)
         sparsity.attach(kernel)
         return kernel
 
@@ -122,31 +118,6 @@ class EngineLayers:
         if not hasattr(kernel, "begin"):
             return None
         return kernel.begin(tokens.hidden_states, self._slot_memory, tokens.top_k_index, tokens.top_k_weights)
-
-    def time_paths(self, resident: int, top_k: int, choices: PathChoices) -> None:
-        """Time the kernels of sparse experts and use the fastest from now on; slots are unused before and after.
-
-        Args:
-            resident: experts of a layer that have slots.
-        """
-        sparsity = self.sparsity[0]
-        if sparsity is None or resident == 0:
-            return
-        from moegraft.operators.sparse.slots import SparseSlotExperts, TimedSlotPaths
-
-        first, memory = self.packed[0], self._slot_memory
-
-        def fill() -> torch.Tensor:
-            experts = first.buffer.reshape(self.num_experts, -1)
-            for expert in range(resident):
-                memory[expert].copy_(torch.from_numpy(experts[expert].copy()))
-            return memory
-
-        paths = TimedSlotPaths(choices, self.num_experts, resident)
-        timed = SparseSlotExperts(first.shape, first.gate_spec, first.weight_type, self.device)
-        timed.set_threshold(0.0, sparsity.routed_target)
-        paths.time(timed, top_k, fill)
-        self._kernels = [self.device_kernel(each, paths) for each in self.sparsity]
 
     def neurons(self, sparsity: LayerSparsity | None) -> Neurons | None:
         """Return what a token needs of an expert in a call of the calling thread; None: all of it."""

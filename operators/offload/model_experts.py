@@ -31,7 +31,6 @@ from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.routing import Router
-from moegraft.operators.sparse.choice import PathChoices, choices_path
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 from moegraft.operators.timeline import Timeline
 
@@ -257,7 +256,6 @@ def open_engine(
     slots = cache.slots
     sparsity = [layer.sparsity for layer in loaded]
     layers = kind.engine_layers(device.torch_device, runtime, packed, routers, sparsity, cache.arena)
-    layers.time_paths(min(slots.capacity_of(0), store.num_experts), top_k, PathChoices(choices_path()))
     synthetic = SyntheticCalls(layers, top_k)
     costs = CostModel(warm_up(device, cache, synthetic.executor, synthetic.neurons))
     gpu_layers = None

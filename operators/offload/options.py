@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from moegraft.operators.estimates import gpu_margin_bytes
+from moegraft.operators.base import gpu_margin_bytes
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.devices.base import DEVICE_KINDS
 from moegraft.operators.offload.prefetch import PrefetchOptions

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
-from moegraft.injection.model_source import find_model
+from moegraft.injection.meta_model import find_model
 from moegraft.injection.planning import plan
 from moegraft.injection.verify import verify
 from moegraft.operators.draft import DraftSettings

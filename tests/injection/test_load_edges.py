@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.families import TINY, tiny_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
-from moegraft.injection import model_source, optimize_and_load
+from moegraft.injection import meta_model, optimize_and_load
 from moegraft.injection.progress import ProgressLine
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
@@ -123,7 +123,7 @@ def test_only_the_weights_that_will_be_read_are_downloaded(
         asked.extend(allow_patterns)
         return str(tmp_path)
 
-    monkeypatch.setattr(model_source, "snapshot_download", download)
+    monkeypatch.setattr(meta_model, "snapshot_download", download)
     assert error_of(inject("owner/name"), stock) <= 1e-5
     shards = {path.name for path in tmp_path.glob("*.safetensors")}
     assert {name for name in asked if name.endswith("safetensors")} == {SINGLE, "mtp.safetensors"} | shards

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import sparse_rules
-from moegraft.injection.model_source import find_model
+from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.injection.verify import verify
 from moegraft.operators.errors import UnsupportedModelError

@@ -38,11 +38,10 @@ from moegraft.injection.demo import demo_path
 from moegraft.injection.estimate import measure
 from moegraft.injection.rules import read_rules
 from moegraft.operators.atomic_file import SUFFIX
-from moegraft.operators.estimates import Rate
+from moegraft.operators.base import Rate
 from moegraft.operators.experts.packed_cache import HEADER_BYTES
 from moegraft.operators.registry import load_registry
 from moegraft.operators.routing_trace import Trace
-from moegraft.operators.sparse.choice import PathChoices, TimedCase
 from moegraft.operators.thresholds import LayerThresholds, Thresholds, read_thresholds, write_thresholds
 from moegraft.operators.timeline import Timeline, write_trace
 from support.families import tiny_model
@@ -170,19 +169,6 @@ def _check_measured(folder: Path, complete: bool) -> None:
     assert found.read_gbps == 2.0 or (not complete and found.read_gbps == 1.0)
 
 
-CASE = TimedCase(8, 8, 4, 2, "int8", True, 0.5, "none", 4)
-
-
-def _choose(folder: Path, tokens: int) -> None:
-    PathChoices(folder / "out" / "paths.json").path(CASE, tokens, lambda bucket: {"pair": 1.0, "dense": 2.0})
-
-
-def _check_choices(folder: Path, complete: bool) -> None:
-    known = PathChoices(folder / "out" / "paths.json")
-    assert known.path(CASE, 600, None) == "pair", "what was there stays"
-    assert known.path(CASE, 2000, None) == "pair" or not complete
-
-
 def _timeline(folder: Path, spans: int) -> None:
     timeline = Timeline("CPU")
     for number in range(spans):
@@ -249,7 +235,6 @@ SCENES = {
         lambda folder: _trace("old").save(folder / "out" / "routing.npz"),
     ),
     "measurements": Scene(lambda folder: _measure(folder, 2.0), _check_measured, lambda folder: _measure(folder, 1.0)),
-    "choices": Scene(lambda folder: _choose(folder, 2000), _check_choices, lambda folder: _choose(folder, 600)),
     "timeline": Scene(lambda folder: _timeline(folder, 200), _check_timeline, lambda folder: _timeline(folder, 100)),
     "init": Scene(_init, _check_init, _prepare_init),
     "calibrate": Scene(_calibrate, _check_calibrated),

@@ -30,7 +30,7 @@ class HostSlotLayers(EngineLayers):
         in_slots = ExpertsShape(len(self._slot_memory), shape.hidden, shape.intermediate, gated=shape.gated, bias=shape.bias)
         self._slot_experts = PackedExperts(in_slots, first.gate_spec, first.weight_type, slots, sparse=first.sparse)
 
-    def device_kernel(self, sparsity: LayerSparsity | None, *args: Any) -> None:
+    def device_kernel(self, sparsity: LayerSparsity | None) -> None:
         return None
 
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
@@ -49,9 +49,6 @@ class HostSlotLayers(EngineLayers):
         self.runtime.forward(self._slot_experts, as_array(x), slots.long().numpy(), weights.numpy(), as_array(part), **arguments)
         with torch.inference_mode():  # a kernel writes whatever it is given
             out.copy_(part)
-
-    def time_paths(self, *args: Any) -> None:
-        return
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}

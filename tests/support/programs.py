@@ -34,7 +34,7 @@ LIBRARIES = (
     "moegraft.injection.cli.moegraft",
     "moegraft.injection.cli.local_chat",
     "moegraft.injection.cli.serve.app",
-    "moegraft.injection.cli.serve.connections",
+    "moegraft.injection.cli.serve.app",
 )
 
 

@@ -23,8 +23,7 @@ import openai
 import uvicorn
 
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.app import make_app
-from moegraft.injection.cli.serve.connections import server_config
+from moegraft.injection.cli.serve.app import make_app, server_config
 from moegraft.injection.cli.serve.service import Limits, Service
 
 PATIENCE_S = 60  # long enough for a busy machine, but ends a hang

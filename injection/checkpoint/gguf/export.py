@@ -108,30 +108,30 @@ def read_types(text: str) -> tuple[TypeChoice, ...]:
     if not inline and not text.endswith((".yaml", ".yml")):
         return tuple(_choice(part.strip()) for part in text.split(","))
     try:
-        found = yaml.safe_load(text if inline else Path(text).read_text(encoding="utf-8"))
+        parsed = yaml.safe_load(text if inline else Path(text).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{text}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(parsed, dict) or not parsed:
         raise ValueError(f"{text}: expected a mapping of {', '.join(ROLES)} or all to types, such as 'down: Q6_K' or 'down@0-3: Q8_0'")
     try:
-        return tuple(_choice(f"{role}={name}" if role != "all" else str(name)) for role, name in found.items())
+        return tuple(_choice(f"{role}={name}" if role != "all" else str(name)) for role, name in parsed.items())
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
 
 
 def _choice(text: str) -> TypeChoice:
-    found = _CHOICE.fullmatch(text)
-    if found is None:
+    match = _CHOICE.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r}: give TYPE, ROLE=TYPE or ROLE@LAYERS=TYPE, as in Q4_K, down=Q6_K or down@0-3=Q8_0")
-    own = FORMATS.get(found["type"].lower())  # as rule files spell it
-    role, name = found["role"], own.gguf if own is not None and own.gguf is not None else found["type"].upper()
+    known = FORMATS.get(match["type"].lower())  # as rule files spell it
+    role, name = match["role"], known.gguf if known is not None and known.gguf is not None else match["type"].upper()
     if role is not None and role not in ROLES:
         raise ValueError(f"unknown role '{role}' in '{text}'; the roles are {', '.join(ROLES)}")
     if name not in ENCODED:
         mixture = _MIXTURE.fullmatch(name)
         hint = "" if mixture is None else "; types of matrices can be mixed, as in Q4_K,down=Q6_K"
-        raise ValueError(f"type '{found['type']}' cannot be written; the types are {', '.join(ENCODED)}{hint}")
-    return TypeChoice(role, None if found["layers"] is None else parse_layers(found["layers"]), name)
+        raise ValueError(f"type '{match['type']}' cannot be written; the types are {', '.join(ENCODED)}{hint}")
+    return TypeChoice(role, None if match["layers"] is None else parse_layers(match["layers"]), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +185,10 @@ class ExportPlan:
 
     def by_type(self) -> Mapping[str, int]:
         """Return the bytes in each type."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for tensor in self.tensors:
-            found[tensor.type] += tensor.nbytes
-        return dict(found.most_common())
+            sizes[tensor.type] += tensor.nbytes
+        return dict(sizes.most_common())
 
     def fallbacks(self) -> list[ExportTensor]:
         """Return the tensors that are stored in another type than the one asked for."""
@@ -340,8 +340,8 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
     if dense or getattr(config, "decoder_sparse_step", 1) != 1:
         return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
     for field, only in family.requires.items():
-        found = getattr(config, field, only)
-        if (tuple(found) if isinstance(found, list) else found) != only:
+        value = getattr(config, field, only)
+        if (tuple(value) if isinstance(value, list) else value) != only:
             return f"{field} is {getattr(config, field)} in the config, and llama.cpp computes {only} in {name} models"
     if getattr(config, "clip_qkv", None) is not None:
         return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
@@ -389,8 +389,8 @@ def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
 
 
 def _layer_types(config: PretrainedConfig) -> list[str]:
-    found: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return found
+    layer_types: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return layer_types
 
 
 def _interval(kinds: Sequence[str]) -> int:
@@ -414,8 +414,8 @@ def _groups(config: PretrainedConfig) -> int:
 
 
 def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return found
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters
 
 
 def describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
@@ -603,9 +603,9 @@ def _write_tensor(file: BinaryIO, tensor: ExportTensor, importance: torch.Tensor
         if not bool(rows.sum(dtype=torch.float32).isfinite()) and not bool(rows.isfinite().all()):
             where = f"{tensor.name}[{number}]" if tensor.matrices > 1 else tensor.name
             raise CheckpointError(f"{where}: a weight is NaN or infinite; download the checkpoint again")
-        own = importance if importance is None or importance.ndim == 1 else importance[number]
-        own = own if own is None or tensor.columns is None else reordered(own, tensor.columns)
-        packed = GGUF_TYPES[tensor.type].encode(rows, own)
+        influence = importance if importance is None or importance.ndim == 1 else importance[number]
+        influence = influence if influence is None or tensor.columns is None else reordered(influence, tensor.columns)
+        packed = GGUF_TYPES[tensor.type].encode(rows, influence)
         file.write(packed.tobytes())
         advance(packed.nbytes)
     file.write(bytes(-tensor.nbytes % ALIGNMENT))

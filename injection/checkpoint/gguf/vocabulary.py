@@ -90,11 +90,11 @@ def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 def _add_sentencepiece(writer: GGUFWriter, folder: Path, size: int) -> None:
     """Add a BPE vocabulary with bytes as fallback, as of Llama 2 and Mixtral."""
     try:
-        found = list(LlamaHfVocab(folder).all_tokens())
+        tokens = list(LlamaHfVocab(folder).all_tokens())
     except (FileNotFoundError, TypeError, ValueError, OSError) as error:
         raise CheckpointError(f"{folder}: the tokenizer cannot be written to a GGUF file ({error})") from error
-    more = [(f"[PAD{number}]".encode(), -1000.0, TokenType.UNUSED) for number in range(len(found), size)]
-    texts, scores, kinds = zip(*found[:size], *more, strict=True)
+    more = [(f"[PAD{number}]".encode(), -1000.0, TokenType.UNUSED) for number in range(len(tokens), size)]
+    texts, scores, kinds = zip(*tokens[:size], *more, strict=True)
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(texts)

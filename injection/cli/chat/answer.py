@@ -177,8 +177,8 @@ class AnswerStreamer(BaseStreamer):
         # A token's text can depend on the one before (a leading space), so it is decoded together with some tokens before.
         known = self._decode(self.token_ids[self._context : self._shown])
         text = self._decode(self.token_ids[self._context :])
-        held = len(self.token_ids) - self._shown < MOST_HELD and not finished
-        if held and (len(text) <= len(known) or text.endswith(UNFINISHED)):
+        unfinished = len(self.token_ids) - self._shown < MOST_HELD and not finished
+        if unfinished and (len(text) <= len(known) or text.endswith(UNFINISHED)):
             return
         self._context, self._shown = self._shown, len(self.token_ids)
         if len(text) > len(known):
@@ -234,12 +234,12 @@ class Answerer:
         self.cache = PromptCache(loaded.model)
         self._prefill_chunk = prefill_chunk
         self._warned = False
-        own = loaded.model.generation_config
-        assert own is not None, "a model that generates has a generation config"
-        sampled = sampling.overrides(model_samples=bool(own.do_sample), model_temperature=own.temperature)
+        defaults = loaded.model.generation_config
+        assert defaults is not None, "a model that generates has a generation config"
+        sampled = sampling.overrides(model_samples=bool(defaults.do_sample), model_temperature=defaults.temperature)
         ends, padding = end_tokens(loaded), pad_token(loaded)
         self._arguments = {**sampled, "eos_token_id": ends or None, "pad_token_id": padding}
-        self.max_new_tokens: int = sampling.max_new_tokens or own.max_new_tokens or DEFAULT_NEW_TOKENS
+        self.max_new_tokens: int = sampling.max_new_tokens or defaults.max_new_tokens or DEFAULT_NEW_TOKENS
         self.seed = random.SystemRandom().getrandbits(31) if seed is None else seed
         self.reset()
 
@@ -260,7 +260,7 @@ class Answerer:
             NotEnoughMemoryError: the conversation does not fit in a GPU's memory.
         """
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
-        cache, kept = self.cache.take(token_ids)
+        cache, cached_tokens = self.cache.take(token_ids)
         room = self._room(len(token_ids))
         try:
             with stop.listening(self._loaded.model):
@@ -274,7 +274,7 @@ class Answerer:
             raise NotEnoughMemoryError(message) from error
         finally:
             streamer.end()
-        return Answer(streamer.text, self._ending(streamer, stop, room), _stats(streamer, len(token_ids), kept))
+        return Answer(streamer.text, self._ending(streamer, stop, room), _stats(streamer, len(token_ids), cached_tokens))
 
     def _read_ahead(self, token_ids: list[int], cache: DynamicCache | None) -> DynamicCache | None:
         if self._prefill_chunk and len(token_ids) > self._prefill_chunk and not self._warned:
@@ -310,8 +310,8 @@ class Answerer:
 
 def end_tokens(loaded: LoadedModel) -> list[int]:
     """Return the tokens that end an answer: the model's and the tokenizer's, as many chat models have only the base model's own."""
-    own: Any = loaded.model.generation_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or [])
+    of_model: Any = loaded.model.generation_config.eos_token_id
+    ends = [of_model] if isinstance(of_model, int) else list(of_model or [])
     of_tokenizer = loaded.tokenizer.eos_token_id
     return ends if of_tokenizer is None or of_tokenizer in ends else [*ends, of_tokenizer]
 
@@ -347,31 +347,31 @@ def work_lines(model: PreTrainedModel) -> list[str]:
     assert isinstance(devices, Mapping) and isinstance(steps, Mapping), "statistics by name"
     if any(steps.values()):
         lines.append(f"decode steps: {_steps(steps)}")
-    return [*lines, *(f"{name}: {_named(found)}" for name, found in devices.items())]
+    return [*lines, *(f"{name}: {_named(figures)}" for name, figures in devices.items())]
 
 
-def _steps(found: Mapping[str, object]) -> str:
-    times = f", {found['step_us']} us each" if found["replayed_steps"] else ""
-    if times and "outside_kernels_us" in found:
-        times += f", {found['outside_kernels_us']} us of them outside kernels"
-    reasons = found["reasons"]
+def _steps(statistics: Mapping[str, object]) -> str:
+    times = f", {statistics['step_us']} us each" if statistics["replayed_steps"] else ""
+    if times and "outside_kernels_us" in statistics:
+        times += f", {statistics['outside_kernels_us']} us of them outside kernels"
+    reasons = statistics["reasons"]
     assert isinstance(reasons, list), "a list of texts"
     others = f"; others layer by layer: {'; '.join(reasons)}" if reasons else ""
-    return f"{found['replayed_steps']} as {'native programs' if 'programs' in found else 'captured graphs'}{times}{others}"
+    return f"{statistics['replayed_steps']} as {'native programs' if 'programs' in statistics else 'captured graphs'}{times}{others}"
 
 
-def _drafts(found: Mapping[str, object]) -> str:
-    seconds = {name: f"{_number(found[f'{name}_ms']) / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
-    shares = found["acceptance_by_position"]
+def _drafts(statistics: Mapping[str, object]) -> str:
+    seconds = {name: f"{_number(statistics[f'{name}_ms']) / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
+    shares = statistics["acceptance_by_position"]
     assert isinstance(shares, tuple), "a share for each position"
     lossy = ""
-    if found["agreement"] is not None:
-        agreement, perplexity = _number(found["agreement"]), _number(found["perplexity"])
+    if statistics["agreement"] is not None:
+        agreement, perplexity = _number(statistics["agreement"]), _number(statistics["perplexity"])
         lossy = f"; {agreement:.1%} of tokens as in lossless decoding, perplexity {perplexity:.2f} under the full model"
     return (
-        f"{found['rounds']} rounds of {_number(found['tokens_per_round']):.2f} tokens; accepted by position "
+        f"{statistics['rounds']} rounds of {_number(statistics['tokens_per_round']):.2f} tokens; accepted by position "
         f"{' '.join(f'{share:.2f}' for share in shares)}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
-        f"{seconds['plain']} for {found['plain_tokens']} tokens without a draft; {found['schedule']}{lossy}"
+        f"{seconds['plain']} for {statistics['plain_tokens']} tokens without a draft; {statistics['schedule']}{lossy}"
     )
 
 
@@ -380,5 +380,5 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _named(found: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" if name == "slots" else f"{name}: {value}" for name, value in found.items())
+def _named(figures: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" if name == "slots" else f"{name}: {value}" for name, value in figures.items())

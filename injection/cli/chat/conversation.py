@@ -147,8 +147,8 @@ def answer_opening(
     """
     mark = uuid.uuid4().hex
     marked = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
-    _, found, opening = str(_templated(tokenizer, marked, tools, variables, tokenize=False)).rpartition(mark)
-    return opening if found else ""
+    _, marker, opening = str(_templated(tokenizer, marked, tools, variables, tokenize=False)).rpartition(mark)
+    return opening if marker else ""
 
 
 def _templated(
@@ -297,9 +297,9 @@ def _tensors(cache: DynamicCache) -> Iterator[tuple[str, torch.Tensor]]:
     layers: list[Any] = cache.layers  # without a common type
     for number, layer in enumerate(layers):
         for name in GROWING:
-            held = getattr(layer, name, None)
-            if held is not None and held.numel():
-                yield f"{number}.{name}", held
+            tensor = getattr(layer, name, None)
+            if tensor is not None and tensor.numel():
+                yield f"{number}.{name}", tensor
         for name in TENSORS:
             for index, state in getattr(layer, name, {}).items():
                 if state is not None:
@@ -336,19 +336,19 @@ def _fill(cache: DynamicCache, tensors: dict[str, torch.Tensor], tokens: int, ch
         sliding = isinstance(layer, DynamicSlidingWindowLayer)
         if checkpoint and kind in GROWING and not sliding:
             continue
-        found, expected = tensors[f"{checkpoint}{name}"], list(like.shape)
+        tensor, expected = tensors[f"{checkpoint}{name}"], list(like.shape)
         if kind in GROWING:
             expected[GROWING[kind]] = min(tokens, layer.sliding_window - 1) if sliding else tokens
-        if list(found.shape) != expected or found.dtype != like.dtype:
+        if list(tensor.shape) != expected or tensor.dtype != like.dtype:
             what, whose = kind.replace("_", " "), f" at the checkpoint after {tokens} tokens" if checkpoint else ""
             raise ValueError(
-                f"{what} of layer {number}{whose} are {tuple(found.shape)} {found.dtype}, "
+                f"{what} of layer {number}{whose} are {tuple(tensor.shape)} {tensor.dtype}, "
                 f"and the model's are {tuple(expected)} {like.dtype} for {tokens} tokens"
             )
         if index:
-            getattr(layer, kind)[int(index[0])].copy_(found)
+            getattr(layer, kind)[int(index[0])].copy_(tensor)
         else:
-            setattr(layer, kind, found.to(like.device))
+            setattr(layer, kind, tensor.to(like.device))
         if sliding and kind == "keys":
             layer.cumulative_length = tokens
 

@@ -89,11 +89,11 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     Returns:
         The cache; `cache` itself, None included, if no chunk was computed.
     """
-    held = _tokens(cache)
-    if len(token_ids) - held <= chunk_tokens:
+    computed = _tokens(cache)
+    if len(token_ids) - computed <= chunk_tokens:
         return cache
     chunk_tokens = chunk_size(model, chunk_tokens)
-    if not chunk_tokens or len(token_ids) - held <= chunk_tokens:
+    if not chunk_tokens or len(token_ids) - computed <= chunk_tokens:
         return cache
     cache = cache if cache is not None else new_cache(model)
     stateful = any(map(has_states, cache.layers))
@@ -103,13 +103,13 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     drafts = mtp_layers(model) is not None
     if drafts:
         extra["output_hidden_states"] = asked_states(model)
-    while (left := len(token_ids) - held) > chunk_tokens:
+    while (left := len(token_ids) - computed) > chunk_tokens:
         size = chunk_tokens - 1 if stateful and left == chunk_tokens + 1 else chunk_tokens
-        chunk = torch.tensor([token_ids[held : held + size]], device=model.device)
+        chunk = torch.tensor([token_ids[computed : computed + size]], device=model.device)
         outputs = call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
-        held += size
+        computed += size
         if drafts:
-            read_chunk(model, cache, torch.tensor([token_ids[: held + 1]], device=model.device), read_states(model, outputs))
+            read_chunk(model, cache, torch.tensor([token_ids[: computed + 1]], device=model.device), read_states(model, outputs))
     return cache
 
 
@@ -179,8 +179,8 @@ class PromptCache:
         """Describe the states and checkpoints of the cache, where it has any."""
         layers: list[Any] = [] if self._cache is None else self._cache.layers
         states = [state for layer in filter(has_states, layers) for name in TENSORS for state in getattr(layer, name).values()]
-        held = sum(state.nbytes for state in states if state is not None)
-        lines = [f"states: {human_bytes(held)} after {len(self._token_ids):,} tokens"] if held else []
+        state_bytes = sum(state.nbytes for state in states if state is not None)
+        lines = [f"states: {human_bytes(state_bytes)} after {len(self._token_ids):,} tokens"] if state_bytes else []
         if self.checkpoints:
             places = ", ".join(f"{checkpoint.tokens:,}" for checkpoint in self.checkpoints)
             lines.append(f"checkpoints: {human_bytes(self.checkpoint_bytes(self._cache))}, after {places} tokens")
@@ -202,17 +202,17 @@ class PromptCache:
 
         The caller owns the cache from then on. `keep` gives it back; after an interrupted answer it is lost.
         """
-        cache, held = self._cache, self._token_ids
+        cache, cached_ids = self._cache, self._token_ids
         self.drop()
-        shared = _shared_tokens(held, token_ids[:-1])
+        shared = _shared_tokens(cached_ids, token_ids[:-1])
         if cache is None or not shared:
             return None, 0
-        if shared == len(held):
+        if shared == len(cached_ids):
             self.checkpoint(cache, 0)
             return cache, shared
         fixed = _why_not_cropped(cache)
         if fixed is None:
-            cache.crop(shared - len(held))  # negative: that many tokens are removed; older versions read 0 as "all"
+            cache.crop(shared - len(cached_ids))  # negative: that many tokens are removed; older versions read 0 as "all"
         else:
             earlier = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens <= shared]
             if not earlier:
@@ -226,18 +226,18 @@ class PromptCache:
     def read_ahead(self, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
         """Compute a prompt in chunks as `read_ahead` does, with the checkpoints that the model needs, the last near its end."""
         end = len(token_ids) - OPENING_TOKENS
-        held = _tokens(cache)
-        saved = max([held, *(checkpoint.tokens for checkpoint in self._of(cache))])
+        computed = _tokens(cache)
+        saved = max([computed, *(checkpoint.tokens for checkpoint in self._of(cache))])
         if end - saved >= LEAST_TOKENS and self._needs_checkpoints(cache):
             cache = new_cache(self._model) if cache is None else cache
-            while held < end:
-                left = end - held
+            while computed < end:
+                left = end - computed
                 step = left if not chunk_tokens or left <= chunk_tokens else min(chunk_tokens, left - LEAST_STATE_CHUNK)
-                read_ahead(self._model, token_ids[: held + step + 2], cache, step)
-                if _tokens(cache) == held:
+                read_ahead(self._model, token_ids[: computed + step + 2], cache, step)
+                if _tokens(cache) == computed:
                     break
-                held = _tokens(cache)
-                self.checkpoint(cache, CHECKPOINT_TOKENS if held < end else 0)
+                computed = _tokens(cache)
+                self.checkpoint(cache, CHECKPOINT_TOKENS if computed < end else 0)
         return read_ahead(self._model, token_ids, cache, chunk_tokens)
 
     def checkpoint(self, cache: DynamicCache | None, least_tokens: int = CHECKPOINT_TOKENS) -> None:
@@ -275,13 +275,13 @@ class PromptCache:
         return why_not_appendable(self._model)
 
     def _add(self, cache: DynamicCache, tokens: int) -> None:
-        found = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens < tokens]
-        found.append(Checkpoint(cache, tokens))
-        while found and sum(checkpoint.nbytes for checkpoint in found) > self._most_bytes:
-            places = [0, *(checkpoint.tokens for checkpoint in found)]
+        checkpoints = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens < tokens]
+        checkpoints.append(Checkpoint(cache, tokens))
+        while checkpoints and sum(checkpoint.nbytes for checkpoint in checkpoints) > self._most_bytes:
+            places = [0, *(checkpoint.tokens for checkpoint in checkpoints)]
             saves = [after - before for before, after in zip(places, places[2:], strict=False)]  # of each but the latest
-            del found[saves.index(min(saves)) if saves else 0]
-        self._checkpoints[cache] = found
+            del checkpoints[saves.index(min(saves)) if saves else 0]
+        self._checkpoints[cache] = checkpoints
 
     def _log_once(self, message: str) -> None:
         if message not in self._logged:
@@ -308,9 +308,9 @@ def _why_not_cropped(cache: Cache) -> str | None:
     return "a sliding window" if any(layer.cumulative_length >= layer.sliding_window for layer in windows) else None
 
 
-def _shared_tokens(held: list[int], wanted: list[int]) -> int:
+def _shared_tokens(cached: list[int], wanted: list[int]) -> int:
     shared = 0
-    for mine, other in zip(held, wanted, strict=False):
+    for mine, other in zip(cached, wanted, strict=False):
         if mine != other:
             break
         shared += 1

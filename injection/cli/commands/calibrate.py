@@ -80,7 +80,7 @@ def calibrate(
     from moegraft.injection.calibration import CalibrationOptions, describe_source, record_routing, sparse_rules, work_tokens
     from moegraft.injection.calibration import calibrate as find_thresholds
     from moegraft.injection.cli.models import load_model, model_of, rules_of, short_name, text_ids
-    from moegraft.injection.model_source import find_model
+    from moegraft.injection.meta_model import find_model
     from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
     from moegraft.operators.thresholds import write_thresholds

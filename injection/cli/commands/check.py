@@ -39,7 +39,7 @@ class Checked:
     bytes_by_device: Mapping[str, int] | None = field(default=None)
 
     def severities(self) -> set[str]:
-        return {found.severity for found in self.findings}
+        return {finding.severity for finding in self.findings}
 
 
 @user_errors(PROGRAM)
@@ -102,14 +102,14 @@ def _write(checked: list[Checked], meta_model: MetaModel | None, terminal: Termi
     from moegraft.injection.planning import bytes_text
 
     for outcome in checked:
-        for found in outcome.findings:
-            terminal.write(f"{found}\n")
+        for finding in outcome.findings:
+            terminal.write(f"{finding}\n")
         if "error" in outcome.severities():
             continue
         taken = ""
         if outcome.modules is not None and meta_model is not None:
-            held = bytes_text(outcome.bytes_by_device or {})
-            taken = f"; it replaces {plural(outcome.modules, 'module')} of {meta_model.model_class}, which then holds {held}"
+            sizes = bytes_text(outcome.bytes_by_device or {})
+            taken = f"; it replaces {plural(outcome.modules, 'module')} of {meta_model.model_class}, which then holds {sizes}"
         terminal.write(f"{outcome.rules}: no errors{taken}\n")
     if meta_model is not None and meta_model.unloadable is not None:
         terminal.notice(f"notice: {meta_model.unloadable}")
@@ -122,7 +122,7 @@ def _as_json(checked: list[Checked], meta_model: MetaModel | None) -> Json:
             {
                 "rules": outcome.rules,
                 "ok": "error" not in outcome.severities(),
-                "diagnostics": [diagnostic_json(found) for found in outcome.findings],
+                "diagnostics": [diagnostic_json(finding) for finding in outcome.findings],
                 "modules": outcome.modules,
                 "bytes_by_device": outcome.bytes_by_device,
             }

@@ -1,4 +1,4 @@
-"""`moegraft explain`: which rule takes which module, and what that costs."""
+"""`moegraft explain`: which rule takes which module, and what that costs; `moegraft diff`: what changes between two rule files."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def explain(
     terminal = open_terminal()
     options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
     meta_model, rule_file, registry = model_and_rules(options)
-    found = explanation(meta_model, rule_file, registry)
-    trials = found.trials(module) if module is not None else None
+    explained = explanation(meta_model, rule_file, registry)
+    trials = explained.trials(module) if module is not None else None
     if json:
-        write_json(terminal, _as_json(found, meta_model, trials))
+        write_json(terminal, _as_json(explained, meta_model, trials))
     elif trials is not None and module is not None:
-        _write_trials(module, trials, found, terminal)
+        _write_trials(module, trials, explained, terminal)
     else:
-        _write_table(found, meta_model, each, terminal)
-    if found.plan is None:
+        _write_table(explained, meta_model, each, terminal)
+    if explained.plan is None:
         raise typer.Exit(FINDINGS)
 
 
@@ -111,27 +111,27 @@ def _trials(path: str, rules: Sequence[Rule], assignment: Assignment, modules: M
     if closed is not None:
         reason = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
         return [Trial(rule, "not tried", reason) for rule in rules]
-    found: list[Trial] = []
+    trials: list[Trial] = []
     first: Rule | None = None
     for index, rule in enumerate(rules):
         misses = _why_not(rule.match, path, modules)
         if first is not None:
             also = "does not match" if misses else "matches as well"
-            found.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
+            trials.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
         elif misses:
-            found.append(Trial(rule, "lost", "; ".join(misses)))
+            trials.append(Trial(rule, "lost", "; ".join(misses)))
         else:
             first = rule
-            found.append(_matching(rule, path in assignment.taken[index], outer.get(index)))
-    return found
+            trials.append(_matching(rule, path in assignment.taken[index], outer.get(index)))
+    return trials
 
 
 def _matching(rule: Rule, taken: bool, outer: str | None) -> Trial:
     """Return the trial of the first rule that matches; it loses only inside a module that the rule replaces as a whole."""
     if not taken:
         return Trial(rule, "lost", f"matches, but the module is inside {outer}, which this rule replaces as a whole")
-    kept = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
-    return Trial(rule, "won", f"the first rule that matches{kept}")
+    note = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
+    return Trial(rule, "won", f"the first rule that matches{note}")
 
 
 def _outer(path: str, assignment: Assignment) -> dict[int, str]:
@@ -149,8 +149,8 @@ def _why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
     if match.class_name is not None and path not in modules.matching(Match(class_name=match.class_name)):
         misses.append(f"its class is {type(modules[path]).__name__}, not {match.class_name}")
     if match.kind is not None and match.kind not in modules.kinds(path):
-        found = " and ".join(sorted(modules.kinds(path)))
-        misses.append(f"it is of kind {found}, not {match.kind}" if found else f"it is of no kind, so not of kind {match.kind}")
+        actual = " and ".join(sorted(modules.kinds(path)))
+        misses.append(f"it is of kind {actual}, not {match.kind}" if actual else f"it is of no kind, so not of kind {match.kind}")
     if match.layers is not None and modules.layer(path) not in match.layers:
         layer = modules.layer(path)
         misses.append(
@@ -168,45 +168,45 @@ def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegist
     modules = ModelModules(planned_model(meta_model, rules, registry).skeleton)
     assignment = assign(rules.rules, modules, registry.in_place)
     try:
-        found = plan(meta_model, rules, registry=registry)
+        planned = plan(meta_model, rules, registry=registry)
     except RuleErrors as error:
         return Explanation(rules, modules, assignment, None, error.diagnostics)
-    return Explanation(rules, modules, assignment, found, found.notices)
+    return Explanation(rules, modules, assignment, planned, planned.notices)
 
 
-def _write_table(found: Explanation, meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
+def _write_table(explained: Explanation, meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
     from moegraft.injection.planning import bytes_text
 
-    if found.plan is not None:
-        rows = [HEADER, *_rows(found, found.plan, each)]
-        rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(found.plan.rest_bytes)} cpu"))
+    if explained.plan is not None:
+        rows = [HEADER, *_rows(explained, explained.plan, each)]
+        rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(explained.plan.rest_bytes)} cpu"))
         terminal.write("\n".join(columns(rows)) + "\n")
-        swaps = plural(len(found.plan.swaps), "module")
-        terminal.write(f"{meta_model.model_class}: {swaps} replaced; total {bytes_text(found.plan.bytes_by_device)}\n")
-    _write_findings(found, terminal)
+        swaps = plural(len(explained.plan.swaps), "module")
+        terminal.write(f"{meta_model.model_class}: {swaps} replaced; total {bytes_text(explained.plan.bytes_by_device)}\n")
+    _write_findings(explained, terminal)
     if meta_model.unloadable is not None:
         terminal.notice(f"notice: {meta_model.unloadable}")
 
 
-def _rows(found: Explanation, plan: Plan, each: bool) -> Iterator[tuple[str, ...]]:
+def _rows(explained: Explanation, plan: Plan, each: bool) -> Iterator[tuple[str, ...]]:
     """Yield a row for each swap or, without `each`, each run of layers, then one for each rule that leaves its modules unchanged."""
     from moegraft.injection.planning import swap_rows
     from moegraft.injection.rules.rule import grouped
 
     for paths, rule, *rest in swap_rows(plan.swaps, each=each):
         yield paths, rule.id, rule.place_text, *rest
-    for rule, taken in found.left_alone:
+    for rule, taken in explained.left_alone:
         yield " ".join(grouped(path or "(the model)" for path in taken)), rule.id, rule.place_text, "default", "", "(not replaced)"
 
 
-def _write_trials(module: str, trials: Sequence[Trial], found: Explanation, terminal: Terminal) -> None:
+def _write_trials(module: str, trials: Sequence[Trial], explained: Explanation, terminal: Terminal) -> None:
     from moegraft.injection.planning import bytes_text
 
-    kinds = ", ".join(sorted(found.modules.kinds(module)))
-    terminal.write(f"{module or '(the model)'}: {type(found.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}\n")
+    kinds = ", ".join(sorted(explained.modules.kinds(module)))
+    terminal.write(f"{module or '(the model)'}: {type(explained.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}\n")
     rows = [(trial.outcome, f"{trial.rule.place_text}:", f"rule '{trial.rule.id}':", trial.reason) for trial in trials]
     terminal.write("\n".join(f"  {line}" for line in columns(rows)) + "\n")
-    swaps = found.plan.swaps if found.plan else ()
+    swaps = explained.plan.swaps if explained.plan else ()
     swap = next((swap for swap in swaps if swap.module == module), None)
     if swap is not None:
         options = ", ".join(f"{name}={value}" for name, value in asdict(swap.options).items())  # type: ignore[call-overload]
@@ -215,27 +215,27 @@ def _write_trials(module: str, trials: Sequence[Trial], found: Explanation, term
         outer = next((swap for swap in swaps if not swap.in_place and module.startswith(f"{swap.module}.")), None)
         fate = "it is not replaced" if outer is None else f"it is replaced with {outer.module}, which rule '{outer.rule.id}' takes"
         terminal.write(f"  no rule takes it: {fate}\n")
-    _write_findings(found, terminal)
+    _write_findings(explained, terminal)
 
 
-def _write_findings(found: Explanation, terminal: Terminal) -> None:
-    terminal.write("".join(f"{finding}\n" for finding in found.findings))
+def _write_findings(explained: Explanation, terminal: Terminal) -> None:
+    terminal.write("".join(f"{finding}\n" for finding in explained.findings))
 
 
-def _as_json(found: Explanation, meta_model: MetaModel, trials: Sequence[Trial] | None) -> Json:
-    plan = found.plan
+def _as_json(explained: Explanation, meta_model: MetaModel, trials: Sequence[Trial] | None) -> Json:
+    plan = explained.plan
     shown = [{**_rule_json(trial.rule), "outcome": trial.outcome, "reason": trial.reason} for trial in trials or ()]
     return {
         "ok": plan is not None,
         "model_class": meta_model.model_class,
-        "files": found.rules.files,
+        "files": explained.rules.files,
         "modules": [{"module": swap.module, **_rule_json(swap.rule), **swap_json(swap)} for swap in plan.swaps] if plan else [],
-        "left_alone": [{"module": path, **_rule_json(rule)} for rule, taken in found.left_alone for path in taken],
+        "left_alone": [{"module": path, **_rule_json(rule)} for rule, taken in explained.left_alone for path in taken],
         "rest_bytes": plan.rest_bytes if plan else None,
         "replaced_bytes": plan.replaced_bytes if plan else None,
         "bytes_by_device": plan.bytes_by_device if plan else None,
         "unloadable": meta_model.unloadable,
-        "diagnostics": [diagnostic_json(finding) for finding in found.findings],
+        "diagnostics": [diagnostic_json(finding) for finding in explained.findings],
         "trials": None if trials is None else shown,
     }
 
@@ -248,3 +248,86 @@ def swap_json(swap: Swap) -> Mapping[str, object]:
     """Return an operator with all its options and the bytes it will hold."""
     options = asdict(swap.options)  # type: ignore[call-overload]
     return {"operator": swap.operator, "options": options, "bytes_by_device": dict(swap.footprint.by_device)}
+
+
+@user_errors(PROGRAM, wrong_rules=FINDINGS)
+def diff(
+    before: Annotated[str, typer.Argument(metavar="A", help="A rule file, or the name of a shipped one.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The file to compare it with.")],
+    model: ModelOption = None,
+    gguf: GgufOption = None,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what changes for a model from rule file A to rule file B, module by module. No weights are read.
+
+    Exit code 0: nothing changes; 1: something changes, or the rules are wrong; 2: a file or the model cannot be read.
+    """
+    from moegraft.injection.cli.models import open_meta_model
+    from moegraft.injection.planning import plan
+    from moegraft.injection.rules import read_rules
+    from moegraft.operators.registry import load_registry
+
+    registry = load_registry()
+    rules = [read_rules(file, registry=registry) for file in (before, after)]
+    meta_model = open_meta_model(ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code))
+    first, second = (plan(meta_model, rule_file, registry=registry) for rule_file in rules)
+    changes = differences(first, second)
+    terminal = open_terminal()
+    if json:
+        modules = [
+            {"module": pair.module, "before": pair.before and swap_json(pair.before), "after": pair.after and swap_json(pair.after)}
+            for pair in changes
+        ]
+        sums = {"bytes_before": first.bytes_by_device, "bytes_after": second.bytes_by_device}
+        write_json(terminal, {"same": not changes, "modules": modules, **sums})
+    else:
+        _write(changes, (before, first), (after, second), terminal)
+    if changes:
+        raise typer.Exit(FINDINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A module that differs between two plans; a swap is None where the plan does not replace it."""
+
+    module: str
+    before: Swap | None
+    after: Swap | None
+
+
+def differences(before: Plan, after: Plan) -> list[Difference]:
+    """Return every module whose operator, options or bytes differ."""
+    first, second = ({swap.module: swap for swap in plan.swaps} for plan in (before, after))
+    pairs = [Difference(module, first.get(module), second.get(module)) for module in dict.fromkeys([*first, *second])]
+    return [pair for pair in pairs if _effect(pair.before) != _effect(pair.after)]
+
+
+def _effect(swap: Swap | None) -> object:
+    return None if swap is None else (swap.operator, swap.options, swap.footprint.by_device)
+
+
+def _write(changes: list[Difference], before: tuple[str, Plan], after: tuple[str, Plan], terminal: Terminal) -> None:
+    from moegraft.injection.planning import LAYER, bytes_text
+    from moegraft.injection.rules.rule import grouped
+
+    if not changes:
+        terminal.write("no module differs\n")
+        return
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for pair in changes:
+        key = (LAYER.sub(".{}.", pair.module, count=1), _text(pair.before), _text(pair.after))
+        groups.setdefault(key, []).append(pair.module or "(the model)")
+    rows = [("modules", before[0], after[0])]
+    rows += [(" ".join(grouped(modules)), old, new) for (_, old, new), modules in groups.items()]
+    rows.append(("total", bytes_text(before[1].bytes_by_device), bytes_text(after[1].bytes_by_device)))
+    terminal.write("\n".join(columns(rows)) + f"\n{plural(len(changes), 'module')} differ\n")
+
+
+def _text(swap: Swap | None) -> str:
+    from moegraft.injection.planning import bytes_text, given_options
+
+    if swap is None:
+        return "(stock)"
+    options = " ".join(given_options(swap.rule.kwargs, swap.options))
+    return " ".join(part for part in (swap.operator, options, f"({bytes_text(swap.footprint.by_device)})") if part)

@@ -57,7 +57,7 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
     mapped = sum(outcome.operator not in (None, "default") for outcome in outcomes)
     checked = _check(text, meta_model) if mapped else ()
     findings = (*diagnostics(outcomes), *checked)
-    ok = mapped > 0 and not any(found.severity == "error" for found in checked)
+    ok = mapped > 0 and not any(finding.severity == "error" for finding in checked)
     if ok and output != STANDARD_OUTPUT:
         write_file(output, text)
     if json:
@@ -72,8 +72,8 @@ def _paths(meta_model: MetaModel) -> Paths:
     from moegraft.injection.ktransformers import Paths
     from moegraft.operators.structure import kinds
 
-    found = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
-    experts, linears = (tuple(path for path, of in found.items() if kind in of) for kind in ("experts", "linear"))
+    by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
+    experts, linears = (tuple(path for path, of in by_path.items() if kind in of) for kind in ("experts", "linear"))
     return Paths(experts, linears)
 
 
@@ -93,8 +93,8 @@ def _check(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
 def _write_converted(
     outcomes: Sequence[Outcome], findings: Sequence[Diagnostic], ok: bool, output: Path, text: str, terminal: Terminal
 ) -> None:
-    for found in findings:
-        terminal.notice(str(found))
+    for finding in findings:
+        terminal.notice(str(finding))
     if not ok:
         reason = "" if any(outcome.operator for outcome in outcomes) else ": no rule could be converted"
         terminal.write(f"nothing is written{reason}\n")
@@ -127,7 +127,7 @@ def _converted_as_json(outcomes: Sequence[Outcome], findings: Sequence[Diagnosti
             }
             for outcome in outcomes
         ],
-        "diagnostics": [diagnostic_json(found) for found in findings],
+        "diagnostics": [diagnostic_json(finding) for finding in findings],
     }
 
 
@@ -186,7 +186,7 @@ def _predict_and_write(
     from moegraft.injection.candidates import candidates, choose, file_text
     from moegraft.injection.cli.models import open_meta_model, target_machine
     from moegraft.injection.estimate import measure as store
-    from moegraft.injection.estimate.planned import Workload
+    from moegraft.injection.estimate.memory import Workload
     from moegraft.operators.registry import load_registry
 
     target_machine(None, **stated)  # reports errors of the options before a measurement, which takes a minute

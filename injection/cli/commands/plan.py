@@ -65,7 +65,7 @@ def plan(
     from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import divided_forecast, forecast
-    from moegraft.injection.estimate.planned import Workload
+    from moegraft.injection.estimate.memory import Workload
     from moegraft.injection.planning import plan as make_plan
 
     target = target_machine(store.load(), ram=ram, gpu_memory=gpu_memory, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
@@ -126,7 +126,7 @@ def node_memory(nodes: str, own: int) -> tuple[int, ...]:
 
 
 def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan, terminal: Terminal, *, as_json: bool) -> None:
-    from moegraft.injection.estimate.speed import tokens_text
+    from moegraft.injection.estimate.forecast import tokens_text
 
     if as_json:
         rows: list[Json] = [asdict(node) for node in divided.nodes]
@@ -176,7 +176,7 @@ def gap_text(figures: Forecast) -> str:
 
 def speed_lines(figures: Forecast) -> list[str]:
     """Return the predicted speed as text."""
-    from moegraft.injection.estimate.speed import tokens_text
+    from moegraft.injection.estimate.forecast import tokens_text
 
     speed = figures.speed
     if speed is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:

@@ -166,13 +166,13 @@ def _rounded(meta: MetaModel) -> list[str]:
 
 def _fallbacks(plan: ExportPlan) -> list[str]:
     """Return one notice for each pair of types."""
-    found: dict[tuple[str, str], list[str]] = {}
+    by_types: dict[tuple[str, str], list[str]] = {}
     for tensor in plan.fallbacks():
-        found.setdefault((tensor.wanted, tensor.type), []).append(f"{tensor.name} (rows of {tensor.shape[-1]})")
+        by_types.setdefault((tensor.wanted, tensor.type), []).append(f"{tensor.name} (rows of {tensor.shape[-1]})")
     return [
         f"{plural(len(names), 'tensor')} in {used} instead of {wanted}, whose blocks do not divide their rows: {names[0]}"
         + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        for (wanted, used), names in found.items()
+        for (wanted, used), names in by_types.items()
     ]
 
 

@@ -41,8 +41,8 @@ _SCALARS: dict[Any, Schema] = {
 
 
 def _closed(properties: Schema, required: list[str] | None = None) -> Schema:
-    found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**found, "required": required} if required else found
+    schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**schema, "required": required} if required else schema
 
 
 def _or_variable(schema: Schema, description: str, **more: Any) -> Schema:
@@ -212,5 +212,5 @@ def _type(hint: Any) -> Schema:
 def attribute_texts(cls: type[Any]) -> dict[str, str]:
     """Return the text of each attribute in the `Attributes:` section of a class's docstring, as one line."""
     _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
-    found = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {match[1]: re.sub(r"\s+", " ", match[2]) for match in found}
+    attributes = re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {match[1]: re.sub(r"\s+", " ", match[2]) for match in attributes}

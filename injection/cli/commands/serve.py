@@ -139,8 +139,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal, group: ExpertGroup | None) -> None:
     import uvicorn
 
-    from moegraft.injection.cli.serve.app import make_app
-    from moegraft.injection.cli.serve.connections import server_config
+    from moegraft.injection.cli.serve.app import make_app, server_config
     from moegraft.injection.cli.serve.pages import mib
 
     class Server(uvicorn.Server):

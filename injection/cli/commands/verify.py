@@ -46,7 +46,7 @@ def verify(
     options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text_content(text, "gettysburg")
     from moegraft.injection.cli.models import load_model, model_of, text_ids
-    from moegraft.injection.model_source import find_model
+    from moegraft.injection.meta_model import find_model
     from moegraft.injection.verify import verify as compare
 
     terminal = open_terminal()

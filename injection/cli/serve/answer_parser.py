@@ -35,14 +35,14 @@ class ParsedDelta:
 
 def response_template(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
     """Return the tokenizer's response template, or transformers' own for the model's type; None if there is none."""
-    found: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
-    if found is None:
+    template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if template is None:
         try:
             from transformers.cli.serving.utils import get_response_template
         except ImportError:  # transformers before response templates
             return None
-        found = get_response_template(tokenizer, model)
-    return found
+        template = get_response_template(tokenizer, model)
+    return template
 
 
 class AnswerGrammar:
@@ -136,7 +136,7 @@ def _literal(field: Mapping[str, Any], key: str, captures: Mapping[str, str] | N
         given: str | list[str] = field[key]
         return given if isinstance(given, str) else given[0]
     pattern = field.get(f"{key}_pattern", "")
-    text = re.sub(r"\(\?P<(\w+)>[^()]*\)", lambda found: (captures or {}).get(found[1], ""), pattern.replace(r"\s*", ""))
+    text = re.sub(r"\(\?P<(\w+)>[^()]*\)", lambda group: (captures or {}).get(group[1], ""), pattern.replace(r"\s*", ""))
     text = re.sub(r"\\(\W)", r"\1", text)
     match = re.fullmatch(pattern, text)
     if not text or match is None or not match.groupdict().items() <= (captures or {}).items():

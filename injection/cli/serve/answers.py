@@ -92,7 +92,7 @@ class Choice:
 
     def _scored(self, delta: ParsedDelta) -> list[TokenScore]:
         """Return the scores of the tokens that end in a part of the content, and forget those before it."""
-        found = []
+        scored = []
         while self._waiting:
             score, own = self._waiting[0]
             begin, end = self._waited - delta.start, self._waited - delta.start + len(score.text)
@@ -103,8 +103,8 @@ class Choice:
             self._waiting.popleft()
             self._waited += len(score.text)
             if own or begin == end >= 0:
-                found.append(replace(score, text=own))
-        return found
+                scored.append(replace(score, text=own))
+        return scored
 
     def whole(self) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self.index, "logprobs": self._logprobs(self._scores, 0), "finish_reason": self.finish_reason}

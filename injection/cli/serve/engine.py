@@ -162,14 +162,14 @@ class Engine:
                 need = f"the prompt and the answer's maximum of {jobs[0].most_tokens} tokens need {numbers}"
                 raise TooLongError(f"{need}; this exceeds the available context size")  # llama.cpp's words, which clients know
             client = jobs[0].client
-            waiting, own = self.waiting, len(self._queues.get(client, ()))
+            waiting, of_client = self.waiting, len(self._queues.get(client, ()))
             if waiting and waiting + len(jobs) > self._max_queue:
                 self.rejected += 1
                 raise QueueFullError(f"{waiting} requests are waiting, of at most {self._max_queue}; this one needs {numbers}")
-            if own and own + len(jobs) > self._max_client:
+            if of_client and of_client + len(jobs) > self._max_client:
                 self.rejected += 1
                 raise QueueFullError(
-                    f"{own} requests of this client are waiting, of at most {self._max_client} for each; this one needs {numbers}"
+                    f"{of_client} requests of this client are waiting, of at most {self._max_client} for each; this one needs {numbers}"
                 )
             self._queues.setdefault(client, deque()).extend(jobs)
             self._wake.notify()

@@ -32,10 +32,10 @@ class StopFilter:
         if self.stopped:
             return ""
         self._pending += text
-        found = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
-        if found:
+        starts = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
+        if starts:
             self.stopped = True
-            safe, self._pending = self._pending[: min(found)], ""
+            safe, self._pending = self._pending[: min(starts)], ""
             return safe
         keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
         cut = len(self._pending) - keep
@@ -44,8 +44,8 @@ class StopFilter:
 
     def rest(self) -> str:
         """Return the text that is held back, at the end of an answer."""
-        held, self._pending = self._pending, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -47,8 +47,8 @@ def work_counts(model: PreTrainedModel) -> Counts:
             value = drafts.get(key)
             counts[name] += value if isinstance(value, int) else 0
     for module in injection.operators.values():
-        found = module.statistics().get("sparsity")
-        neurons, share = (found.get("neurons"), found.get("routed_sparsity")) if isinstance(found, Mapping) else (None, None)
+        sparsity = module.statistics().get("sparsity")
+        neurons, share = (sparsity.get("neurons"), sparsity.get("routed_sparsity")) if isinstance(sparsity, Mapping) else (None, None)
         if isinstance(neurons, int) and isinstance(share, float):
             counts["neurons"] += neurons
             counts["neurons_left_out"] += round(neurons * share)
@@ -99,8 +99,8 @@ class Metrics:
         self._last_s: dict[Job, float] = {}  # when the latest token of each answer came
 
         def histogram(name: str, about: str, bounds: Sequence[float]) -> Histogram:
-            found = Histogram(name, about, ["model_name"], buckets=bounds, registry=self._registry)
-            return found.labels(service.model_id)
+            metric = Histogram(name, about, ["model_name"], buckets=bounds, registry=self._registry)
+            return metric.labels(service.model_id)
 
         self._queue_s = histogram("vllm:request_queue_time_seconds", "Time in the queue.", WHOLE_S)
         self._first_s = histogram("vllm:time_to_first_token_seconds", "Time to the first token, including the queue.", FIRST_S)
@@ -168,19 +168,21 @@ class Metrics:
 
 
 def _operators(injection: Injection) -> Iterator[Metric]:
-    found: Any = injection.statistics()  # nested mappings without a common type
-    modules = [({"module": path, "name": name}, value) for path, values in found["modules"].items() for name, value in _numbers(values)]
+    statistics: Any = injection.statistics()  # nested mappings without a common type
+    modules = [
+        ({"module": path, "name": name}, value) for path, values in statistics["modules"].items() for name, value in _numbers(values)
+    ]
     yield _gauge("moegraft:operator", "The operators' own statistics.", modules)
     shares = [
         ({"target": str(layers["target"]), "scope": layers["scope"], "name": name}, value)
-        for layers in found["sparsity"]
+        for layers in statistics["sparsity"]
         for name, value in _numbers(layers)
         if name != "target"
     ]
     yield _gauge("moegraft:sparsity", "Share of neurons that the layers of each target leave out.", shares)
-    steps = [({"name": name}, value) for name, value in _numbers(found["decode_steps"])]
+    steps = [({"name": name}, value) for name, value in _numbers(statistics["decode_steps"])]
     yield _gauge("moegraft:decode_steps", "Decode steps that were native programs or captured graphs, and their times.", steps)
-    devices = {(name, what): value for name, values in found["devices"].items() for what, value in _numbers(values)}
+    devices = {(name, what): value for name, values in statistics["devices"].items() for what, value in _numbers(values)}
     devices |= {(name, what): value for name, counts in injection.device_counts() for what, value in _numbers(counts)}
     labelled = [({"device": name, "name": what}, value) for (name, what), value in devices.items()]
     yield _gauge("moegraft:device", "Statistics of each GPU that experts share.", labelled)
@@ -203,13 +205,13 @@ def _filled(metric: Metric, sample: str, values: Values) -> Metric:
     return metric
 
 
-def _numbers(found: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers in nested mappings and sequences, with their dotted path."""
-    if isinstance(found, bool | int | float):
-        yield prefix, float(found)
-    elif isinstance(found, Mapping):
-        for name, inner in found.items():
+    if isinstance(value, bool | int | float):
+        yield prefix, float(value)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
             yield from _numbers(inner, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(found, list | tuple):
-        for index, inner in enumerate(found):
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
             yield from _numbers(inner, f"{prefix}.{index}" if prefix else str(index))

@@ -477,15 +477,15 @@ _PROBES = ([1, 2, 3, 4, 5], [*range(3, 3 + 2 * PAGE_TOKENS - 3)])  # prompts, of
 def _stock_steps(model: PreTrainedModel, singly: int = 1) -> tuple[DynamicCache, torch.Tensor]:
     """Return a cache with tokens, and the logits that follow both probes, (2, V), whose last `singly` tokens are computed one by one."""
     call: Any = model
-    found = []
+    steps = []
     with torch.inference_mode():
         for prompt in _probes(model):
             cache = new_cache(model)
             call(input_ids=torch.tensor([prompt[:-singly]], device=model.device), past_key_values=cache, use_cache=True)
             for token in prompt[-singly:]:  # a step that returns no cache is not recorded: no other will be over this one
                 output = call(input_ids=torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=False)
-            found.append(output.logits[0, -1].float())
-    return cache, torch.stack(found)
+            steps.append(output.logits[0, -1].float())
+    return cache, torch.stack(steps)
 
 
 def _mtp_example(model: PreTrainedModel) -> Cache:
@@ -505,8 +505,8 @@ def _probes(model: PreTrainedModel) -> list[list[int]]:
     return [[token % embeddings.weight.shape[0] for token in prompt] for prompt in _PROBES]
 
 
-def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _off(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((computed - expected).norm() / expected.norm())
 
 
 def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, noise: float) -> None:
@@ -526,7 +526,7 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 pool.forward([sequence], [prompt[:-3]])
             pool.forward(sequences, [prompt[-3:-1] for prompt in prompts])
-            found = pool.step(sequences, [prompt[-1] for prompt in prompts])
+            computed = pool.step(sequences, [prompt[-1] for prompt in prompts])
             # Tokens that a head cannot draft have -inf.
             finite = pool.streams is None or bool((pool.draft(sequences, [[*prompt, 0] for prompt in prompts]) < math.inf).all())
     finally:
@@ -534,6 +534,6 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
             pool.end(sequence)
     if not finite:
         raise ValueError("drafted logits over pages are not finite")
-    off = _off(found, expected)
+    off = _off(computed, expected)
     if not off <= max(4 * noise, 1e-3 if model.dtype == torch.float32 else 0.1):
         raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")

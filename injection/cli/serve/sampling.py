@@ -121,8 +121,8 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
         total = cumulative[:, -1:].contiguous()
         drawn = column(jobs[row].random.random() for row in rows) * total
         # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.
-        found = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
-        chosen = found if index is None else index.gather(-1, found)
+        places = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
+        chosen = places if index is None else index.gather(-1, places)
         for row, token in zip(rows, chosen[:, 0].tolist(), strict=True):
             tokens[row] = token
     return tokens
@@ -131,11 +131,11 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
 def score(logits: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
     """Return the scores of a token for each row of `logits` (N, V), with the likeliest `alternatives` tokens."""
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
-    own = logprobs.gather(-1, torch.tensor(list(tokens), device=logits.device)[:, None])[:, 0].tolist()
+    of_tokens = logprobs.gather(-1, torch.tensor(list(tokens), device=logits.device)[:, None])[:, 0].tolist()
     best, index = (found.tolist() for found in logprobs.topk(min(alternatives, logits.shape[-1])))
     return [
         TokenScore(token, value, tuple(zip(ids, values, strict=True)))
-        for token, value, ids, values in zip(tokens, own, index, best, strict=True)
+        for token, value, ids, values in zip(tokens, of_tokens, index, best, strict=True)
     ]
 
 

@@ -165,19 +165,19 @@ class _Answer(BaseStreamer):
 
     def adjusted(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Apply what `generate` does not have; where that fails, return zeros, with which it ends and leaves a complete cache."""
-        found = torch.zeros_like(scores)
+        result = torch.zeros_like(scores)
         with Draft(self._job, 0).failing_alone() if self._drafting() else self._job.failing_alone():
             if not usable(scores).all():
                 raise BadLogitsError
             rows = zip(scores, input_ids.tolist(), strict=True)
-            found = torch.stack([adjusted(row, self._ask, ids, self._job.constraint) for row, ids in rows])
-        return found
+            result = torch.stack([adjusted(row, self._ask, ids, self._job.constraint) for row, ids in rows])
+        return result
 
 
 def _sampling(job: Job) -> dict[str, Any]:
     ask = job.ask
-    own = {} if ask.repetition_penalty is None else {"repetition_penalty": ask.repetition_penalty}
+    penalty = {} if ask.repetition_penalty is None else {"repetition_penalty": ask.repetition_penalty}
     if ask.greedy:
-        return {**NEUTRAL, **own, "do_sample": False}
+        return {**NEUTRAL, **penalty, "do_sample": False}
     drawn = {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k}
-    return {"do_sample": True, **drawn, **own, **({"min_p": ask.min_p} if ask.min_p else {})}
+    return {"do_sample": True, **drawn, **penalty, **({"min_p": ask.min_p} if ask.min_p else {})}

@@ -175,7 +175,7 @@ class Service:
         template = None if request.kind == "text" else self._response_template
         reasons = template is not None and any(name in template["fields"] for name in REASONING)
         opening = "" if template is None or tokenizer.chat_template is None else answer_opening(*self._chat(request))
-        found: list[Choice] = []
+        made: list[Choice] = []
         form: Constraint | None = None
         for index in range(request.n):
             parser = parts = None
@@ -199,8 +199,8 @@ class Service:
             before = ""
             if request.echo:
                 before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
-            found.append(Choice(request.kind, index, job, tokenizer, parser, before))
-        return found
+            made.append(Choice(request.kind, index, job, tokenizer, parser, before))
+        return made
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
         """Return the form that an answer has to follow, after its reasoning.
@@ -312,19 +312,19 @@ class Service:
         size = self._vocabulary
         if not all(0 <= token < size for token in request.logit_bias):
             raise RequestError(400, f"logit_bias has tokens outside of the range from 0 to {size - 1}", param="logit_bias")
-        own: Any = self.loaded.model.generation_config
+        defaults: Any = self.loaded.model.generation_config
         temperature = request.temperature
         if temperature is None:
-            temperature = _own(own, "temperature", 1.0) if own.do_sample else 0.0
+            temperature = _own(defaults, "temperature", 1.0) if defaults.do_sample else 0.0
         return Ask(
             token_ids=token_ids,
-            max_tokens=min(own.max_new_tokens or limit if request.max_tokens is None else request.max_tokens, limit, room),
+            max_tokens=min(defaults.max_new_tokens or limit if request.max_tokens is None else request.max_tokens, limit, room),
             temperature=float(temperature),  # `generate` requires a float
-            top_p=float(request.top_p if request.top_p is not None else _own(own, "top_p", 1.0)),
-            top_k=request.top_k if request.top_k is not None else _own(own, "top_k", 0),
+            top_p=float(request.top_p if request.top_p is not None else _own(defaults, "top_p", 1.0)),
+            top_k=request.top_k if request.top_k is not None else _own(defaults, "top_k", 0),
             seed=None if request.seed is None else request.seed & MOST_SEED,
             stop=request.stop,
-            min_p=float(request.min_p if request.min_p is not None else _own(own, "min_p", 0.0)),
+            min_p=float(request.min_p if request.min_p is not None else _own(defaults, "min_p", 0.0)),
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,

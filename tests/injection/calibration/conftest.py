@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import CalibrationOptions, calibrate, describe_source, sparse_rules
-from moegraft.injection.model_source import find_model
+from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.injection.texts import read_text
 from moegraft.operators.registry import load_registry

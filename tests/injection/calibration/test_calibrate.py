@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import CalibrationOptions, calibrate, cut, describe_source, sparse_rules, work_tokens
-from moegraft.injection.model_source import find_model
+from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import load_registry

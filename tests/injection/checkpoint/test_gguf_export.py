@@ -512,7 +512,7 @@ def test_a_file_of_llama_cpps_quantiser_loads_here(tmp_path: Path) -> None:
 
 def test_types_are_those_of_the_reader() -> None:
     """What is written can be read."""
-    from moegraft.injection.checkpoint.gguf.blocks import FORMAT_OF
+    from moegraft.injection.checkpoint.gguf.files import FORMAT_OF
 
     assert {BlockType[name] for name in ENCODED} <= set(FORMAT_OF)
 

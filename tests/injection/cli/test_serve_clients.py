@@ -235,8 +235,8 @@ def test_a_client_that_waited_beside_a_burst_takes_the_place_of_one_that_is_idle
 def test_heads_that_do_not_arrive_and_answers_that_are_not_read_end_their_connection(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moegraft.injection.cli.serve.connections.HEAD_S", 0.2)
-    monkeypatch.setattr("moegraft.injection.cli.serve.connections.READ_S", 0.2)
+    monkeypatch.setattr("moegraft.injection.cli.serve.app.HEAD_S", 0.2)
+    monkeypatch.setattr("moegraft.injection.cli.serve.app.READ_S", 0.2)
     with serving(loaded, Limits(max_tokens=4000)) as server:
         with connect(server) as silent, connect(server) as slow:
             slow.sendall(b"GET / HT")

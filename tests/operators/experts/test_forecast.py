@@ -10,7 +10,7 @@ from support import ROOT
 from support.model_shapes import MODELS
 from support.virtual_device import PROFILES
 
-from moegraft.operators.estimates import RoutedExperts
+from moegraft.operators.base import RoutedExperts
 from moegraft.operators.experts.forecast import experts_ms
 
 

@@ -140,11 +140,11 @@ class Device:
     """The interface of a layer on a GPU that the state of its sparsity uses."""
 
     def __init__(self) -> None:
-        self.thresholds: list[tuple[float, float]] = []
+        self.thresholds: list[float] = []
         self.pending = (0, 0)
 
-    def set_threshold(self, threshold: float, sparsity: float) -> None:
-        self.thresholds.append((threshold, sparsity))
+    def set_threshold(self, threshold: float) -> None:
+        self.thresholds.append(threshold)
 
     def take_counts(self) -> tuple[int, int]:
         taken, self.pending = self.pending, (0, 0)
@@ -157,7 +157,7 @@ def test_thresholds_reach_the_device_and_counts_come_back() -> None:
     layer.attach(device)
     device.pending = (7, 8)  # before there was a threshold
     layer.set_threshold(0.25, 0.5)
-    assert device.thresholds == [(0.0, 0.0), (0.25, 0.5)]
+    assert device.thresholds == [0.0, 0.25]
     assert layer.achieved is None
     device.pending = (3, 10)
     assert layer.achieved == 0.7
@@ -174,7 +174,7 @@ def test_sparse_experts_is_registered() -> None:
 def test_placement_and_statistics() -> None:
     operator = built(initialised(qwen()), SparseExpertsOptions(SPARSITY))
     assert operator.placement() == "experts: sparse_experts, float32 on cpu, without the 50 % of routed neurons that matter least"
-    assert operator.statistics()["paths"] == []
+    assert operator.statistics() == {"sparsity": operator.sparsity.statistics()}
 
 
 def test_a_rule_with_sparse_experts_and_no_gpu_is_refused_with_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from support.kernel_cases import make_batch, make_layer
 from support.triton_cases import DEVICE
 
 from moegraft.cpu_backend import PackedLinear
-from moegraft.operators.kernels import launch, linear
+from moegraft.operators.kernels import launch, linear, sparse_slots
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
-from moegraft.operators.sparse import slots
-from moegraft.operators.sparse.slots import SparseSlotExperts
+from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 
 
 def test_the_device_of_the_tensors_becomes_the_current_one() -> None:
@@ -34,7 +33,7 @@ def test_launchers_enter_it(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(linear, "on", on)
-    monkeypatch.setattr(slots, "on", on)
+    monkeypatch.setattr(sparse_slots, "on", on)
     packed = PackedLinear(32, 32, "int8")
     packed.pack(torch.ones(32, 32).numpy())
     PackedLinearOnGpu(32, 32, "int8", torch.from_numpy(packed.buffer.copy()).to(DEVICE)).forward(torch.ones(2, 32, device=DEVICE))

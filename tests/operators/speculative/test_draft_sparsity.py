@@ -19,7 +19,7 @@ from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
-from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.operator import SpeculativeOptions
 from moegraft.operators.thresholds import SparsityOptions
 
 PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
@@ -154,7 +154,7 @@ class Device:
     def __init__(self) -> None:
         self.told: dict[bool, float] = {}
 
-    def set_threshold(self, threshold: float, sparsity: float, *, drafting: bool = False) -> None:
+    def set_threshold(self, threshold: float, *, drafting: bool = False) -> None:
         self.told[drafting] = threshold
 
     def take_counts(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from moegraft.operators.decode.acceptance import Adaptive, DraftToken, Greedy, S
 from moegraft.operators.decode.drafts import NgramIndex, continuation
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
-from moegraft.operators.speculative.options import SpeculativeOptions
+from moegraft.operators.speculative.operator import SpeculativeOptions
 
 IDS = prompt(10)
 

@@ -21,10 +21,10 @@ from moegraft.injection.cli.commands.doctor import _rows
 from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements
-from moegraft.operators import self_test
-from moegraft.operators.estimates import Rate
+from moegraft.operators import cpu
+from moegraft.operators.base import Rate
+from moegraft.operators.cpu import LIMITS, InstructionSet
 from moegraft.operators.machine import Gpu
-from moegraft.operators.self_test import LIMITS, InstructionSet
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
@@ -181,8 +181,8 @@ def test_quota(text: str, cores: float | None) -> None:
 def test_every_instruction_set_is_right_and_a_wrong_one_is_found(run: Run, monkeypatch: pytest.MonkeyPatch, facts: Facts) -> None:
     usable = [isa for isa in facts.instruction_sets if isa.usable]
     assert usable and all(set(isa.errors) == set(LIMITS) and not isa.wrong for isa in usable)
-    right = self_test.reference_experts
-    monkeypatch.setattr(self_test, "reference_experts", lambda *given, **more: 1.1 * right(*given, **more))
+    right = cpu.reference_experts
+    monkeypatch.setattr(cpu, "reference_experts", lambda *given, **more: 1.1 * right(*given, **more))
     result = run("doctor")
     assert result.exit_code == 1
     for isa in usable:

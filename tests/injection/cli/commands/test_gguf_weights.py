@@ -15,7 +15,7 @@ from typer.testing import Result
 
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements
-from moegraft.operators.estimates import Rate
+from moegraft.operators.base import Rate
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]

@@ -19,7 +19,7 @@ from moegraft.injection.estimate import measure
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.verify import BY_WEIGHTS
-from moegraft.operators.estimates import Rate
+from moegraft.operators.base import Rate
 from moegraft.operators.weight_formats import FORMATS
 
 Run = Callable[..., Result]

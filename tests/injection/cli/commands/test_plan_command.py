@@ -17,15 +17,14 @@ from typer.testing import Result
 
 from moegraft.injection.cli.options import OptionsError, parse_size
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.forecast import TargetMachine, forecast
+from moegraft.injection.estimate.forecast import TargetMachine, Work, forecast, predict, work_of
 from moegraft.injection.estimate.measure import Link, Measurements, Network, save_network
-from moegraft.injection.estimate.planned import PlannedModel, Workload
-from moegraft.injection.estimate.speed import Work, predict, work_of
+from moegraft.injection.estimate.memory import PlannedModel, Workload
 from moegraft.injection.meta_model import build_meta_model
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import read_rules
+from moegraft.operators.base import Rate
 from moegraft.operators.cache_form import KvCache, LayerCache, kv_cache
-from moegraft.operators.estimates import Rate
 from moegraft.operators.registry import load_registry
 
 Run = Callable[..., Result]

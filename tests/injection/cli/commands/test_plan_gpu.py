@@ -15,9 +15,9 @@ from typer.testing import Result
 from moegraft.injection.estimate import measure as measure_module
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements, measure_gpu
-from moegraft.injection.estimate.planned import ASSUMED_RATES, budget_of
+from moegraft.injection.estimate.memory import ASSUMED_RATES, budget_of
 from moegraft.injection.meta_model import build_meta_model
-from moegraft.operators.estimates import GPU_MARGIN_BYTES, GpuRates, Rate, RoutedExperts
+from moegraft.operators.base import GPU_MARGIN_BYTES, GpuRates, Rate, RoutedExperts
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.machine import Gpu, Machine
 from moegraft.operators.offload.options import STAGING

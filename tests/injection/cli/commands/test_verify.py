@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typer.testing import Result
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.model_source import find_model
+from moegraft.injection.meta_model import find_model
 from moegraft.injection.verify import BY_ENCODING, compare_logits, expected_error, verify
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.weight_formats import FORMATS, PACKED_TYPES

@@ -13,8 +13,8 @@ from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, as_array, make_
 from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import GateSpec
+from moegraft.operators.kernels.sparse_slots import PAIR_TOKENS, SLOT_PATHS, SlotPacker, SparseSlotExperts
 from moegraft.operators.reference import reference_activation
-from moegraft.operators.sparse.slots import SLOT_PATHS, SlotPacker, SparseSlotExperts
 
 CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=1.0, act_limit=0.6, up_limit=0.8, up_offset=1.0)
 NO_NEURON = 1e9
@@ -60,15 +60,17 @@ class Run:
     def slots(self, index: torch.Tensor) -> torch.Tensor:
         return torch.where(index >= 0, self.layer.shape.num_experts - index, -1).to(torch.int32).to(DEVICE)
 
-    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, path: str = "pair") -> torch.Tensor:
-        self.experts.set_threshold(threshold, 0.0)
+    def __call__(
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, path: str | None = "pair"
+    ) -> torch.Tensor:
+        self.experts.set_threshold(threshold)
         out = torch.full(x.shape, float("nan"), device=DEVICE)
         self.experts.forward(x.to(DEVICE), self.arena, self.slots(index), weights.to(DEVICE), out, path)
         return out.cpu()
 
 
 def run(
-    layer: Layer, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, weight_type: str, path: str = "pair"
+    layer: Layer, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threshold: float, weight_type: str, path: str | None = "pair"
 ) -> torch.Tensor:
     """Return the output; checks the counts."""
     prepared = Run(layer, weight_type)
@@ -212,26 +214,25 @@ def test_the_output_has_any_dtype(path: str) -> None:
     assert relative_error(out.cpu(), layer.reference(x, index, weights)) <= 2 * ROUNDED[torch.bfloat16]
 
 
-def test_a_path_is_chosen_for_each_part_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.sparse.slots.MOST_TOKENS", 3)
+@pytest.mark.parametrize("path", SLOT_PATHS)
+def test_long_batches_are_computed_in_parts(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moegraft.operators.kernels.sparse_slots.MOST_TOKENS", 3)
     layer = make_layer("float32", 2, 32, 32, sparse=True)
     x, index, weights = make_batch(7, 2, layer)
-    asked: list[tuple[int, int]] = []
+    assert relative_error(run(layer, x, index, weights, 0.0, "float32", path), layer.reference(x, index, weights)) <= ROUNDED[torch.float32]
 
-    def choose(experts: SparseSlotExperts, tokens: int, top_k: int) -> str:
-        asked.append((tokens, top_k))
-        return ("pair", "dense")[len(asked) % 2]
 
-    arena = torch.from_numpy(layer.packed.buffer.copy()).view(2, -1).to(DEVICE)
-    experts = SparseSlotExperts(layer.shape, layer.spec, "float32", torch.device(DEVICE), choose)
-    out = torch.empty_like(x).to(DEVICE)
-    experts.forward(x.to(DEVICE), arena, index.int().to(DEVICE), weights.to(DEVICE), out)
-    assert asked == [(3, 2), (3, 2), (1, 2)]
-    assert relative_error(out.cpu(), layer.reference(x, index, weights)) <= ROUNDED[torch.float32]
+@pytest.mark.parametrize(("tokens", "path"), [(PAIR_TOKENS, "pair"), (PAIR_TOKENS + 1, "dense")])
+def test_the_batch_decides_the_path(tokens: int, path: str) -> None:
+    layer = make_layer("bfloat16", 2, 32, 32, sparse=True)
+    x, index, weights = make_batch(tokens, 1, layer)
+    found = {name: run(layer, x, index, weights, 0.0, "bfloat16", name) for name in ("pair", "dense", None)}
+    assert torch.equal(found[None], found[path])
+    assert not torch.equal(found["pair"], found["dense"]), "the two round differently"
 
 
 def test_reported_activations_equal_those_of_the_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moegraft.operators.sparse.slots.MOST_TOKENS", 4)  # two parts
+    monkeypatch.setattr("moegraft.operators.kernels.sparse_slots.MOST_TOKENS", 4)  # two parts
     layer = make_layer("float32", 2, 64, 40, sparse=True)
     x, index, _ = make_batch(6, 1, layer)
     prepared = Run(layer, "float32")

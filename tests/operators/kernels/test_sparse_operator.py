@@ -14,8 +14,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
+from moegraft.injection.calibration import ActivationHistogram
 from moegraft.injection.checkpoint.sources import live_source
-from moegraft.operators.activations import ActivationHistogram
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
@@ -24,11 +24,6 @@ from moegraft.operators.reference import reference_experts
 from moegraft.operators.thresholds import SparsityOptions
 
 SPARSITY = SparsityOptions(0.5, "routed")
-
-
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def stock() -> nn.Module:
@@ -52,12 +47,6 @@ def inputs(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(tokens, 64, generator=generator)
     return x, torch.rand(tokens, 4, generator=generator).topk(2).indices, torch.rand(tokens, 2, generator=generator)
-
-
-def model() -> nn.Module:
-    owner = nn.Module()
-    owner.config = Qwen3MoeConfig(num_experts_per_tok=2)  # type: ignore[assignment]
-    return owner
 
 
 def reference(module: nn.Module, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], threshold: float) -> torch.Tensor:

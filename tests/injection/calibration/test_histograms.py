@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moegraft.operators.activations import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, calibrating, quantiles
+from moegraft.injection.calibration import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, calibrating, quantiles
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.sparsity import SparseLayers
 from moegraft.operators.thresholds import SparsityOptions

@@ -1,0 +1,458 @@
+"""The kernels of both paths over the sparse layout, in which a neuron's weights are one row of up and one of down.
+
+`pair`, for decode: every pair of a token and an expert reads the rows of its own active neurons only, by units. A list of active neurons
+has room for all of them, so launches have one size and can be captured in a CUDA graph; a program whose part of the list is empty returns
+at once.
+
+`dense`, for many tokens: the pairs of one expert share its rows, on tensor cores. All rows are read, and neurons below the threshold become
+exact zeros. A row is read in place, so what it is multiplied with is stored in the order of its units: `in_unit_order`.
+
+No atomics on results: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted
+from moegraft.operators.kernels.packed_layout import Gate, PackedRows, gpu_format, next_power_of_two
+from moegraft.operators.kernels.packed_product import Threshold, count, limited_up, reaches
+from moegraft.operators.kernels.routing import PairGroups
+from moegraft.operators.kernels.units import column, dot, signed
+
+WARPS = 4
+UP_NEURONS = 4  # a program's, in one go
+UP_UNITS = 512  # 16 bytes a thread
+DOWN_NEURONS = 16
+DOWN_UNITS = 64
+PROGRAMS = 528  # four for each multiprocessor of an H200: with fewer pairs, more programs share a pair's list
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveNeurons:
+    """The active neurons of each pair.
+
+    Attributes:
+        neurons: (count, I) int32: neurons in ascending order; only the first `lengths` are written.
+        values: (count, I) float32: their activations.
+        lengths: (count,) int32.
+    """
+
+    neurons: torch.Tensor
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+
+@triton.jit
+def _compact_kernel(
+    act_ptr,  # (P, I) float32
+    slots_ptr,  # (P,) int32
+    threshold_ptr,  # (1,) float32
+    counts_ptr,
+    list_ptr,  # (P, I) int32
+    value_ptr,  # (P, I) float32
+    length_ptr,  # (P,) int32
+    R: tl.constexpr,
+):
+    """Grid (P,). List the neurons that reach the threshold."""
+    pair = tl.program_id(0)
+    if tl.load(slots_ptr + pair) < 0:
+        tl.store(length_ptr + pair, 0)
+        return
+    offset = pair.to(tl.int64) * R.neurons
+    threshold = tl.load(threshold_ptr)
+    LANES: tl.constexpr = R.lanes
+    PADDED: tl.constexpr = R.padded_neurons
+    length = 0
+    for first in tl.static_range(0, PADDED, LANES):
+        lanes = first + tl.arange(0, LANES)
+        activations = tl.load(act_ptr + offset + lanes, mask=lanes < R.neurons, other=0.0)
+        active = (reaches(activations, threshold) & (lanes < R.neurons)).to(tl.int32)
+        place = length + tl.cumsum(active, 0) - active
+        tl.store(list_ptr + offset + place, lanes, mask=active != 0)
+        tl.store(value_ptr + offset + place, activations, mask=active != 0)
+        length += tl.sum(active)
+    tl.store(length_ptr + pair, length)
+    tl.atomic_add(counts_ptr + 1, R.neurons, sem="relaxed")
+    tl.atomic_add(counts_ptr, tl.cast(length, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _scale_at(lanes, R: tl.constexpr):
+    """Address of a scale among those of its row, by the number in the row of what a lane has side by side."""
+    LANES: tl.constexpr = 512 // (R.columns_a_unit * R.together)
+    return lanes // LANES * 16 + lanes % 16
+
+
+@triton.jit
+def _column_number(units, j, R: tl.constexpr):
+    """The number of the `j`-th column of units of a row."""
+    CHUNK: tl.constexpr = 512 // R.columns_a_unit
+    in_chunk = units % CHUNK
+    lane = in_chunk // R.together % 16
+    line = in_chunk // (R.together * 16)
+    return units // CHUNK * 512 + lane * 32 + (line * R.columns_a_unit + j) * R.together + in_chunk % R.together
+
+
+@triton.jit
+def _row_sums(units_ptr, scales_ptr, x_ptr, rows, alive, R: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr):
+    """The dot products of BN rows, `rows` (BN, 1) their beginnings, with x in unit order: (BN,) float32; zeros where not `alive`."""
+    steps = tl.arange(0, BU)[None, :]
+    UNITS: tl.constexpr = R.units
+    HELD: tl.constexpr = R.columns_a_unit  # Triton 3.6 takes a field itself for a number of the run
+    total = tl.zeros((BN, BU), tl.float32)
+    for begin in tl.static_range(0, UNITS, BU):
+        at = begin + steps
+        inside = alive[:, None] & (at < UNITS)
+        units = signed(tl.load(units_ptr + rows + R.header + at, mask=inside, other=0), R)
+        part = tl.zeros((BN, BU), tl.float32)
+        for j in tl.static_range(HELD):
+            x = tl.load(x_ptr + j * UNITS + at, mask=at < UNITS, other=0.0)
+            part += column(units, j, R) * x
+        if R.header > 0:
+            part *= tl.load(scales_ptr + 2 * rows + _scale_at(at, R), mask=inside, other=0.0).to(tl.float32)
+        total += part
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _up_kernel(
+    x_ptr,  # (T, width) float32, in unit order
+    units_ptr,  # (S, expert_bytes), as units
+    scales_ptr,  # the same bytes as float16
+    biases_ptr,  # the same bytes as float32
+    slots_ptr,  # (P,) int32
+    list_ptr,  # (P, I) int32
+    value_ptr,  # (P, I) float32: activations by place
+    length_ptr,  # (P,) int32
+    neurons_ptr,  # (P, I) float32 by place
+    R: tl.constexpr,
+    GATE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """Grid (P, S). `act(gate) * up` of a pair's listed neurons; the S programs of a pair alternate over parts of BN."""
+    pair = tl.program_id(0)
+    length = tl.load(length_ptr + pair)
+    first = tl.program_id(1) * BN
+    if first >= length:
+        return
+    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    x_ptr += (pair // TOP_K).to(tl.int64) * WIDTH
+    offset = pair.to(tl.int64) * R.neurons
+    start = slot * R.expert_stride
+    biases_ptr += slot * R.expert_words
+    while first < length:
+        places = first + tl.arange(0, BN)
+        alive = places < length
+        listed = tl.load(list_ptr + offset + places, mask=alive, other=0)
+        rows = (start + listed.to(tl.int64) * R.row_stride)[:, None]
+        value = tl.load(value_ptr + offset + places, mask=alive, other=0.0)
+        if R.gated:
+            up = _row_sums(units_ptr, scales_ptr, x_ptr, rows + R.up_first, alive, R, BN, BU)
+            if R.up_bias_word >= 0:
+                up += tl.load(biases_ptr + R.up_bias_word + listed, mask=alive, other=0.0)
+            value *= limited_up(up, GATE)
+        tl.store(neurons_ptr + offset + places, value, mask=alive)
+        first += tl.num_programs(1) * BN
+
+
+@triton.jit
+def _down_kernel(
+    units_ptr,
+    scales_ptr,
+    biases_ptr,
+    slots_ptr,  # (P,) int32
+    list_ptr,  # (P, I) int32
+    length_ptr,  # (P,) int32
+    neurons_ptr,  # (P, I) float32 by place
+    out_ptr,  # (P, H) float32; rows of absent pairs are not written
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BU: tl.constexpr,
+):
+    """Grid (P, units / BU). The sum of a pair's listed rows of down, and the bias."""
+    pair = tl.program_id(0)
+    slot = tl.load(slots_ptr + pair).to(tl.int64)
+    if slot < 0:
+        return
+    at = tl.program_id(1) * BU + tl.arange(0, BU)
+    HELD: tl.constexpr = R.columns_a_unit
+    j = tl.arange(0, HELD)
+    length = tl.load(length_ptr + pair)
+    offset = pair.to(tl.int64) * R.neurons
+    total = tl.zeros((BN, BU, HELD), tl.float32)
+    first = 0
+    while first < length:
+        places = first + tl.arange(0, BN)
+        alive = places < length
+        listed = tl.load(list_ptr + offset + places, mask=alive, other=0)
+        value = tl.load(neurons_ptr + offset + places, mask=alive, other=0.0)[:, None]
+        row = (slot * R.expert_stride + R.down_first + listed.to(tl.int64) * R.row_stride)[:, None]
+        units = signed(tl.load(units_ptr + row + R.header + at[None, :], mask=alive[:, None], other=0), R)
+        if R.header > 0:
+            value *= tl.load(scales_ptr + 2 * row + _scale_at(at, R)[None, :], mask=alive[:, None], other=0.0).to(tl.float32)
+        total += column(units[:, :, None], j[None, None, :], R) * value[:, :, None]
+        first += BN
+    sums = tl.sum(total, 0)
+    columns = _column_number(at[:, None], j[None, :], R)
+    inside = columns < R.hidden
+    if R.down_bias_word >= 0:
+        sums += tl.load(biases_ptr + slot * R.expert_words + R.down_bias_word + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + pair.to(tl.int64) * R.hidden + columns, sums, mask=inside)
+
+
+def list_active(
+    act: torch.Tensor,
+    slots: torch.Tensor,
+    threshold: Threshold,
+    active: ActiveNeurons,
+    rows: PackedRows,
+) -> None:
+    """Fill `active` with the neurons of each present pair whose activations `act (P, I)` float32 reach the threshold, and count them."""
+    _compact_kernel[slots.numel(),](
+        act, slots, threshold.value, threshold.counts, active.neurons, active.values, active.lengths,
+        R=rows, num_warps=WARPS, **LAUNCH,
+    )  # fmt: skip
+
+
+def up_pairs(
+    x_units: torch.Tensor,
+    arena: PackedBytes,
+    slots: torch.Tensor,
+    active: ActiveNeurons,
+    out: torch.Tensor,
+    rows: PackedRows,
+    gate: Gate,
+) -> None:
+    """`out (P, I) float32`: the gated neurons of the active ones, by place; `x_units (T, width)` float32 is in unit order."""
+    pairs = slots.numel()
+    programs = max(1, min(triton.cdiv(rows.neurons, UP_NEURONS), triton.cdiv(PROGRAMS, pairs)))
+    units = min(UP_UNITS, next_power_of_two(rows.units))
+    _up_kernel[pairs, programs](
+        x_units, arena.units, arena.scales, arena.biases, slots, active.neurons, active.values, active.lengths, out,
+        R=rows, GATE=gate, TOP_K=slots.shape[1], WIDTH=rows.width, BN=UP_NEURONS, BU=units,
+        num_warps=max(1, WARPS * units // UP_UNITS), **LAUNCH,
+    )  # fmt: skip
+
+
+def down_pairs(
+    arena: PackedBytes,
+    slots: torch.Tensor,
+    active: ActiveNeurons,
+    neurons: torch.Tensor,
+    out: torch.Tensor,
+    rows: PackedRows,
+) -> None:
+    """`out (P, H) float32`: each pair's sum over its active rows of down, and the bias."""
+    _down_kernel[slots.numel(), rows.units // DOWN_UNITS](
+        arena.units, arena.scales, arena.biases, slots, active.neurons, active.lengths, neurons, out,
+        R=rows, BN=DOWN_NEURONS, BU=DOWN_UNITS, num_warps=WARPS, **LAUNCH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _numbers(elements, scales, V: tl.constexpr, dtype: tl.constexpr, R: tl.constexpr):
+    """The `V`-th number of each element."""
+    if R.weights == "int8":
+        return ((elements.to(tl.int32) - 128).to(tl.float32) * scales).to(dtype)
+    elif R.weights == "int4":
+        return ((((elements.to(tl.int32) >> 4 * V) & 15) - 8).to(tl.float32) * scales).to(dtype)
+    else:
+        return elements.to(dtype)
+
+
+@triton.jit
+def _row_product(
+    elements_ptr,
+    scales_ptr,
+    x_ptr,
+    rows,
+    tokens,
+    present,
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    STEP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Rows, by where they begin, times `x[tokens].T`, x in element order: (BN, BM) float32."""
+    HELD: tl.constexpr = R.columns_a_unit
+    at = tl.arange(0, STEP)
+    w_ptrs = elements_ptr + (rows[:, None] + R.header + at[None, :])
+    x_ptrs = x_ptr + tokens.to(tl.int64)[None, :] * (R.units * R.columns_a_unit) + at[:, None]
+    total = tl.zeros((BN, BM), tl.float32)
+    for first in range(0, R.units, STEP):
+        w = tl.load(w_ptrs + first)
+        scales = 1.0
+        if R.header > 0:
+            lanes = first // R.together + tl.arange(0, STEP // R.together)
+            scales = tl.load(scales_ptr + ((rows // 2)[:, None] + _scale_at(lanes, R)[None, :]))
+            scales = tl.broadcast_to(scales[:, :, None], (BN, STEP // R.together, R.together))
+            scales = tl.reshape(scales, (BN, STEP)).to(tl.float32)
+        for v in tl.static_range(HELD):
+            x = tl.load(x_ptrs + v * R.units + first, mask=present[None, :], other=0.0)
+            total = dot(_numbers(w, scales, v, x.dtype, R), x, total, UPCAST)
+    return total
+
+
+@triton.jit
+def _up_dense_kernel(
+    x_ptr,  # (T, width) floating, in element order
+    elements_ptr,  # (S, expert_bytes), as elements
+    scales_ptr,  # the same bytes as float16
+    biases_ptr,  # the same bytes as float32
+    pairs_ptr,  # of PairGroups
+    block_ids_ptr,
+    count_ptr,
+    threshold_ptr,  # (1,) float32
+    counts_ptr,  # (2,) int64
+    act_ptr,  # (P, I) float32
+    neurons_ptr,  # (P, I) of the dtype of x: gated neurons
+    pair_count,
+    R: tl.constexpr,
+    GATE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STEP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid (max blocks, I / BN). BN rows of up times the block's tokens."""
+    block = tl.program_id(0)
+    if block >= tl.load(count_ptr):
+        return
+    pair = tl.load(pairs_ptr + block * BM + tl.arange(0, BM))
+    present = pair < pair_count
+    pair = tl.where(present, pair, 0)
+    lanes = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = present[None, :] & (lanes < R.neurons)[:, None]
+    neurons = tl.where(lanes < R.neurons, lanes, 0)
+    value = tl.load(act_ptr + pair.to(tl.int64)[None, :] * R.neurons + neurons[:, None], mask=inside, other=0.0)
+    active = reaches(value, tl.load(threshold_ptr)) & inside
+    count(counts_ptr, active, inside)
+    value = tl.where(active, value, 0.0)
+    if R.gated:
+        slot = tl.load(block_ids_ptr + block).to(tl.int64)
+        start = slot * R.expert_stride + R.up_first
+        rows = neurons * R.row_stride  # offsets within an expert have 32 bits, which takes half of the registers
+        up = _row_product(elements_ptr + start, scales_ptr + start // 2, x_ptr, rows, pair // TOP_K, present, R, BN, BM, STEP, UPCAST)
+        if R.up_bias_word >= 0:
+            up += tl.load(biases_ptr + slot * R.expert_words + R.up_bias_word + neurons)[:, None]
+        value *= limited_up(up, GATE)
+    out_ptrs = neurons_ptr + pair.to(tl.int64)[None, :] * R.neurons + lanes[:, None]
+    tl.store(out_ptrs, value.to(neurons_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _down_dense_kernel(
+    elements_ptr,
+    scales_ptr,
+    biases_ptr,
+    pairs_ptr,
+    block_ids_ptr,
+    count_ptr,
+    neurons_ptr,  # (P, I) floating
+    out_ptr,  # (P, H) float32
+    pair_count,
+    R: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid (max blocks, elements / BC). The block's rows of down, transposed, times its neurons."""
+    HELD: tl.constexpr = R.columns_a_unit
+    block = tl.program_id(0)
+    if block >= tl.load(count_ptr):
+        return
+    pair = tl.load(pairs_ptr + block * BM + tl.arange(0, BM))
+    present = pair < pair_count
+    pair = tl.where(present, pair, 0).to(tl.int64)
+    slot = tl.load(block_ids_ptr + block).to(tl.int64)
+    at = tl.program_id(1) * BC + tl.arange(0, BC)
+    lanes = tl.program_id(1) * (BC // R.together) + tl.arange(0, BC // R.together)
+    start = slot * R.expert_stride + R.down_first
+    elements_ptr += start + R.header
+    scales_ptr += start // 2
+    total = tl.zeros((BC, BM), tl.float32)
+    upper = tl.zeros((BC, BM), tl.float32)
+    for first in range(0, R.neurons, BN):
+        neurons = first + tl.arange(0, BN)
+        inside = neurons < R.neurons
+        rows = tl.where(inside, neurons, 0) * R.row_stride
+        w = tl.load(elements_ptr + (rows[None, :] + at[:, None]), mask=inside[None, :], other=0)
+        value = tl.load(neurons_ptr + pair[None, :] * R.neurons + neurons[:, None], mask=inside[:, None] & present[None, :], other=0.0)
+        scales = 1.0
+        if R.header > 0:
+            scales = tl.load(scales_ptr + ((rows // 2)[None, :] + _scale_at(lanes, R)[:, None]), mask=inside[None, :], other=0.0)
+            scales = tl.broadcast_to(scales[:, None, :], (BC // R.together, R.together, BN))
+            scales = tl.reshape(scales, (BC, BN)).to(tl.float32)
+        total = dot(_numbers(w, scales, 0, value.dtype, R), value, total, UPCAST)
+        if R.columns_a_unit == 2:
+            upper = dot(_numbers(w, scales, 1, value.dtype, R), value, upper, UPCAST)
+    for v in tl.static_range(HELD):
+        sums = total if v == 0 else upper
+        columns = _column_number(at, v, R)
+        inside = columns < R.hidden
+        if R.down_bias_word >= 0:
+            sums += tl.load(biases_ptr + slot * R.expert_words + R.down_bias_word + columns, mask=inside, other=0.0)[:, None]
+        tl.store(out_ptr + pair[None, :] * R.hidden + columns[:, None], sums, mask=present[None, :] & inside[:, None])
+
+
+def _tile(rows: PackedRows, block_pairs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return a program's rows, elements a step, warps and stages, by the registers they leave. Not timed yet."""
+    if dtype == torch.float32:  # three passes over split operands
+        return 64, 32, 4, 2
+    if block_pairs >= 64:
+        return 64, 64, 8, 2 if rows.header else 3
+    return 64, 64, 4, 3
+
+
+def _elements(arena: PackedBytes, rows: PackedRows) -> torch.Tensor:
+    dtype = gpu_format(rows.weights).element_dtype
+    assert dtype is not None, "types with a sparse layout have one"
+    return arena.units.view(dtype)
+
+
+def up_dense(
+    x: torch.Tensor,
+    arena: PackedBytes,
+    act: torch.Tensor,
+    out: torch.Tensor,
+    groups: PairGroups,
+    rows: PackedRows,
+    gate: Gate,
+    top_k: int,
+    threshold: Threshold,
+) -> None:
+    """`out (P, I)` of the dtype of x: gated neurons, zeros where `act (P, I)` float32 is below the threshold; others are counted.
+
+    Args:
+        x: (T, width) in element order.
+    """
+    neurons, step, warps, stages = _tile(rows, groups.block_pairs, x.dtype)
+    _up_dense_kernel[groups.max_blocks, triton.cdiv(rows.neurons, neurons)](
+        x, _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
+        threshold.value, threshold.counts, act, out, groups.pair_count,
+        R=rows, GATE=gate, TOP_K=top_k, BM=groups.block_pairs, BN=neurons, STEP=step, UPCAST=interpreted(),
+        num_warps=warps, num_stages=stages, **LAUNCH,
+    )  # fmt: skip
+
+
+def down_dense(arena: PackedBytes, neurons: torch.Tensor, out: torch.Tensor, groups: PairGroups, rows: PackedRows) -> None:
+    """`out (P, H) float32`: each pair's sum over all rows of down, and the bias."""
+    columns, step, warps, stages = _tile(rows, groups.block_pairs, neurons.dtype)
+    if rows.header:  # bytes: 16 of a tile for each thread
+        columns, step = (64, 64) if neurons.dtype == torch.float32 else (128, 8 * warps)
+    _down_dense_kernel[groups.max_blocks, rows.units // columns](
+        _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
+        neurons, out, groups.pair_count,
+        R=rows, BM=groups.block_pairs, BN=step, BC=columns, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **LAUNCH,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Activation sparsity inside experts: thresholds below which neurons count as zero, and the kernels' paths that skip them."""
