@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 ELSEWHERE = "use moegraft.injection.optimize_and_load"
 LINKED = "stock-"  # before the names of linked files: no `save_pretrained` writes to such a name, and so through a link into stock weights
 THRESHOLDS = "moegraft_thresholds.json"
-WITHOUT_EFFECT = {"is_main_process", "max_shard_size", "safe_serialization", "token", "variant", "repo_id", "commit_message", "private"}
+OF_FILES = {"is_main_process", "max_shard_size", "safe_serialization", "save_original_format"}  # how weights are written, which are not
+OF_HUB = {"token", "repo_id", "private", "revision", "commit_message", "commit_description", "create_pr", "tags"}
 
 
 @register_quantization_config(METHOD)
@@ -198,7 +200,7 @@ def save_recipe(model: PreTrainedModel, injection: Injection, folder: Path, opti
     """
     from moegraft.injection.checkpoint.files import INDEX, MTP_FILE, open_checkpoint
 
-    unknown = sorted(name for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT)
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in OF_FILES | OF_HUB)
     if unknown:
         raise UnsupportedModelError(f"{', '.join(unknown)}: an injected model is saved as its rules beside the stock weights, unchanged")
     if options.get("is_main_process") is False:
@@ -236,6 +238,26 @@ def save_recipe(model: PreTrainedModel, injection: Injection, folder: Path, opti
             card.write_text(_card(model, injection), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{folder}: the model cannot be saved: {error_sentence(error)}") from error
+
+
+def push_recipe(model: PreTrainedModel, injection: Injection, repo_id: str, options: Mapping[str, Any]) -> str:
+    """Upload a recipe to the hub, with the weights that its links lead to; return the address of the commit.
+
+    Args:
+        options: those of `push_to_hub`.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `save_recipe`.
+    """
+    from huggingface_hub import HfApi
+
+    about_commit = {name: options[name] for name in ("revision", "commit_message", "commit_description", "create_pr") if name in options}
+    with tempfile.TemporaryDirectory() as name:
+        save_recipe(model, injection, Path(name), {})
+        api = HfApi(token=options.get("token"), library_name="moegraft")
+        repo_id = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
+        kept = ["README.md"] if api.file_exists(repo_id, "README.md") else []
+        return str(api.upload_folder(repo_id=repo_id, folder_path=name, ignore_patterns=kept, **about_commit))
 
 
 def _card(model: PreTrainedModel, injection: Injection) -> str:

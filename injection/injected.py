@@ -165,8 +165,25 @@ class InjectedModel:
             return
         save_recipe(cast(PreTrainedModel, self), self.moegraft, Path(save_directory), options)
         if push_to_hub:
-            repo_id = options.pop("repo_id", Path(save_directory).name)
-            self.push_to_hub(repo_id, **options)  # type: ignore[attr-defined] # of the stock class
+            self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload what `save_pretrained` writes, with the stock weights, and a model card where the repository has none.
+
+        Args:
+            options: `private`, `token`, `revision`, `commit_message`, `commit_description` and `create_pr`, as in transformers.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            UnsupportedModelError, CheckpointError: as `save_pretrained`.
+        """
+        from moegraft.injection.in_transformers import push_recipe
+
+        if getattr(self, "_hf_peft_config_loaded", False):
+            return str(super().push_to_hub(repo_id, **options))  # type: ignore[misc] # of the stock class
+        return push_recipe(cast(PreTrainedModel, self), self.moegraft, repo_id, options)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the modules that stay, with a warning that the replaced ones are missing."""

@@ -11,11 +11,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import HfApi
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
@@ -198,6 +200,32 @@ def test_a_card_names_a_base_model_of_the_hub(folder: Path, tmp_path: Path) -> N
     (tmp_path / "README.md").write_text("mine")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_a_push_uploads_the_weights_that_the_links_lead_to(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_card: bool
+) -> None:
+    """The hub is a folder here: what the client would send is copied."""
+    calls: dict[str, Any] = {}
+
+    def upload(self: object, *, folder_path: str, ignore_patterns: list[str], **more: Any) -> str:
+        calls.update(more)
+        shutil.copytree(folder_path, tmp_path / "hub", ignore=shutil.ignore_patterns(*ignore_patterns))
+        return "https://example.org/commit"
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **more: SimpleNamespace(repo_id=f"me/{repo_id}"))
+    monkeypatch.setattr(HfApi, "file_exists", lambda self, repo_id, filename: has_card)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    model = load(folder, "cpu")
+    model.save_pretrained(tmp_path / "mine", push_to_hub=True, commit_message="First", private=True)
+    assert calls == {"repo_id": "me/mine", "commit_message": "First"}
+    assert not any(file.is_symlink() for file in (tmp_path / "hub").iterdir())
+    assert (tmp_path / "hub" / "README.md").exists() != has_card
+    assert torch.equal(logits(load(tmp_path / "hub")), logits(model))
+    shutil.rmtree(tmp_path / "hub")
+    assert model.push_to_hub("other") == "https://example.org/commit"
+    assert calls["repo_id"] == "me/other"
 
 
 def test_what_cannot_be_saved_is_refused_and_nothing_is_written(folder: Path, tmp_path: Path) -> None:
