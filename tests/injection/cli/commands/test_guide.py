@@ -19,6 +19,7 @@ from moegraft.injection.estimate import measure
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.verify import BY_WEIGHTS
+from moegraft.operators import autoload
 from moegraft.operators.base import Rate
 from moegraft.operators.weight_formats import FORMATS
 
@@ -68,6 +69,8 @@ def test_every_command_of_the_pages_works(page: Path, run: Run, tmp_path: Path, 
     monkeypatch.setattr(measure, "measure", lambda progress: rates)  # takes a minute
     monkeypatch.setattr(doctor, "instruction_sets", list)  # tested, in seconds, where the doctor is
     store.save(rates)
+    monkeypatch.setattr(autoload, "MARKER", tmp_path / "autoload")  # not in the environment of the tests
+    monkeypatch.setattr(autoload, "is_installed", lambda: True)
     for name, text in GIVEN.get(page.name, {}).items():
         Path(name).write_text(text, encoding="utf-8")
     for program, *arguments in lines(page):
