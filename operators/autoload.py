@@ -11,7 +11,6 @@ import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +54,8 @@ def switch(*, on: bool) -> None:
 
 def is_installed() -> bool:
     """Whether torch finds this module by its entry points; not where moegraft runs from a checkout that is not installed."""
+    from importlib.metadata import entry_points  # takes longer than the rest of this module, which every import of torch waits for
+
     return any(each.value.startswith(f"{__name__}:") for each in entry_points(group="torch.backends"))
 
 
