@@ -215,12 +215,16 @@ def save_recipe(model: PreTrainedModel, injection: Injection, folder: Path, opti
     names = {file: file.name if file.name == MTP_FILE else LINKED + file.name.removeprefix(LINKED) for file in checkpoint.files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        weights = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in names.values())
+        # A folder that is saved over itself may have the only copy of its weights; links to others may be replaced, files may not.
+        missing = {folder / name: file for file, name in names.items() if not ((folder / name).exists() and (folder / name).samefile(file))}
+        present = {folder / name for name in names.values()} - missing.keys()
+        others = set(folder.glob("*.safetensors")) - present
+        weights = sorted(path.name for path in others if path not in missing or not path.is_symlink())
         if weights:
             raise CheckpointError(f"{folder}: {weights[0]} is in this folder already; name an empty folder")
-        for file, name in names.items():
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to(file.resolve())
+        for path, file in missing.items():
+            path.unlink(missing_ok=True)
+            path.symlink_to(file.resolve())
         listed = {key: names[tensor.file] for key, tensor in checkpoint.tensors.items() if tensor.file.name != MTP_FILE}
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in checkpoint.tensors.values())}, "weight_map": listed}
         (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")

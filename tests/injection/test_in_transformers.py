@@ -191,6 +191,29 @@ def test_a_stock_model_saved_over_a_saved_folder_leaves_the_stock_weights(tmp_pa
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(other))
 
 
+@pytest.mark.parametrize("files", ["links", "files"])
+def test_a_folder_saved_over_itself_keeps_its_weights(files: str, folder: Path, tmp_path: Path) -> None:
+    """`files`: as a clone of a pushed repository has them."""
+    load(folder, "cpu").save_pretrained(tmp_path / "links")
+    shutil.copytree(tmp_path / "links", tmp_path / "files")
+    model = load(tmp_path / files)
+    model.save_pretrained(tmp_path / files)
+    assert torch.equal(logits(load(tmp_path / files)), logits(model))
+
+
+def test_links_to_other_weights_are_replaced_and_files_are_not(folder: Path, tmp_path: Path) -> None:
+    load(folder, "cpu").save_pretrained(tmp_path / "links")
+    shutil.copytree(tmp_path / "links", tmp_path / "files")
+    tiny_model("qwen3_moe", seed=1).save_pretrained(tmp_path / "other")
+    other = load(tmp_path / "other", "cpu")
+    other.save_pretrained(tmp_path / "links")
+    assert torch.equal(logits(load(tmp_path / "links")), logits(other))
+    before = (tmp_path / "files" / "stock-model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"stock-model\.safetensors is in this folder already"):
+        other.save_pretrained(tmp_path / "files")
+    assert (tmp_path / "files" / "stock-model.safetensors").read_bytes() == before
+
+
 def test_a_card_names_a_base_model_of_the_hub(folder: Path, tmp_path: Path) -> None:
     model = load(folder, "cpu")
     model.config.name_or_path = "owner/some-model"
