@@ -98,8 +98,9 @@ def messages(*said: str) -> Any:
 
 
 def ask(server: Server, *said: str, **options: Any) -> Any:
-    model = server.service.model_id
-    return server.client().chat.completions.create(**{"model": model, "messages": messages(*said), "max_tokens": 12, **options})
+    """Ask for a chat's next message: greedy unless `options` say otherwise, so that a test has the same answer in each run."""
+    given = {"model": server.service.model_id, "messages": messages(*said), "max_tokens": 12, "temperature": 0, **options}
+    return server.client().chat.completions.create(**given)
 
 
 @contextmanager
