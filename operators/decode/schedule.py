@@ -209,11 +209,12 @@ class MarginalSchedule(DraftSchedule):
         self._probes = 0
         self._probing = False
         self._planned = 0
-        self._plain_steps = 0  # before drafts are considered, after the latest plan
+        self._plain_steps = 0  # left before drafts are considered again
         self._pays: bool | None = None  # None while unknown
         self._logged_pays: bool | None = None
 
     def begin(self) -> None:
+        self._plain_steps = 0
         if self._tokens:
             self._costs.plain.expect_change(CHANGED_TEXT_SAMPLES)
             self._plain_due = max(self._plain_due, CHANGED_TEXT_SAMPLES)
@@ -222,6 +223,8 @@ class MarginalSchedule(DraftSchedule):
     def plan(self, limit: int) -> int:
         self._probing = False
         self._planned = 0
+        if self._plain_steps > 0:  # what is waited for comes by plain steps alone
+            return 0
         limit = min(limit, self._max_draft)
         plain_every = PLAIN_EVERY if len(self._costs.plain) >= PLAIN_ENOUGH else PLAIN_SOON
         waits = [self._plain_due, int(self._rounds_since_plain >= plain_every), _steps_to_regain(self._lost_steps - MAX_LOST_STEPS)]
@@ -275,6 +278,7 @@ class MarginalSchedule(DraftSchedule):
             self._logged_pays, self._quiet_until = self._pays, self._tokens + QUIET_TOKENS
             logger.info("speculative_draft: %s", self.state())
         if length == 0:
+            self._plain_steps = max(0, self._plain_steps - 1)
             if not done.prepared:
                 self._rounds_since_plain = 0
                 self._plain_due = max(0, self._plain_due - 1)
