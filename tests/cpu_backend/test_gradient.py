@@ -79,8 +79,17 @@ def test_formats_of_files(runtime: Runtime, name: str) -> None:
         check(runtime, layer, make_batch(20, 2, layer, dtype), 0.999)
 
 
-def test_gate_and_down_of_different_types(runtime: Runtime) -> None:
-    layer = make_stored_layer("q4_k+int8", 2, 256, 288)
+@pytest.mark.parametrize(
+    ("weights", "hidden", "intermediate"),
+    [
+        ("q4_k+int8", 256, 288),
+        ("int4+q6_k", 96, 512),
+        ("fp8+nvfp4", 384, 128),  # odd numbers of blocks of 128 columns
+    ],
+    ids=str,
+)
+def test_gate_and_down_of_different_types(runtime: Runtime, weights: str, hidden: int, intermediate: int) -> None:
+    layer = make_stored_layer(weights, 2, hidden, intermediate)
     check(runtime, layer, make_batch(20, 2, layer, torch.bfloat16), HALF_COSINE)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, case_of, tiny_model
+from support.families import FamilyCase, build_model, served_cases, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from moegraft.injection import MoegraftConfig, optimize_and_load
@@ -43,9 +43,13 @@ def cosine(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return float(torch.nn.functional.cosine_similarity(*pair, 0))
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_gradients_are_those_of_the_stock_model(model_type: str, tmp_path: Path) -> None:
-    stock = build_model(case_of(model_type))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.model_type in FAMILIES else pytest.mark.long) for case in served_cases()],
+    ids=lambda case: case.model_type,
+)
+def test_gradients_are_those_of_the_stock_model(case: FamilyCase, tmp_path: Path) -> None:
+    stock = build_model(case)
     stock.save_pretrained(tmp_path)
     expected_loss, expected = step(stock, ids())
     loss, found = step(optimize_and_load(tmp_path, "cpu-exact", progress=False), ids())

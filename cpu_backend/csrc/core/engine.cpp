@@ -15,6 +15,7 @@ namespace moegraft {
 namespace {
 
 constexpr int kPassTokens = 2048;  // of a pass: limits scratch memory; this many tokens already make a pass compute-bound
+constexpr int kGradientElements = 1 << 26;  // of a linear layer's output in a pass of its gradients, which are kept as records
 constexpr int kSparsePassTokens = 512;  // whose sums are kept for each expert
 
 void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
@@ -106,8 +107,9 @@ void Engine::linear_gradient(const LinearArgs& args, const OpenMp* shared) {
   const std::size_t in_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->rows());
   const std::size_t out_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->cols());
   LinearGradientJob job(kernels_, *args.linear, args.activations, pool_.threads(), encode_phase_, rows_phase_);
-  for (std::int64_t first = 0; first < args.tokens; first += kPassTokens) {
-    const int tokens = static_cast<int>(std::min<std::int64_t>(kPassTokens, args.tokens - first));
+  const int pass_tokens = std::clamp(kGradientElements / args.linear->rows(), 1, kPassTokens);
+  for (std::int64_t first = 0; first < args.tokens; first += pass_tokens) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(pass_tokens, args.tokens - first));
     job.prepare(static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first),
                 static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first), tokens, records_, lanes_, private_.data());
     pool_.run(job, shared);

@@ -20,7 +20,7 @@ class Carver {
   explicit Carver(std::byte* memory) : memory_(memory) {}
   template <class Value>
   Value* take(std::size_t count) {
-    auto* const found = reinterpret_cast<Value*>(memory_ + used_);
+    auto* const found = reinterpret_cast<Value*>(memory_ == nullptr ? nullptr : memory_ + used_);  // of null, only the sizes count
     used_ += line_bytes_of(count * sizeof(Value));
     return found;
   }
