@@ -122,7 +122,7 @@ def loss(steps: int) -> Iterator[dict[str, object]]:
             batches = (batch(10**6 + number, kept, len(data)) for number in range(HELD_BATCHES))
             return sum(float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in batches) / HELD_BATCHES
 
-    for name in (BASE, "moegraft-train", "moegraft-cpu-exact"):
+    for name in (BASE, "moegraft-train"):
         model = adapted(name)
         before = held(model)
         model.train()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import FamilyCase, build_model, served_cases, tiny_model
+from support.families import FamilyCase, build_model, case_of, served_cases, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from moegraft.injection import MoegraftConfig, optimize_and_load
@@ -66,6 +66,14 @@ def test_gradients_beside_int8_are_near_the_stock_models(dtype: torch.dtype) -> 
     _, found = step(optimize_and_load(demo_path(), "train", dtype=dtype, progress=False), given)
     assert len(found) > 20
     assert cosine(found, expected) > (0.999 if dtype == torch.float32 else 0.998)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "nemotron_h"])
+def test_layers_of_mamba2_train_beside_packed_ones(model_type: str) -> None:
+    """In training mode they read the weight of `out_proj`, which the rule file `train` leaves to PyTorch."""
+    loss, found = step(optimize_and_load(build_model(case_of(model_type)), "train", progress=False), ids())
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in found.values())
+    assert any(name.endswith("out_proj.weight") for name in found)
 
 
 @pytest.mark.parametrize("rules", ["train", "cpu-exact"])
