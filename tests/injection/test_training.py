@@ -268,7 +268,8 @@ class TestAdapters:
         from moegraft.injection.lora import lora_config
 
         model = AutoModelForCausalLM.from_pretrained(demo_path(), quantization_config=MoegraftConfig("train"))
-        config = trl.SFTConfig(str(tmp_path), use_cpu=True, report_to=[], max_steps=3, logging_steps=1, max_length=64, bf16=False)
+        options: dict[str, Any] = {"use_cpu": True, "report_to": [], "logging_steps": 1, "max_length": 64, "bf16": False}
+        config = trl.SFTConfig(str(tmp_path), max_steps=3, learning_rate=1e-3, **options)
         texts = Dataset.from_dict({"text": ["First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak."] * 24})
         adapter = lora_config(model, r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         tokenizer = AutoTokenizer.from_pretrained(demo_path())
