@@ -60,8 +60,8 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, is_t
     """
     from peft import LoraConfig, PeftModel
 
-    config = _with_packed_layers(cast("LoraConfig", LoraConfig.from_pretrained(folder)), _packed_layers(model))
-    return PeftModel.from_pretrained(model, folder, config=config, is_trainable=is_trainable)
+    config = _with_packed_layers(cast("LoraConfig", LoraConfig.from_pretrained(os.fspath(folder))), _packed_layers(model))
+    return PeftModel.from_pretrained(model, os.fspath(folder), config=config, is_trainable=is_trainable)
 
 
 def _packed_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
