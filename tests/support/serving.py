@@ -6,7 +6,7 @@ import copy
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +59,18 @@ class Server:
 
 @contextmanager
 def serving(
-    loaded: LoadedModel, limits: Limits | None = None, key: str | None = None, hosts: Collection[str] | None = None, most: int = 200
+    loaded: LoadedModel,
+    limits: Limits | None = None,
+    key: str | None = None,
+    hosts: Collection[str] | None = None,
+    most: int = 200,
+    names: Sequence[str] = (),
+    origins: Sequence[str] = (),
 ) -> Iterator[Server]:
     """`most` connections at a time."""
-    service = Service(loaded, limits or Limits())
+    service = Service(loaded, limits or Limits(), names)
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(server_config(make_app(service, key, hosts), most, log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(make_app(service, key, hosts, origins), most, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -177,11 +177,13 @@ def _event(data: Mapping[str, Any], name: str | None = None) -> str:
 class Reply:
     """The answers to one request in the form of chat or text completions: whole, or as the events of a stream."""
 
-    def __init__(self, request: Request, model: str, choices: Sequence[Choice]) -> None:
+    def __init__(self, request: Request, model: str, fingerprint: str, choices: Sequence[Choice]) -> None:
         self._include_usage = request.include_usage
+        self._n = request.n
         self._choices = choices
         prefix, name = ("cmpl", "text_completion") if request.kind == "text" else ("chatcmpl", "chat.completion")
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
+        same = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, **same}
         self._chunk_head = {**self._head, "object": "text_completion" if request.kind == "text" else "chat.completion.chunk"}
 
     def whole(self) -> dict[str, Any]:
@@ -202,7 +204,7 @@ class Reply:
         yield _event(error_body(500, message))
 
     def _figures(self) -> dict[str, Any]:
-        return {"usage": usage(self._choices), "moegraft": figures(self._choices[0].job)}
+        return {"usage": usage(self._choices, self._n), "moegraft": figures(self._choices[0].job)}
 
 
 class ResponseReply:
@@ -315,7 +317,12 @@ class ResponseReply:
 
     def _response(self, status: str) -> dict[str, Any]:
         asked = self._request
-        forced, form = asked.forced_tools, asked.form
+        ask, forced = self._choice.job.ask, asked.forced_tools
+        shown: dict[str, Any] = {"type": "text"}
+        if asked.form_name:
+            shown = {"type": "json_schema", "name": asked.form_name, "schema": asked.form}
+        elif isinstance(asked.form, dict):
+            shown = {"type": "json_object"}
         return {
             **self._head,
             "status": status,
@@ -325,13 +332,13 @@ class ResponseReply:
             "parallel_tool_calls": not asked.single_tool_call,
             "tool_choice": "required" if forced else "auto" if asked.tools else "none",
             "tools": [{"type": "function", "strict": False, "parameters": None, **tool["function"]} for tool in asked.tools],
-            "text": {"format": {"type": "json_schema", "name": "answer", "schema": form} if isinstance(form, dict) else {"type": "text"}},
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            "text": {"format": shown},
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
             "max_output_tokens": asked.max_tokens,
             "previous_response_id": None,
             "store": False,
-            "truncation": "disabled",
+            "truncation": "auto" if asked.truncate else "disabled",
             "metadata": {},
         }
 
@@ -344,15 +351,16 @@ def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the tokens of the answers and of their common prompt."""
+def usage(choices: Sequence[Choice], each: int = 1) -> dict[str, Any]:
+    """Return the tokens of the answers and of their prompts, of which `each` answers have one."""
     jobs = [choice.job for choice in choices]
-    prompt, completion = len(jobs[0].ask.token_ids), sum(job.completion_tokens for job in jobs)
+    prompt, completion = sum(len(job.ask.token_ids) for job in jobs[::each]), sum(job.completion_tokens for job in jobs)
+    cached = sum(job.cached_tokens for job in jobs[::each])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": jobs[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
 

@@ -29,6 +29,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import service_unavailable
@@ -90,6 +91,9 @@ OPEN = ("/", "/favicon.ico", "/health", "/docs", "/openapi.json")  # routes with
 PREPARED = 2  # requests of one client that are prepared at a time
 T = TypeVar("T")
 ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+POSTS = (*ANSWERS, "/v1/responses/input_tokens", "/v1/embeddings", "/tokenize", "/detokenize")
+UNVERSIONED = re.compile(r"/(chat/completions|completions|responses|models|embeddings)(/|$)")  # as clients call them that add no /v1
+IGNORED = "X-Moegraft-Ignored"  # of an answer: parameters without effect
 
 
 class Gate:
@@ -107,6 +111,8 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if UNVERSIONED.match(scope["path"]):
+                scope = {**scope, "path": f"/v1{scope['path']}"}
             try:
                 self._check(scope)
                 if scope["method"] == "POST":
@@ -131,9 +137,10 @@ class Gate:
         ):
             raise RequestError(401, "send this server's key as 'Authorization: Bearer KEY'", code="invalid_api_key")
         # JSON, as forms of other sites cannot send it.
-        if scope["method"] == "POST" and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+        posts = scope["method"] == "POST" and scope["path"] in POSTS
+        if posts and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
-        if scope["path"] in ANSWERS and scope["method"] == "POST":
+        if posts and scope["path"] in ANSWERS:
             try:
                 self._service.engine.require_room()
             except QueueFullError as error:
@@ -234,12 +241,13 @@ class Preparation:
         return await asyncio.shield(thread)
 
 
-def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None) -> FastAPI:
+def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """Create the application; the caller closes the service.
 
     Args:
         api_key: required of every request; None requires none.
         hosts: the names by which clients may call this server; None allows all.
+        origins: the sites whose pages may call it from a browser; `*` allows all.
     """
     refusals = {status: {"model": Refusal, "description": about} for status, about in REFUSALS.items()}
     about = "A model behind OpenAI's interface. What is not supported is refused by name."
@@ -247,6 +255,10 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
     mailbox, prepare = Mailbox(), Preparation()
     _add_errors(app)
     app.add_middleware(Gate, service=service, api_key=api_key, hosts=hosts)
+    if origins:  # outside the gate, as browsers ask for leave without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=[IGNORED]
+        )
     html, headers = chat_page()
 
     @app.get("/", include_in_schema=False)
@@ -274,15 +286,14 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model, as a list of one."""
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        """The model, under each of its names."""
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in service.names]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """The model by its id."""
-        if model_id != service.model_id:
-            raise RequestError(404, f"unknown model {model_id[:80]!r}; this server has {service.model_id!r}", code="model_not_found")
-        return JSONResponse(_model(service))
+        service.require_model(model_id)
+        return JSONResponse(_model(service, model_id))
 
     @app.get("/v1/status")
     async def status() -> Response:
@@ -313,6 +324,16 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
     async def respond(body: ResponseBody, request: HttpRequest) -> Response:
         """The answer to a conversation in the form of OpenAI's Responses. Nothing is stored."""
         return await _answer(service, mailbox, prepare, body.request(), request)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count(body: ResponseBody, request: HttpRequest) -> Response:
+        """How many tokens a request to `/v1/responses` has."""
+        tokens = await prepare(request, service.prompt_tokens, body.request())
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def embed() -> Response:
+        raise RequestError(404, f"{service.model_id!r} generates text; this server has no model for embeddings", code="model_not_found")
 
     return app
 
@@ -348,8 +369,9 @@ REFUSALS: dict[int | str, str] = {
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer, or its events.", "content": {"text/event-stream": {}}}}
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.model_id, "object": "model", "created": 0, "owned_by": "moegraft"}
+def _model(service: Service, name: str) -> dict[str, Any]:
+    tokens = service.loaded.context_tokens
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "moegraft", "max_model_len": tokens}
 
 
 def _status(service: Service) -> dict[str, Any]:
@@ -461,10 +483,14 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     # Not by the stream itself, which never starts if the client leaves before it.
     parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
-    name = service.model_id
-    reply = ResponseReply(asked, name, choices[0]) if asked.kind == "response" else Reply(asked, name, choices)
+    name, headers = service.model_id, {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+    if asked.kind == "response":
+        reply: Reply | ResponseReply = ResponseReply(asked, name, choices[0])
+    else:
+        reply = Reply(asked, name, service.fingerprint, choices)
     if asked.stream:
-        return StreamingResponse(_stream(reply, parts), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        headers["Cache-Control"] = "no-cache"
+        return StreamingResponse(_stream(reply, parts), media_type="text/event-stream", headers=headers)
     async for _ in parts:
         pass
     failed = next((job for job in jobs if job.ending == "failed"), None)
@@ -472,7 +498,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         raise RequestError(500, failed.error)
     if any(job.ending == "cancelled" for job in jobs):  # read by a client only if the server is shutting down
         raise RequestError(503, "the request was cancelled")
-    return JSONResponse(reply.whole())
+    return JSONResponse(reply.whole(), headers=headers)
 
 
 def _queue_full(error: QueueFullError) -> RequestError:

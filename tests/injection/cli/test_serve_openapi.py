@@ -11,6 +11,7 @@ import pytest
 from support.serving import PATIENCE_S, Server, serving
 
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve.app import POSTS
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +24,10 @@ def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
     document = json.loads(server.get("/openapi.json"))
     assert document["openapi"].startswith("3.1")
     posts = {path for path, methods in document["paths"].items() if "post" in methods}
-    assert posts == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"}
+    assert posts == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/tokenize", "/detokenize"}
+    assert {*POSTS} - {"/v1/embeddings"} == posts, "what has to be JSON"
     schemas = document["components"]["schemas"]
+    assert schemas["TokenizeBody"]["anyOf"] == [{"required": [name]} for name in ("prompt", "content", "messages")]
     chat = schemas["ChatBody"]
     assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
     assert {"type": "number", "minimum": 0, "maximum": 2} in [{**option} for option in chat["properties"]["temperature"]["anyOf"]]
