@@ -91,11 +91,11 @@ class ServeOptions:
 @user_errors(PROGRAM, together=True)
 @takes_options(ModelOptions, ServeOptions)
 def serve(model: ModelOptions, options: ServeOptions) -> None:
-    """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
+    """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
     Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
-    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics, /docs. Needs
-    the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics,
+    /docs. Needs the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running
     answers --grace seconds; a second signal ends it at once.
     """
     _require_server()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-Kind = Literal["chat", "text", "response"]
+Kind = Literal["chat", "text", "response", "message"]
 MOST_STOPS = 16
 MOST_ANSWERS = 16  # to one prompt
 MOST_PROMPTS = 64  # of one request
@@ -107,7 +107,7 @@ class Request:
     @property
     def asked_by(self) -> str:
         """The parameter that has the prompt."""
-        return {"chat": "messages", "text": "prompt", "response": "input"}[self.kind]
+        return {"text": "prompt", "response": "input"}.get(self.kind, "messages")
 
 
 class Off:
@@ -251,9 +251,14 @@ ANY_OBJECT: dict[str, Any] = {
 }
 
 
-def _form(
+def answer_form(
     form: TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat | None, grammar: str | None, forced: Sequence[str] = ()
 ) -> dict[str, Any] | str | None:
+    """Return the JSON Schema or grammar that an answer follows.
+
+    Raises:
+        RequestError: several are given.
+    """
     if isinstance(form, TextFormat):
         form = None
     if (form is not None) + (grammar is not None) + bool(forced) > 1:
@@ -316,14 +321,15 @@ class Message(Lenient):
         """Return the message as chat templates take it."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         if self.role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+            message["tool_calls"] = [tool_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         return {**message, "content": _text(self.content or "")}
 
 
-def _call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
+def tool_call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call as chat templates take it."""
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
@@ -364,7 +370,12 @@ class FlatToolChoice(ToolName):
 Choosing = Literal["auto", "none", "required"]
 
 
-def _tools(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
+def tool_options(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
+    """Return what `Request` takes about tools.
+
+    Raises:
+        RequestError: the choice names no tool.
+    """
     names = [function.name for function in functions]
     if isinstance(choice, ToolName) and choice.name not in names:
         raise RequestError(400, f"tool_choice: there is no tool {choice.name[:80]!r}", param="tool_choice")
@@ -436,7 +447,7 @@ class ChatBody(Completion):
                 400, "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
             )
         choice = self.tool_choice.function if isinstance(self.tool_choice, ToolChoice) else self.tool_choice
-        tools = _tools([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
+        tools = tool_options([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
         return Request(
             kind="chat",
             **self._shared(),
@@ -448,7 +459,7 @@ class ChatBody(Completion):
             template_variables=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,
             **tools,
-            form=_form(self.response_format, self.grammar, tools["forced_tools"]),
+            form=answer_form(self.response_format, self.grammar, tools["forced_tools"]),
         )
 
 
@@ -480,7 +491,7 @@ class TextBody(Completion):
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
             echo=bool(self.echo),
-            form=_form(self.response_format, self.grammar),
+            form=answer_form(self.response_format, self.grammar),
         )
 
 
@@ -565,7 +576,7 @@ class ResponseBody(Options):
         Raises:
             RequestError: parameters contradict each other, or the conversation has nothing to answer.
         """
-        tools = _tools(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        tools = tool_options(self.tools or [], self.tool_choice, self.parallel_tool_calls)
         form = self.text.format if self.text else None
         if not (messages := self._messages()):
             raise RequestError(400, "input: there is nothing to answer", param="input")
@@ -577,7 +588,7 @@ class ResponseBody(Options):
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             **tools,
-            form=_form(form, self.grammar, tools["forced_tools"]),
+            form=answer_form(form, self.grammar, tools["forced_tools"]),
             form_name=form.name if isinstance(form, FlatSchemaFormat) else "",
         )
 
@@ -597,7 +608,7 @@ class ResponseBody(Options):
             else:
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(_call(item.call_id, item.name, item.arguments))
+                messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments))
             if reasoning and messages and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning_content"] = reasoning
                 reasoning = ""
@@ -614,6 +625,9 @@ class TokenizeBody(Lenient):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    """As in chats."""
     add_special_tokens: bool | None = None
     add_special: bool | None = None
 
@@ -634,7 +648,8 @@ class TokenizeBody(Lenient):
         return self.prompt is not None if given is None else given
 
     def request(self) -> Request:
-        return ChatBody(messages=self.messages or [], tools=self.tools, chat_template_kwargs=self.chat_template_kwargs).request()
+        names = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+        return ChatBody(messages=self.messages or [], **{name: getattr(self, name) for name in names}).request()
 
 
 class DetokenizeBody(Lenient):

@@ -24,7 +24,16 @@ def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
     document = json.loads(server.get("/openapi.json"))
     assert document["openapi"].startswith("3.1")
     posts = {path for path, methods in document["paths"].items() if "post" in methods}
-    assert posts == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/tokenize", "/detokenize"}
+    assert posts == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    }
     assert {*POSTS} - {"/v1/embeddings"} == posts, "what has to be JSON"
     schemas = document["components"]["schemas"]
     assert schemas["TokenizeBody"]["anyOf"] == [{"required": [name]} for name in ("prompt", "content", "messages")]
