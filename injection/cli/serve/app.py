@@ -260,7 +260,7 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         origins: the sites whose pages may call it from a browser; `*` allows all.
     """
     refusals = {status: {"model": Refusal, "description": about} for status, about in REFUSALS.items()}
-    about = "A model behind OpenAI's interface. What is not supported is refused by name."
+    about = "A model behind OpenAI's interface and Anthropic's. What is not supported is refused by name."
     app = FastAPI(title="moegraft", description=about, docs_url=None, redoc_url=None, responses=refusals)
     mailbox, prepare = Mailbox(), Preparation()
     _add_errors(app)

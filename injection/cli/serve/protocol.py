@@ -214,6 +214,8 @@ class TextFormat(Lenient):
 
 class JsonFormat(Lenient):
     type: Literal["json_object"]
+    schema_: JsonObject | None = Field(None, alias="schema")
+    """As llama.cpp and others take it."""
 
 
 class NamedSchema(Lenient):
@@ -264,7 +266,7 @@ def answer_form(
     if (form is not None) + (grammar is not None) + bool(forced) > 1:
         raise RequestError(400, "response_format, grammar and a forced call of a tool contradict each other; give one of them")
     if isinstance(form, JsonFormat):
-        return ANY_OBJECT
+        return ANY_OBJECT if form.schema_ is None else form.schema_
     if form is not None:
         return form.schema_ if isinstance(form, FlatSchemaFormat) else form.json_schema.schema_
     return grammar
@@ -630,6 +632,7 @@ class TokenizeBody(Lenient):
     """As in chats."""
     add_special_tokens: bool | None = None
     add_special: bool | None = None
+    with_pieces: bool | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> TokenizeBody:

@@ -295,7 +295,10 @@ class Service:
             _, [token_ids] = self._prompts(asked.request())
         else:
             token_ids = list(self.loaded.tokenizer(asked.text, add_special_tokens=asked.special)["input_ids"])
-        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
+        tokens: list[Any] = token_ids
+        if asked.with_pieces:
+            tokens = [{"id": token, "piece": str(self.loaded.tokenizer.decode([token]))} for token in token_ids]
+        return {"tokens": tokens, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
 
     def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         """

@@ -251,3 +251,27 @@ def test_pages_of_other_sites_may_call_only_where_allowed(server: Server, loaded
         assert (status, headers["access-control-allow-origin"]) == (401, "https://a.example"), "or the page could not read the refusal"
         other = call(open_server, "OPTIONS", "/v1/chat/completions", **{**asks, "Origin": "https://b.example"})
         assert other[0] == 400 and "access-control-allow-origin" not in other[1]
+
+
+def test_a_json_object_may_have_a_schema(server: Server) -> None:
+    """As llama.cpp and others take it, who ignore none that is wrong."""
+    form = {"type": "json_object", "schema": SCHEMA}
+    found = ask(server, "hello", response_format=form, max_tokens=200, temperature=1.2, seed=1)
+    assert set(json.loads(found.choices[0].message.content)) == {"city", "degrees"}
+    for schema in (123, {"type": 123}, {"type": "hiccup"}):
+        with pytest.raises(openai.BadRequestError):
+            ask(server, "hello", response_format={**form, "schema": schema})
+
+
+def test_tokens_may_be_asked_for_with_their_text(server: Server, loaded: LoadedModel) -> None:
+    plain, pieces = (call(server, "POST", "/tokenize", {"content": "hé", "with_pieces": wanted})[2] for wanted in (False, True))
+    assert [token["id"] for token in pieces["tokens"]] == plain["tokens"]
+    assert pieces["tokens"][0]["piece"] == "h" and pieces["count"] == 3
+
+
+def test_the_tokens_of_a_chat_may_lack_the_beginning_of_an_answer(server: Server) -> None:
+    chat = messages("hello", "hi")
+    whole, continued = (
+        call(server, "POST", "/tokenize", {"messages": chat, **options})[2]["count"] for options in ({}, {"continue_final_message": True})
+    )
+    assert whole == continued + 2  # the end of the message, and the mark of the next
