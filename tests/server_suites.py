@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "rules" / "guide" / "server.md"
 BEGIN, END = "<!-- suites -->\n", "<!-- end of suites -->"
 PATIENCE_S = 1800
+SCHEMATHESIS = "4.32.5"
+LANGCHAIN = {"langchain-tests": "1.1.9", "langchain-openai": "1.7.4"}
 LLAMA_CPP = "0.3.36"  # of llama-cpp-python, whose source distribution has llama.cpp's tests
 
 
@@ -42,16 +44,21 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"], check=True)
 
 
-def pytest_results(arguments: Sequence[str], cwd: Path, paths: Sequence[Path]) -> Iterator[Result]:
-    """Yield the results of a run of pytest in a process of its own, which finds modules in `paths` as well."""
+def pytest_results(arguments: Sequence[str], cwd: Path, before: Sequence[Path], after: Sequence[Path] = ()) -> Iterator[Result]:
+    """Yield the results of a run of pytest in a process of its own, which finds modules before and after this process's folders as well."""
     report = cwd / "report.xml"
-    path = os.pathsep.join([*map(str, paths), str(ROOT / "tests"), *sys.path[1:]])
+    path = os.pathsep.join([*map(str, before), str(ROOT / "tests"), *sys.path[1:], *map(str, after)])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
     done = subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE_S, check=False)
     if not report.exists():
         raise RuntimeError(f"pytest ended with {done.returncode} and without a report")
+    yield from report_results(report)
+
+
+def report_results(report: Path) -> Iterator[Result]:
+    """Yield the results in a report in JUnit's form."""
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        name = "::".join(filter(None, [case.get("classname", "").rpartition(".")[2], case.get("name")]))
         end = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if end is None else "not applicable" if end.tag == "skipped" else "failed"
         yield Result(name, outcome, "" if end is None else " ".join((end.get("message") or "").split()))
@@ -70,8 +77,44 @@ def llama_cpp(folder: Path) -> Iterator[Result]:
     yield from pytest_results(arguments, tests, [tests, folder / "packages"])
 
 
+def langchain(folder: Path) -> Iterator[Result]:
+    """LangChain's tests of a chat model, with `langchain-openai` as the client."""
+    packages = folder / "packages"
+    versions = [f"{name}=={version}" for name, version in LANGCHAIN.items()]
+    pip("install", "--upgrade", "-c", str(ROOT / "constraints.txt"), "--target", str(packages), *versions)
+    module = ROOT / "tests" / "support" / "langchain_suite.py"
+    arguments = ["-c", os.devnull, "--rootdir", str(folder), "--import-mode=importlib", "-o", "asyncio_mode=auto", str(module)]
+    # Behind this environment's packages, of which it has copies.
+    yield from pytest_results(["-p", "pytest_asyncio", *arguments], folder, [], [packages])
+
+
+def schemathesis(folder: Path) -> Iterator[Result]:
+    """Requests that schemathesis makes from the server's OpenAPI document: one result for each route."""
+    packages, report = folder / "packages", folder / "report.xml"
+    pip("install", "--upgrade", "--target", str(packages), f"schemathesis=={SCHEMATHESIS}")
+    path = os.pathsep.join([str(ROOT / "tests"), *sys.path[1:]])
+    with subprocess.Popen(
+        [sys.executable, "-m", "support.tiny_server"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None and server.stdin is not None
+        address = server.stdout.readline().strip()
+        command = [sys.executable, str(packages / "bin" / "schemathesis"), "run", f"{address}/openapi.json", "--seed", "1"]
+        # A body that follows the document may still name another model, or tokens that this one lacks.
+        command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", "50"]
+        command += ["--report", "junit", "--report-junit-path", str(report)]
+        subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(packages)}, timeout=PATIENCE_S, check=False)
+        server.stdin.close()
+    yield from report_results(report)
+
+
 SUITES: Mapping[str, tuple[str, Callable[[Path], Iterator[Result]]]] = {
     "llama.cpp": (f"llama.cpp's tests of its server (llama-cpp-python {LLAMA_CPP})", llama_cpp),
+    "langchain": (f"LangChain's tests of a chat model (langchain-tests {LANGCHAIN['langchain-tests']})", langchain),
+    "schemathesis": (f"schemathesis {SCHEMATHESIS} on the OpenAPI document, by route", schemathesis),
 }
 
 

@@ -93,10 +93,10 @@ class ServeOptions:
 def serve(model: ModelOptions, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
-    Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
-    /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics,
-    /docs. Needs the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives
-    running answers --grace seconds; a second signal ends it at once.
+    Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes: /v1/chat/completions,
+    /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics, /docs. Needs the extra
+    'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running answers
+    --grace seconds; a second signal ends it at once.
     """
     _require_server()
     sizes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 from html import escape
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Response
@@ -259,7 +259,9 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         hosts: the names by which clients may call this server; None allows all.
         origins: the sites whose pages may call it from a browser; `*` allows all.
     """
-    refusals = {status: {"model": Refusal, "description": about} for status, about in REFUSALS.items()}
+    refusals, of_messages = (
+        {status: {"model": form, "description": about} for status, about in REFUSALS.items()} for form in (Refusal, MessageRefusal)
+    )
     about = "A model behind OpenAI's interface and Anthropic's. What is not supported is refused by name."
     app = FastAPI(title="moegraft", description=about, docs_url=None, redoc_url=None, responses=refusals)
     mailbox, prepare = Mailbox(), Preparation()
@@ -343,12 +345,12 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         tokens = await prepare(request, service.prompt_tokens, body.request())
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
-    @app.post("/v1/messages", responses=STREAMED)
+    @app.post("/v1/messages", responses={**of_messages, **STREAMED})
     async def message(body: MessageBody, request: HttpRequest) -> Response:
         """The answer to a conversation in the form of Anthropic's Messages."""
         return await _answer(service, mailbox, prepare, body.request(), request)
 
-    @app.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens", responses=of_messages)
     async def count_message(body: MessageBody, request: HttpRequest) -> Response:
         """How many tokens a request to `/v1/messages` has."""
         return JSONResponse({"input_tokens": await prepare(request, service.prompt_tokens, body.request())})
@@ -371,6 +373,18 @@ class Fault(BaseModel):
 
 class Refusal(BaseModel):
     error: Fault
+
+
+class MessageFault(BaseModel):
+    type: str
+    message: str
+
+
+class MessageRefusal(BaseModel):
+    """A refusal in Anthropic's form."""
+
+    type: Literal["error"]
+    error: MessageFault
 
 
 REFUSALS: dict[int | str, str] = {

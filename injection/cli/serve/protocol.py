@@ -128,7 +128,7 @@ class Off:
         return {"enum": list(self._values), "description": self._refusal.removeprefix("is ")}
 
     def _check(self, value: Any) -> Any:
-        if value not in self._values:
+        if not any(value == off and type(value) is type(off) for off in self._values):  # False equals 0
             raise PydanticCustomError("unsupported", "{refusal}", {"refusal": self._refusal})
         return value
 
@@ -263,13 +263,13 @@ def answer_form(
     """
     if isinstance(form, TextFormat):
         form = None
-    if (form is not None) + (grammar is not None) + bool(forced) > 1:
+    if (form is not None) + bool(grammar) + bool(forced) > 1:
         raise RequestError(400, "response_format, grammar and a forced call of a tool contradict each other; give one of them")
     if isinstance(form, JsonFormat):
         return ANY_OBJECT if form.schema_ is None else form.schema_
     if form is not None:
         return form.schema_ if isinstance(form, FlatSchemaFormat) else form.json_schema.schema_
-    return grammar
+    return grammar or None
 
 
 class TextPart(Lenient):
@@ -312,6 +312,15 @@ class Message(Lenient):
     tool_calls: list[ToolCall] | None = None
     """Of the assistant."""
     tool_call_id: Text | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+            ]
+        }
+    )
 
     @model_validator(mode="after")
     def _has_text(self) -> Message:

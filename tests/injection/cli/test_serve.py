@@ -235,6 +235,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         ({**CHAT, "max_tokens": True}, 400, "max_tokens"),
         ({**CHAT, "stop": [1]}, 400, "stop"),
         ({**CHAT, "best_of": 2}, 400, "best_of: is not supported"),
+        ({**CHAT, "best_of": True}, 400, "best_of: is not supported"),
         ({**CHAT, "n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ({**CHAT, "tools": [{}]}, 400, "tools.0.function: Field required"),
         ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "no place for tools"),

@@ -275,3 +275,10 @@ def test_the_tokens_of_a_chat_may_lack_the_beginning_of_an_answer(server: Server
         call(server, "POST", "/tokenize", {"messages": chat, **options})[2]["count"] for options in ({}, {"continue_final_message": True})
     )
     assert whole == continued + 2  # the end of the message, and the mark of the next
+
+
+def test_an_empty_grammar_is_none(server: Server) -> None:
+    """As clients of llama.cpp send it."""
+    given = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "grammar": ""}
+    assert set(json.loads(ask(server, "hello", extra_body=given, max_tokens=200).choices[0].message.content)) == {"city", "degrees"}
+    assert ask(server, "hello", extra_body={"grammar": ""}).choices[0].message.content == ask(server, "hello").choices[0].message.content

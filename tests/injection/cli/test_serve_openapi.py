@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from urllib.request import urlopen
 
 import pytest
+from jsonschema import Draft202012Validator
 from support.serving import PATIENCE_S, Server, serving
 
 from moegraft.injection.cli.models import LoadedModel
@@ -44,7 +45,13 @@ def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
     for path in posts:
         assert {"400", "401", "413", "429"} <= document["paths"][path]["post"]["responses"].keys()
     refusals = [reply for methods in document["paths"].values() for reply in methods.values() for reply in reply["responses"].items()]
-    assert all(json.dumps(reply).count("schemas/Refusal") == (status != "200") for status, reply in refusals)
+    assert all(json.dumps(reply).count("Refusal") == (status != "200") for status, reply in refusals)
+    of_messages = {path for path in posts if "MessageRefusal" in json.dumps(document["paths"][path]["post"]["responses"]["400"])}
+    assert of_messages == {"/v1/messages", "/v1/messages/count_tokens"}, "as Anthropic's clients read them"
+    message = {name: schemas["Message"][name] for name in ("required", "anyOf")}
+    for given, valid in ({"role": "user"}, False), ({"role": "user", "content": None}, False), ({"role": "assistant"}, True):
+        assert Draft202012Validator(message).is_valid(given) is valid
+    assert Draft202012Validator(message).is_valid({"role": "user", "content": "hi"})
     assert "422" not in dict(refusals) and not any("Validation" in name for name in schemas)
 
 
