@@ -3,7 +3,7 @@
 The checkpoint has layers of Qwen3-30B-A3B's shapes in bfloat16, 16 GB by default; `moegraft quantize` makes the GGUF file of it. Providers
 alternate, each start is a process of its own that answers a prompt of 32 tokens, and the page cache is emptied before a cold start (as
 root), or what will be read is read before a warm one. `safetensors` packs the experts at each start; `packing` packs them into a cache
-folder and `packed` maps this at the next start. Just before each start the same files are read and nothing else is done, in the same state
+folder and `packed` maps this at the next start; `saved` is the folder that `save_pretrained(packed=True)` writes. Just before each start the same files are read and nothing else is done, in the same state
 of the page cache: `read_s`. `cached_share` is what the page cache holds of them before a warm start, and `others_share` what other
 processes used of the cores during the start of the median.
 """
@@ -31,7 +31,7 @@ from harness.record import parser, write_rows
 from harness.rounds import machine_s, percentiles
 
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
-GGUF, CACHE, RULES = "model.gguf", "packed", "rules-{}.yaml"
+GGUF, CACHE, SAVED, RULES = "model.gguf", "packed", "saved", "rules-{}.yaml"
 PROMPT_TOKENS = 32
 LEAST_SIMILARITY = 0.98  # cosine of two providers' logits; they round activations differently
 CHUNK = 1 << 23
@@ -56,15 +56,18 @@ PROVIDERS = (
     Provider("safetensors", ("*.safetensors",)),
     Provider("packing", ("*.safetensors",), caches=True, fills=True),
     Provider("packed", ("rest.safetensors", f"{CACHE}/*.experts"), caches=True),
+    Provider("saved", (f"{SAVED}/*.safetensors",)),
     Provider("gguf", (GGUF,)),
     Provider("llama.cpp", (GGUF,)),
 )
 
 
 def make_files(folder: Path, layers: int, weights: str) -> None:
-    """Write the checkpoint, the rule files, and the GGUF file."""
+    """Write the checkpoint, the rule files, the GGUF file and the saved folder."""
     from harness.checkpoints import write_checkpoint, write_gguf
     from harness.models import config_of
+
+    from moegraft.injection import optimize_and_load
 
     write_checkpoint(folder, config_of("qwen3-30b-a3b", layers))
     for caches in (False, True):
@@ -74,6 +77,7 @@ def make_files(folder: Path, layers: int, weights: str) -> None:
             f"  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}{cache}}}}}\n"
         )
     write_gguf(folder, GGUF_TYPES[weights])
+    optimize_and_load(folder, folder / RULES.format(False), progress=False).save_pretrained(folder / SAVED, packed=True)
 
 
 def start(provider: str, folder: Path, threads: int) -> dict[str, Any]:
@@ -97,7 +101,8 @@ def start(provider: str, folder: Path, threads: int) -> dict[str, Any]:
         caches = next(each.caches for each in PROVIDERS if each.name == provider)
         times["imported"] = time.monotonic()
         gguf = folder / GGUF if provider == "gguf" else None
-        model = optimize_and_load(str(folder), folder / RULES.format(caches), gguf=gguf, threads=threads, progress=False)
+        source, rules = (folder / SAVED, None) if provider == SAVED else (folder, folder / RULES.format(caches))
+        model = optimize_and_load(source, rules, gguf=gguf, threads=threads, progress=False)
         times["loaded"] = time.monotonic()
         made = model.generate(
             torch.tensor([prompt]), max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -187,48 +187,35 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def save_recipe(model: PreTrainedModel, injection: Injection, folder: Path, options: Mapping[str, Any]) -> None:
-    """Write a folder from which `from_pretrained` and `optimize_and_load` load the model: its config with the rules, links to the stock
-    weights and an index of them.
+def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, options: Mapping[str, Any], *, packed: bool = False) -> None:
+    """Write a folder from which `from_pretrained` and `optimize_and_load` load the model: its config with the rules, and its weights.
 
     Args:
         options: those of `save_pretrained`.
+        packed: write the bytes that operators hold, and the stock weights of what they leave; else link to all stock weights.
 
     Raises:
         UnsupportedModelError: the model has no stock checkpoint, or `options` ask for something else to be saved.
         CheckpointError: the folder holds other weights, or cannot be written.
     """
-    from moegraft.injection.checkpoint.files import INDEX, MTP_FILE, open_checkpoint
-
     unknown = sorted(name for name, value in options.items() if value is not None and name not in OF_FILES | OF_HUB)
     if unknown:
-        raise UnsupportedModelError(f"{', '.join(unknown)}: an injected model is saved as its rules beside the stock weights, unchanged")
+        raise UnsupportedModelError(f"{', '.join(unknown)}: an injected model is saved with its rules and its checkpoint's weights")
     if options.get("is_main_process") is False:
         return
     stock = injection.stock_folder
     if stock is None:
         raise UnsupportedModelError(
-            "this injected model cannot be saved: it was not loaded from a checkpoint in float32, float16 or bfloat16 that rules could "
-            "refer to, and packed weights are not saved; save the stock model before it is injected, or keep its file and the rule file"
+            "this injected model cannot be saved: it was not loaded from a checkpoint in float32, float16 or bfloat16, whose weights could "
+            "be saved with its rules; save the stock model before it is injected, or keep its file and the rule file"
         )
-    checkpoint = open_checkpoint(stock)
-    names = {file: file.name if file.name == MTP_FILE else LINKED + file.name.removeprefix(LINKED) for file in checkpoint.files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A folder that is saved over itself may have the only copy of its weights; links to others may be replaced, files may not.
-        missing = {folder / name: file for file, name in names.items() if not ((folder / name).exists() and (folder / name).samefile(file))}
-        present = {folder / name for name in names.values()} - missing.keys()
-        others = set(folder.glob("*.safetensors")) - present
-        weights = sorted(path.name for path in others if path not in missing or not path.is_symlink())
-        if weights:
-            raise CheckpointError(f"{folder}: {weights[0]} is in this folder already; name an empty folder")
-        for path, file in missing.items():
-            path.unlink(missing_ok=True)
-            path.symlink_to(file.resolve())
-        listed = {key: names[tensor.file] for key, tensor in checkpoint.tensors.items() if tensor.file.name != MTP_FILE}
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in checkpoint.tensors.values())}, "weight_map": listed}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        if (stock / THRESHOLDS).is_file():
+        if packed:
+            _write_packed(injection, stock, folder)
+        else:
+            _link_weights(stock, folder)
+        if (stock / THRESHOLDS).is_file() and stock.resolve() != folder.resolve():
             shutil.copyfile(stock / THRESHOLDS, folder / THRESHOLDS)
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
@@ -239,33 +226,81 @@ def save_recipe(model: PreTrainedModel, injection: Injection, folder: Path, opti
             model.generation_config.save_pretrained(folder)
         card = folder / "README.md"
         if not card.exists():
-            card.write_text(_card(model, injection), encoding="utf-8")
+            card.write_text(_card(model, injection, packed=packed), encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{folder}: the model cannot be saved: {error_sentence(error)}") from error
 
 
-def push_recipe(model: PreTrainedModel, injection: Injection, repo_id: str, options: Mapping[str, Any]) -> str:
-    """Upload a recipe to the hub, with the weights that its links lead to; return the address of the commit.
+def _link_weights(stock: Path, folder: Path) -> None:
+    """Link a folder to the weights of another one, under names to which no `save_pretrained` writes, and write an index of them."""
+    from moegraft.injection.checkpoint.files import INDEX, MTP_FILE, open_checkpoint
+
+    checkpoint = open_checkpoint(stock)
+    names = {file: file.name if file.name == MTP_FILE else LINKED + file.name.removeprefix(LINKED) for file in checkpoint.files}
+    # A folder that is saved over itself may have the only copy of its weights; links to others may be replaced, files may not.
+    missing = {folder / name: file for file, name in names.items() if not ((folder / name).exists() and (folder / name).samefile(file))}
+    present = {folder / name for name in names.values()} - missing.keys()
+    others = set(folder.glob("*.safetensors")) - present
+    _refuse_others(folder, [path for path in others if path not in missing or not path.is_symlink()])
+    for path, file in missing.items():
+        path.unlink(missing_ok=True)
+        path.symlink_to(file.resolve())
+    listed = {key: names[tensor.file] for key, tensor in checkpoint.tensors.items() if tensor.file.name != MTP_FILE}
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in checkpoint.tensors.values())}, "weight_map": listed}
+    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_packed(injection: Injection, stock: Path, folder: Path) -> None:
+    from moegraft.injection.checkpoint.packed import PackedModule, write_packed
+    from moegraft.injection.loading import keys_taken
+    from moegraft.injection.meta_model import build_meta_model
+    from moegraft.operators.thresholds import weights_hash
+
+    _refuse_others(folder, [*folder.glob("*.safetensors")])
+    meta = build_meta_model(stock, weights=True, trust_remote_code=True)
+    weights = (meta.with_mtp if injection.plan.mtp else meta).weights
+    assert weights is not None, "asked for"
+    modules = []
+    for path, operator in injection.replacing.items():
+        held = operator.packed_weights()
+        if held is not None:
+            source = weights.source(path, operator.kind)
+            hashed = weights_hash(source, int(held.form["experts"])) if held.form.get("sparse") else ""
+            modules.append(PackedModule(path, held, source.dtype, hashed))
+    taken = keys_taken(weights.keymap, [module.path for module in modules])
+    write_packed(folder, [tensor for key, tensor in weights.tensors.items() if key not in taken], modules)
+
+
+def _refuse_others(folder: Path, weights: Sequence[Path]) -> None:
+    if weights:
+        raise CheckpointError(f"{folder}: {min(path.name for path in weights)} is in this folder already; name an empty folder")
+
+
+def push_injected(model: PreTrainedModel, injection: Injection, repo_id: str, options: Mapping[str, Any]) -> str:
+    """Upload what `save_injected` writes to the hub, with the weights that links lead to; return the address of the commit.
 
     Args:
         options: those of `push_to_hub`.
 
     Raises:
-        UnsupportedModelError, CheckpointError: as `save_recipe`.
+        UnsupportedModelError, CheckpointError: as `save_injected`.
     """
     from huggingface_hub import HfApi
 
     about_commit = {name: options[name] for name in ("revision", "commit_message", "commit_description", "create_pr") if name in options}
     with tempfile.TemporaryDirectory() as name:
-        save_recipe(model, injection, Path(name), {})
+        save_injected(model, injection, Path(name), {}, packed=bool(options.get("packed")))
         api = HfApi(token=options.get("token"), library_name="moegraft")
         repo_id = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
         kept = ["README.md"] if api.file_exists(repo_id, "README.md") else []
         return str(api.upload_folder(repo_id=repo_id, folder_path=name, ignore_patterns=kept, **about_commit))
 
 
-def _card(model: PreTrainedModel, injection: Injection) -> str:
+def _card(model: PreTrainedModel, injection: Injection, *, packed: bool) -> str:
     """Return a model card for the hub."""
+    weights = "Weights packed by moegraft, and the rules in config.json that they were packed by:"
+    if not packed:
+        weights = "The stock weights, and rules in config.json by which moegraft replaces modules when they are loaded:"
     base = str(model.config.name_or_path)
     known = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()
     about = f"base_model: {base}\n" if known else ""
@@ -276,7 +311,7 @@ tags: [moegraft]
 
 # {Path(base).name} with moegraft
 
-The stock weights, and rules in config.json by which moegraft replaces modules when they are loaded:
+{weights}
 
 ```
 {injection.plan.describe()}

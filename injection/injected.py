@@ -144,13 +144,17 @@ class InjectedModel:
 
     moegraft: Injection
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **options: Any) -> None:
-        """Save the model as a recipe: a config with the rules, and links to the stock weights where they are; nothing is packed.
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, packed: bool = False, push_to_hub: bool = False, **options: Any
+    ) -> None:
+        """Save the model: a config with the rules, and its weights.
 
         `from_pretrained` (with `moegraft.injection` imported) and `optimize_and_load` load the folder. With PEFT adapters in the model,
         the adapters alone are saved, as by transformers.
 
         Args:
+            packed: whether to write what operators hold as it is packed, and the stock weights of the other modules, for a folder of its
+                own that loads without packing; by default the folder links to the stock weights where they are.
             push_to_hub: whether to upload the folder, with the weights; `options` are then those of `push_to_hub`.
             options: `is_main_process`, `token` and those that say how weights are divided into files, which has no meaning here.
 
@@ -158,20 +162,21 @@ class InjectedModel:
             UnsupportedModelError: the model has no stock checkpoint, or `options` ask for other weights to be saved.
             CheckpointError: the folder holds other weights, or cannot be written.
         """
-        from moegraft.injection.in_transformers import save_recipe
+        from moegraft.injection.in_transformers import save_injected
 
         if getattr(self, "_hf_peft_config_loaded", False):
             super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)  # type: ignore[misc] # of the stock class
             return
-        save_recipe(cast(PreTrainedModel, self), self.moegraft, Path(save_directory), options)
+        save_injected(cast(PreTrainedModel, self), self.moegraft, Path(save_directory), options, packed=packed)
         if push_to_hub:
-            self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
+            self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, packed=packed, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload what `save_pretrained` writes, with the stock weights, and a model card where the repository has none.
 
         Args:
-            options: `private`, `token`, `revision`, `commit_message`, `commit_description` and `create_pr`, as in transformers.
+            options: `packed` as in `save_pretrained`; `private`, `token`, `revision`, `commit_message`, `commit_description` and
+                `create_pr`, as in transformers.
 
         Returns:
             The address of the commit.
@@ -179,11 +184,11 @@ class InjectedModel:
         Raises:
             UnsupportedModelError, CheckpointError: as `save_pretrained`.
         """
-        from moegraft.injection.in_transformers import push_recipe
+        from moegraft.injection.in_transformers import push_injected
 
         if getattr(self, "_hf_peft_config_loaded", False):
             return str(super().push_to_hub(repo_id, **options))  # type: ignore[misc] # of the stock class
-        return push_recipe(cast(PreTrainedModel, self), self.moegraft, repo_id, options)
+        return push_injected(cast(PreTrainedModel, self), self.moegraft, repo_id, options)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the modules that stay, with a warning that the replaced ones are missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import KeyMap
+from moegraft.injection.checkpoint.packed import StoredPacked
 from moegraft.injection.checkpoint.sources import StoredWeights, live_source
 from moegraft.injection.injected import Injection, place
 from moegraft.injection.meta_model import ModelSource
@@ -138,13 +139,14 @@ class CheckpointLoader:
         self._weights = weights
         keymap = weights.keymap
         self._sources = {path: self.source(path) for path in operators}
-        taken = _taken(keymap, operators)
+        taken = keys_taken(keymap, operators)
         read = {key for target in keymap.targets.values() for key in target.all_keys}
         rest = read - taken
         self._rest = {key: tensor for key, tensor in weights.tensors.items() if key in rest}
-        self.total_bytes = sum(weights.tensors[key].nbytes for key in read)
+        packed = [source.nbytes for source in self._sources.values() if isinstance(source, StoredPacked)]
+        self.total_bytes = sum(weights.tensors[key].nbytes for key in read) + sum(packed)
         self._generation_config = _generation_config(source.folder)
-        _refuse_missing(source, keymap, operators)
+        _refuse_missing(source, keymap, operators, packed=bool(weights.packed))
         _check_unread(source, keymap, operators)
         _check_rest(skeleton, keymap, weights.tensors, taken)
 
@@ -195,8 +197,8 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         raise CheckpointError(f"{folder / GENERATION_CONFIG_NAME}: not a readable generation config; download it again") from error
 
 
-def _taken(keymap: KeyMap, operators: Mapping[str, Operator]) -> set[str]:
-    """Return the keys that only operators read. A key that other modules need as well (a split projection) is read twice."""
+def keys_taken(keymap: KeyMap, operators: Iterable[str]) -> set[str]:
+    """Return the keys that only operators at these paths read. A key that other modules need as well (a split projection) is read twice."""
     prefixes = tuple(f"{path}." for path in operators)
     taken = {key for name, target in keymap.targets.items() if name.startswith(prefixes) for key in target.all_keys}
     others = {key for name, target in keymap.targets.items() if not name.startswith(prefixes) for key in target.all_keys}
@@ -208,11 +210,14 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_KEYS]) + more
 
 
-def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
+def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator], *, packed: bool) -> None:
     prefixes = tuple(f"{path}." for path in operators)
     missing = [name for name in keymap.missing if not name.startswith(prefixes)]
     if missing:
-        raise CheckpointError(f"{source.folder}: nothing in this checkpoint feeds {_some(missing)}; a shard or keys are missing")
+        why = "a shard or keys are missing"
+        if packed:
+            why = "these rules leave modules that it holds packed: load it with those in its config.json"
+        raise CheckpointError(f"{source.folder}: nothing in this checkpoint feeds {_some(missing)}; {why}")
 
 
 def _check_unread(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from moegraft.injection.checkpoint import expanded, local_folder
 from moegraft.injection.checkpoint.files import open_checkpoint, weight_files
 from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, paired, quantisation_of, why_unreadable
 from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
@@ -57,31 +58,15 @@ class ModelSource:
     quantised: Mapping[str, Any] | None = None
 
 
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
-
-
-def _expanded(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise CheckpointError(f"{path}: this machine has no user of that name") from None
-
-
 def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the folder of a model. The files of a hub model are downloaded to Hugging Face's cache; `weights` includes its weights.
 
     Raises:
         CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
     """
-    name = str(model)
-    path = _expanded(name)
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise CheckpointError(f"{path}: this is a file; name the folder that holds config.json and the weights")
-    if _looks_like_path(name):
-        raise CheckpointError(f"{name}: no such folder")
+    name = os.fspath(model)
+    if (here := local_folder(name)) is not None:
+        return here
     try:
         folder = Path(snapshot_download(name, allow_patterns=DOWNLOADED))
         return Path(snapshot_download(name, allow_patterns=weight_files(folder))) if weights else folder
@@ -268,7 +253,7 @@ def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
     language_model: Any = AutoModelForCausalLM._model_mapping.get(type(text), None)
     if text is not config and text.model_type in FAMILIES and language_model is not None:
         source, config = replace(source, model_class=language_model), text
-    return replace(source, config=config, gguf=open_gguf(_expanded(gguf), config))
+    return replace(source, config=config, gguf=open_gguf(expanded(gguf), config))
 
 
 def meta_skeleton(source: ModelSource, dtype: torch.dtype, *, mtp: bool = False) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 
-from moegraft.operators.weights import WeightSource
+from moegraft.operators.weights import PackedWeights, WeightSource
 
 if TYPE_CHECKING:
     from transformers import Cache, PretrainedConfig, PreTrainedModel
@@ -191,6 +191,10 @@ class Operator(nn.Module, ABC):
         `moegraft.operators.weights.sampled` takes them from packed bytes.
         """
         return iter(())
+
+    def packed_weights(self) -> PackedWeights | None:
+        """Return the loaded weights as `load` takes them from `source.packed`; None where it reads those of a checkpoint alone."""
+        return None
 
     @property
     def weight_type(self) -> str | None:

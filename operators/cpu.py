@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moegraft.cpu_backend import LAYOUT_VERSION as LAYOUT_VERSION
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.reference import reference_experts

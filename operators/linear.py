@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
@@ -16,7 +18,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
 from moegraft.operators.kernels.launch import why_unavailable
-from moegraft.operators.weights import Segments, StoredBlocks, WeightSource, WeightTypes, codes_for, reordered, sampled
+from moegraft.operators.weights import PackedWeights, Segments, StoredBlocks, WeightSource, WeightTypes, codes_for, reordered, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.linear import PackedLinearOnGpu
@@ -162,14 +164,23 @@ class QuantizedLinear(Operator):
         self._weight_type = _weight_type(self.options, source.dtype)
         parts = _parts(self.out_features, self._weight_type)
         segments = None if len(parts) == 1 else source.segments()
-        sources = [source] if segments is None else segments.sources
-        packed = [self._pack(each, *part, advance) for each, part in zip(sources, parts, strict=True)]
-        bias = rounded(source.read_shaped("bias", (self.out_features,))).contiguous().float() if self.has_bias else None
+        stored = self._stored(source) if segments is None else None
+        bias = None
+        if stored is not None:
+            packed = [PackedLinear(self.out_features, self.in_features, self._weight_type)]
+            packed[0].pack_bytes(stored["weight"])
+            bias = torch.from_numpy(stored["bias"].view(np.float32).copy()) if self.has_bias else None
+            advance(sum(array.nbytes for array in stored.values()))
+        else:
+            sources = [source] if segments is None else segments.sources
+            packed = [self._pack(each, *part, advance) for each, part in zip(sources, parts, strict=True)]
+            if self.has_bias:
+                bias = rounded(source.read_shaped("bias", (self.out_features,))).contiguous().float()
+                advance(bias.numel() * source.dtype.itemsize)
         if bias is not None:
             assert segments is None, "no layer that is stored in several tensors has a bias"
             packed[0].pack_bias(as_array(bias))
             self._bias_bytes = as_array(bias).tobytes()
-            advance(bias.numel() * source.dtype.itemsize)
         if self._device.type == "cpu":
             self._packed, self._segments = packed, None if segments is None else replace(segments, sources=())
         else:
@@ -180,6 +191,20 @@ class QuantizedLinear(Operator):
             packed_bytes = torch.from_numpy(packed[0].buffer.copy()).to(self._device)
             bias = None if bias is None else bias.to(self._device)
             self._on_gpu = PackedLinearOnGpu(self.out_features, self.in_features, self._weight_type, packed_bytes, bias)
+
+    def packed_weights(self) -> PackedWeights | None:
+        if self._segments is not None or self._columns is not None:  # of a file in blocks, which is as small
+            return None
+        matrix = self._packed[0].buffer if self._on_gpu is None else self._on_gpu.packed.cpu().numpy()
+        bias = np.frombuffer(self._bias_bytes, np.uint8)
+        return PackedWeights(self._form(), {"weight": matrix, **({"bias": bias} if self.has_bias else {})})
+
+    def _stored(self, source: WeightSource) -> Mapping[str, NDArray[np.uint8]] | None:
+        sizes = {"weight": PackedLinear.nbytes_for(self.out_features, self.in_features, self._weight_type)}
+        return source.packed(self._form(), sizes | ({"bias": 4 * self.out_features} if self.has_bias else {}))
+
+    def _form(self) -> dict[str, str | int | bool]:
+        return {"weights": self._weight_type, "rows": self.out_features, "columns": self.in_features, "bias": self.has_bias}
 
     def _pack(self, source: WeightSource, rows: int, weight_type: str, advance: Callable[[int], None]) -> PackedLinear:
         packed = PackedLinear(rows, self.in_features, weight_type)

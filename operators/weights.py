@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
@@ -26,7 +26,10 @@ class WeightSource(ABC):
 
     Attributes:
         fingerprint: an identifier of the stored weights that is the same in every process; None where there is none.
+        packed_from: of packed bytes, the `weights_hash` of the weights that they were made from; empty where it is not needed.
     """
+
+    packed_from = ""
 
     @property
     @abstractmethod
@@ -68,9 +71,34 @@ class WeightSource(ABC):
         """Return the tensors of a linear layer whose weight types are those of several: `WeightTypes.rows`."""
         raise NotImplementedError
 
+    def packed(self, form: Mapping[str, str | int | bool], sizes: Mapping[str, int]) -> Mapping[str, NDArray[np.uint8]] | None:
+        """Return `PackedWeights.tensors` where the source has these instead of weights: read-only, at multiples of 64; else None.
+
+        Args:
+            form: what the operator computes with.
+            sizes: the bytes of each tensor.
+
+        Raises:
+            CheckpointError: the source has bytes of another form or size, or damaged ones.
+        """
+        return None
+
     @abstractmethod
     def origin(self, part: Part, expert: int = 0) -> str:
         """Return the file and key of a piece, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The weights of a module as the kernels read them.
+
+    Attributes:
+        form: what the bytes depend on beside the weights, such as the weight type and sizes: text, whole numbers and booleans.
+        tensors: (bytes,) uint8 by name.
+    """
+
+    form: Mapping[str, str | int | bool]
+    tensors: Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)

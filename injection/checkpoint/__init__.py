@@ -1,1 +1,35 @@
 """Reading a checkpoint: its files, the mapping of keys to parameters, and the weight sources of operators."""
+
+import os
+from pathlib import Path
+
+from moegraft.operators.errors import CheckpointError
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return the path with `~` replaced.
+
+    Raises:
+        CheckpointError: it names a user that this machine does not have.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{path}: this machine has no user of that name") from None
+
+
+def local_folder(model: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of a model on this machine; None for a hub id.
+
+    Raises:
+        CheckpointError: this can only be the path of a folder, and there is none.
+    """
+    name = os.fspath(model)
+    path = expanded(name)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"{path}: this is a file; name the folder that holds config.json and the weights")
+    if name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
+        raise CheckpointError(f"{name}: no such folder")
+    return None

@@ -19,6 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys, mtp_names
+from moegraft.injection.checkpoint.packed import MARK, packed_modules
 from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
@@ -429,6 +430,11 @@ class StoredWeights(Protocol):
     @property
     def keymap(self) -> KeyMap: ...
 
+    @property
+    def packed(self) -> Mapping[str, WeightSource]:
+        """The modules whose weights are stored as the kernels read them, by path; the tensors do not include theirs."""
+        ...
+
     def source(self, path: str, kind: str) -> WeightSource:
         """Return the weights for an operator of `kind` that replaces the module at `path`."""
         ...
@@ -452,13 +458,18 @@ class CheckpointWeights:
 
     def __init__(self, checkpoint: Checkpoint, skeleton: PreTrainedModel) -> None:
         renamed = mtp_names(skeleton, checkpoint.tensors)
-        self.tensors: Mapping[str, LazyTensor] = {renamed.get(key, key): tensor for key, tensor in checkpoint.tensors.items()}
+        self.packed = packed_modules(checkpoint.tensors)
+        stock = {key: tensor for key, tensor in checkpoint.tensors.items() if key.rpartition(MARK)[0] not in self.packed}
+        self.tensors: Mapping[str, LazyTensor] = {renamed.get(key, key): tensor for key, tensor in stock.items()}
         self.keymap = map_keys(skeleton, self.tensors)
         self._skeleton = skeleton
         self._quantised = {key: found for key, tensor in self.tensors.items() if (found := _quantised(tensor)) is not None}
         self.keymap = replace(self.keymap, unread=tuple(key for key in self.keymap.unread if not self._is_no_bias(key)))
 
-    def source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
+    def source(self, path: str, kind: str) -> WeightSource:
+        return self.packed.get(path) or self._stock_source(path, kind)
+
+    def _stock_source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
         if kind == "experts":
             layout = read_layout(self._skeleton.get_submodule(path))
             return CheckpointExperts(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
@@ -474,7 +485,7 @@ class CheckpointWeights:
         if not self._quantised:
             return None
         kind = "linear" if isinstance(self._skeleton.get_submodule(path), nn.Linear) else "experts"
-        return self.source(path, kind).stored_types()
+        return self._stock_source(path, kind).stored_types()
 
     def log_conversions(self, weight_types: Mapping[str, WeightTypes], dtype: torch.dtype) -> None:
         """Log the formats of quantised weights that are converted; floating-point types are converted only where the user sets a dtype."""

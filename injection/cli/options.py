@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 import typer
 import yaml
 
+from moegraft.injection.checkpoint import local_folder
+from moegraft.injection.rules.reading import check_syntax
 from moegraft.operators.errors import MoegraftError
 
 MODEL_PANEL = "Model"
@@ -94,6 +96,11 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         self.vars()
+        # What is checked here shows at once: importing PyTorch takes seconds.
+        if self.model is not None:
+            local_folder(self.model)
+        if self.rules is not None:
+            check_syntax(self.rules)
 
     def vars(self) -> Mapping[str, object]:
         """Return the `--var` values, typed as in YAML: 0.25 is a number, true a boolean.
@@ -145,6 +152,8 @@ def _parameter(field: Field[Any], hints: dict[str, Any]) -> inspect.Parameter:
 def _make(group: type[Options], values: dict[str, object]) -> Options:
     try:
         return group(**{field.name: values[field.name] for field in fields(group)})
+    except MoegraftError:
+        raise
     except ValueError as error:
         raise OptionsError(str(error)) from error
 

@@ -24,7 +24,7 @@ from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.weight_formats import FORMATS
-from moegraft.operators.weights import Part, StoredBlocks, WeightSource, codes_for, sampled
+from moegraft.operators.weights import PackedWeights, Part, StoredBlocks, WeightSource, codes_for, sampled
 
 PACKERS = 2  # threads; each holds an expert as it was read, and `moegraft plan` counts two
 StoredType = Literal["float32", "float16", "bfloat16"]
@@ -129,6 +129,14 @@ class CpuExperts:
         experts = self.experts
         sparse = self.sparsity is not None
         held = replace(self._layout, num_experts=len(experts))
+        shape = self._layout.shape
+        each = PackedExperts.expert_bytes_for(shape, weight_type, sparse=sparse)
+        stored = source.packed(self._form(weight_type), {"experts": shape.num_experts * each})
+        if stored is not None:
+            here = stored["experts"][experts.start * each : experts.stop * each]
+            self.packed = PackedExperts(held.shape, held.gate, weight_type, here, sparse=sparse)
+            advance(shape.num_experts * each)
+            return
         fingerprint = None if cache_dir is None else source.fingerprint
         if cache_dir is None or fingerprint is None:
             if cache_dir is not None:
@@ -150,6 +158,18 @@ class CpuExperts:
         self.packed = found or cache.build(key, held, lambda packed: self._pack(packed, experts, source, count))
         values = sum(math.prod(self._layout.part_shape(part)) for part in self._layout.parts())
         advance(len(experts) * values * source.dtype.itemsize - read)
+
+    def packed_weights(self) -> PackedWeights | None:
+        """Return the packed experts, without a copy; None where other processes hold some of them."""
+        assert self.packed is not None, "called after load"
+        if len(self.experts) < self._layout.num_experts:
+            return None
+        return PackedWeights(self._form(self.packed.weight_type), {"experts": self.packed.buffer})
+
+    def _form(self, weight_type: str) -> dict[str, str | int | bool]:
+        shape = self._layout.shape
+        sizes = {"experts": shape.num_experts, "hidden": shape.hidden, "intermediate": shape.intermediate}
+        return {"weights": weight_type, **sizes, "gated": shape.gated, "bias": shape.bias, "sparse": self.sparsity is not None}
 
     def _pack(self, packed: PackedExperts, experts: Sequence[int], source: WeightSource, advance: Callable[[int], None]) -> None:
         """Read and pack the experts in order, two at the same time."""

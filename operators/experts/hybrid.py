@@ -31,7 +31,7 @@ from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FORMATS, WEIGHT_TYPES, why_unfit
-from moegraft.operators.weights import WeightSource, WeightTypes
+from moegraft.operators.weights import PackedWeights, WeightSource, WeightTypes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -255,6 +255,9 @@ class HybridExperts(Operator):
 
     def weight_samples(self) -> Iterator[bytes]:
         return self.on_cpu.weight_samples()
+
+    def packed_weights(self) -> PackedWeights | None:
+        return self.on_cpu.packed_weights()
 
     def placement(self) -> str:
         skipping = "" if self.sparsity is None else f", {self.sparsity.describe()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -14,18 +15,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi
 from packaging.version import Version
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
 from support.family_rows import FamilyCase
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 from transformers.distributed import DistributedConfig
 
-from moegraft.injection import MoegraftConfig, optimize_and_load, read_rules
+from moegraft.injection import MoegraftConfig, build_meta_model, optimize_and_load, read_rules
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.registry import load_registry
@@ -268,6 +271,141 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_written(folder: Path, tm
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be saved"):
         model.save_pretrained(tmp_path / "file")
+
+
+def save_packed(folder: Path, rules: Any, out: Path, **options: Any) -> PreTrainedModel:
+    model = reference(folder, rules, **options)
+    model.save_pretrained(out, packed=True)
+    return model
+
+
+@pytest.mark.parametrize("rules", sorted(shipped_rules()))
+def test_a_packed_folder_gives_equal_logits(rules: str, tmp_path: Path) -> None:
+    model = save_packed(demo_path(), rules, tmp_path)
+    assert not any(file.is_symlink() for file in tmp_path.iterdir())
+    expected = logits(model), model.moegraft.placement(), tokens(model)
+    for again in (load(tmp_path), reference(tmp_path)):
+        assert torch.equal(logits(again), expected[0])
+        assert (again.moegraft.placement(), tokens(again)) == expected[1:]
+
+
+@pytest.mark.parametrize("case", families())
+def test_every_family_has_packed_folders(case: FamilyCase, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_checkpoint(case, tmp_path / "stock", shards=2)
+    model = save_packed(tmp_path / "stock", "cpu", tmp_path / "packed")
+    found, info = model_class(case).from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values()), info
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert torch.equal(logits(found, prompt(9, batch=2)), logits(model, prompt(9, batch=2)))
+
+
+@pytest.mark.parametrize("weights", ["int4", "float16", {"gate": "q4_k", "up": "q4_k", "down": "q6_k"}, "iq2_xs", "mxfp4"])
+def test_every_weight_type_may_be_packed(weights: Any, tmp_path: Path) -> None:
+    rules = {"rules": [{"match": {"kind": "experts"}, "replace": {"class": "hybrid_experts", "kwargs": {"weights": weights}}}]}
+    wide = tiny_model("qwen3_moe", hidden_size=256, moe_intermediate_size=256)
+    wide.save_pretrained(tmp_path / "stock")
+    model = save_packed(tmp_path / "stock", rules, tmp_path / "packed")
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
+    assert model.moegraft.placement() == load(tmp_path / "packed").moegraft.placement()
+
+
+def test_layers_for_drafts_may_be_packed(tmp_path: Path) -> None:
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("layers for multi-token prediction need transformers 5.23")
+    model = save_packed(demo_path(), "speculative", tmp_path, vars={"draft": "mtp"})
+    assert tokens(reference(tmp_path)) == tokens(model)
+
+
+def test_packed_experts_are_computed_from_the_file(tmp_path: Path) -> None:
+    save_packed(demo_path(), "cpu", tmp_path)
+    again = load(tmp_path)
+    with safe_open(tmp_path / "model-00001-of-00001.safetensors", framework="pt") as file:
+        [place, *_] = [key for key in file.keys() if key.endswith("experts.packed.experts")]  # noqa: SIM118 (no mapping)
+        size = file.get_slice(place).get_shape()[0]
+    held = again.get_submodule(place.removesuffix(".packed.experts")).packed_weights().tensors["experts"]
+    assert held.nbytes == size and not held.flags.writeable
+    path = str(tmp_path / "model-00001-of-00001.safetensors")
+    mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
+    ranges = [tuple(int(end, 16) for end in line.split("-")) for line in mapped]
+    assert any(begin <= held.ctypes.data and held.ctypes.data + size <= end for begin, end in ranges)
+
+
+def test_a_process_takes_its_experts_from_a_packed_layer(tmp_path: Path) -> None:
+    model = save_packed(demo_path(), "cpu", tmp_path)
+    path, whole = next((path, operator) for path, operator in model.moegraft.replacing.items() if operator.kind == "experts")
+    some = copy.copy(whole.on_cpu)
+    some.experts = range(3, 7)
+    source = build_meta_model(tmp_path, weights=True).weights.source(path, "experts")
+    some.load(whole.weight_type, source, lambda size: None)
+    for place in range(4):
+        for part in ("gate", "up", "down"):
+            np.testing.assert_array_equal(some.packed.unpack(place, part), whole.on_cpu.packed.unpack(3 + place, part))
+
+
+def test_a_packed_folder_may_be_saved_again(tmp_path: Path) -> None:
+    model = save_packed(demo_path(), "cpu", tmp_path / "packed")
+    again = load(tmp_path / "packed")
+    again.save_pretrained(tmp_path / "links")
+    again.save_pretrained(tmp_path / "copy", packed=True)
+    assert torch.equal(logits(load(tmp_path / "links")), logits(model))
+    assert (tmp_path / "copy" / "model-00001-of-00001.safetensors").read_bytes() == (
+        tmp_path / "packed" / "model-00001-of-00001.safetensors"
+    ).read_bytes()
+    with pytest.raises(CheckpointError, match="in this folder already"):
+        again.save_pretrained(tmp_path / "packed", packed=True)
+
+
+def test_a_packed_folder_needs_its_own_rules(tmp_path: Path) -> None:
+    save_packed(demo_path(), "cpu", tmp_path)
+    with pytest.raises(CheckpointError, match=r"packed as weights int8, .* the rules ask for weights int4, .* its config\.json"):
+        reference(tmp_path, "cpu", vars={"weights": "int4"})
+    with pytest.raises(CheckpointError, match=r"leave modules that it holds packed"):
+        reference(tmp_path, {"rules": [{"match": {"kind": "router"}, "replace": {"class": "cpu_router"}}]})
+
+
+def changed_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    about = json.loads(header["__metadata__"]["moegraft"])
+    change(about)
+    header["__metadata__"]["moegraft"] = json.dumps(about)
+    body = json.dumps(header).encode()
+    path.write_bytes(len(body).to_bytes(8, "little") + body + content[8 + length :])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "short": (lambda path: os.truncate(path, path.stat().st_size - 100), "damaged or truncated"),
+    "bit": (lambda path: path.write_bytes(path.read_bytes()[:900_000] + b"????" + path.read_bytes()[900_004:]), "checksums do not match"),
+    "layout": (
+        lambda path: changed_header(path, lambda about: about.update(layout_version=0)),
+        "packed in version 0 of the kernels' layout",
+    ),
+    "no layout": (lambda path: changed_header(path, lambda about: about.pop("layout_version")), "readable metadata"),
+    "no module": (lambda path: changed_header(path, lambda about: about["modules"].popitem()), "damaged metadata"),
+    "no form": (lambda path: changed_header(path, lambda about: next(iter(about["modules"].values())).pop("form")), "damaged metadata"),
+    "no sums": (
+        lambda path: changed_header(path, lambda about: next(iter(about["modules"].values())).update(checksums={})),
+        "checksums do not match",
+    ),
+    "list": (lambda path: changed_header(path, lambda about: about.update(modules=[1])), "readable metadata"),
+    "gone": (lambda path: path.unlink(), "the file is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_packed_files_end_in_a_message(damage: str, tmp_path: Path) -> None:
+    save_packed(demo_path(), "cpu", tmp_path)
+    change, message = DAMAGES[damage]
+    change(tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        reference(tmp_path)
+
+
+def test_bytes_without_an_alignment_are_copied(tmp_path: Path) -> None:
+    model = save_packed(demo_path(), "cpu", tmp_path)
+    changed_header(tmp_path / "model-00001-of-00001.safetensors", lambda about: None)  # writes no padding
+    assert torch.equal(logits(load(tmp_path)), logits(model))
 
 
 @pytest.mark.parametrize(

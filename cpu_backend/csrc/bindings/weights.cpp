@@ -249,6 +249,12 @@ void bind_linear(py::module_& module) {
              py::gil_scoped_release release;
              self.pack_blocks(rows);
            })
+      .def("pack_bytes", "buffer",
+           [](PackedLinear& self, const py::array& buffer) {
+             require_layout(buffer, "buffer", 1);
+             require_dtype(buffer, "buffer", 'u', 1, "uint8");
+             self.pack_bytes(static_cast<const std::byte*>(buffer.data()), static_cast<std::size_t>(buffer.nbytes()));
+           })
       .def("pack_bias", "array",
            [](PackedLinear& self, const py::array& array) { self.pack_bias(bias_values(array), static_cast<int>(array.shape(0))); })
       .def("unpack", "", [](const PackedLinear& self) {

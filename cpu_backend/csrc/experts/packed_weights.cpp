@@ -261,6 +261,13 @@ void PackedLinear::pack_blocks(const StoredRowsView& rows) {
   packed_ = true;
 }
 
+void PackedLinear::pack_bytes(const std::byte* bytes, std::size_t count) {
+  const std::size_t expected = bytes_for(rows_, cols_, type_);
+  if (count != expected) raise("PackedLinear: expected " + std::to_string(expected) + " packed bytes, found " + std::to_string(count));
+  std::memcpy(memory_.data(), bytes, count);
+  packed_ = true;
+}
+
 void PackedLinear::pack_bias(const float* values, int count) {
   if (count != rows_) raise("PackedLinear: expected a bias of " + std::to_string(rows_) + " values, found " + std::to_string(count));
   bias_.assign(values, values + count);

@@ -118,6 +118,7 @@ class PackedLinear {
   void pack(const RowsView& rows);
   void pack_quantized(const QuantizedRowsView& rows);
   void pack_blocks(const StoredRowsView& rows);
+  void pack_bytes(const std::byte* bytes, std::size_t count);  // those of `block` for all blocks, of another object
   void pack_bias(const float* values, int count);
   void unpack(float* rows_out) const;
 

@@ -468,6 +468,7 @@ class GgufWeights:
         self._find_rest()
         self._refuse_unknown()
         self.tensors: Mapping[str, LazyTensor] = {name: lazy(stored) for name, stored in self._stored.items()}
+        self.packed: Mapping[str, WeightSource] = {}
 
     @property
     def keymap(self) -> KeyMap:

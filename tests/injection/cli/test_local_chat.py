@@ -152,8 +152,22 @@ def test_rules_that_are_wrong(run: Run, tmp_path: Path) -> None:
     rules.write_text("- match: {name: mlp.expert$}\n  replace: {class: hybrid_experts}\n  recursion: false\n")
     message = refused(run("--prompt", "hello", "--rules", rules))
     assert f"{rules}:3:3: error: " in message
-    assert "there is no such rule file" in refused(run("--prompt", "hello", "--rules", tmp_path / "none.yaml"))
     assert "wieght" in refused(run("--prompt", "hello", "--var", "wieght=int4"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rules", "none.yaml"], "none.yaml:1:1: error: there is no such rule file"),
+        (["--rules", "broken.yaml"], "broken.yaml:2:4: error: not valid YAML"),
+        (["--model", "./none"], "local_chat: error: ./none: no such folder"),
+    ],
+)
+def test_paths_and_syntax_are_checked_before_pytorch_is_imported(options: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("rules: {\n  }}\n")
+    code = "import sys\nfrom moegraft.injection.cli.local_chat import main\ntry:\n main()\nfinally:\n assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(message)
 
 
 def test_warnings_of_the_plan_are_logged_once(run: Run, tmp_path: Path) -> None:
