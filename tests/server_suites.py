@@ -27,6 +27,7 @@ GUIDE = ROOT / "rules" / "guide" / "server.md"
 BEGIN, END = "<!-- suites -->\n", "<!-- end of suites -->"
 PATIENCE_S = 1800
 SCHEMATHESIS = "4.32.5"
+JSON_SCHEMA = "4.26.0"  # of jsonschema
 LANGCHAIN = {"langchain-tests": "1.1.9", "langchain-openai": "1.7.4"}
 LLAMA_CPP = "0.3.36"  # of llama-cpp-python, whose source distribution has llama.cpp's tests
 
@@ -44,12 +45,14 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"], check=True)
 
 
-def pytest_results(arguments: Sequence[str], cwd: Path, before: Sequence[Path], after: Sequence[Path] = ()) -> Iterator[Result]:
+def pytest_results(
+    arguments: Sequence[str], cwd: Path, before: Sequence[Path], after: Sequence[Path] = (), **variables: str
+) -> Iterator[Result]:
     """Yield the results of a run of pytest in a process of its own, which finds modules before and after this process's folders as well."""
     report = cwd / "report.xml"
     path = os.pathsep.join([*map(str, before), str(ROOT / "tests"), *sys.path[1:], *map(str, after)])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-    done = subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": path}, timeout=PATIENCE_S, check=False)
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **variables, "PYTHONPATH": path}, timeout=PATIENCE_S, check=False)
     if not report.exists():
         raise RuntimeError(f"pytest ended with {done.returncode} and without a report")
     yield from report_results(report)
@@ -88,6 +91,18 @@ def langchain(folder: Path) -> Iterator[Result]:
     yield from pytest_results(["-p", "pytest_asyncio", *arguments], folder, [], [packages])
 
 
+def json_schema(folder: Path) -> Iterator[Result]:
+    """The official suite of JSON Schema, which jsonschema's source distribution has, over the constraints of answers."""
+    pip("download", "--no-deps", "--no-binary", "jsonschema", "-d", str(folder), f"jsonschema=={JSON_SCHEMA}")
+    [archive] = folder.glob("jsonschema-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    [suite] = folder.glob("jsonschema-*/json/tests/draft2020-12")
+    module = ROOT / "tests" / "support" / "schema_suite.py"
+    arguments = ["-c", os.devnull, "--rootdir", str(folder), "--import-mode=importlib", str(module)]
+    yield from pytest_results(arguments, folder, [], JSON_SCHEMA_SUITE=str(suite))
+
+
 def schemathesis(folder: Path) -> Iterator[Result]:
     """Requests that schemathesis makes from the server's OpenAPI document: one result for each route."""
     packages, report = folder / "packages", folder / "report.xml"
@@ -114,6 +129,7 @@ def schemathesis(folder: Path) -> Iterator[Result]:
 SUITES: Mapping[str, tuple[str, Callable[[Path], Iterator[Result]]]] = {
     "llama.cpp": (f"llama.cpp's tests of its server (llama-cpp-python {LLAMA_CPP})", llama_cpp),
     "langchain": (f"LangChain's tests of a chat model (langchain-tests {LANGCHAIN['langchain-tests']})", langchain),
+    "json schema": (f"the JSON Schema suite, draft 2020-12 (jsonschema {JSON_SCHEMA})", json_schema),
     "schemathesis": (f"schemathesis {SCHEMATHESIS} on the OpenAPI document, by route", schemathesis),
 }
 
