@@ -572,14 +572,19 @@ def test_the_command_of_the_readme_serves_until_ctrl_c() -> None:
     line = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("moegraft serve"))
     arguments = [*shlex.split(line.replace("path/or/hub-id", ""), comments=True)[1:], "--port", "0"]
     arguments.remove("--model")
+    arguments += ["--served-model-name", "one", "--served-model-name", "two", "--allow-origin", "https://a.example", "--strict"]
     code = "from moegraft.injection.cli.moegraft import main; main()"
     running = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None and running.stdout is not None
         address = next(match.group(1) for said in running.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5, timeout=PATIENCE_S)
-        model = next(iter(client.models.list())).id
-        assert client.chat.completions.create(model=model, messages=messages("Speak"), max_tokens=5).usage
+        assert [model.id for model in client.models.list()] == ["one", "two"]
+        asked: dict[str, Any] = {"model": "two", "messages": messages("Speak"), "max_tokens": 5}
+        reply = client.chat.completions.with_raw_response.create(**asked, extra_headers={"Origin": "https://a.example"})
+        assert reply.parse().usage and reply.headers["access-control-allow-origin"] == "https://a.example"
+        with pytest.raises(openai.BadRequestError, match="keep_alive: no effect"):
+            client.chat.completions.create(**asked, extra_body={"keep_alive": "5m"})
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=PATIENCE_S)
     finally:
