@@ -10,7 +10,15 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from support.serving import PATIENCE_S, SCHEMA, Server, ask, messages, openai, scripted, serving
+
+pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("pydantic", reason="an extra for tests: pip install 'moegraft[test]'")
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from support.serving import CALL, PATIENCE_S, SCHEMA, WEATHER, Server, ask, messages, openai, scripted, serving
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.service import Limits
@@ -282,3 +290,26 @@ def test_an_empty_grammar_is_none(server: Server) -> None:
     given = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, "grammar": ""}
     assert set(json.loads(ask(server, "hello", extra_body=given, max_tokens=200).choices[0].message.content)) == {"city", "degrees"}
     assert ask(server, "hello", extra_body={"grammar": ""}).choices[0].message.content == ask(server, "hello").choices[0].message.content
+
+
+def test_answers_and_events_are_strictly_of_openais_types(loaded: LoadedModel) -> None:
+    """Which its client does not check. Of text completions, its types exclude what it sends: the first token's score, and parts."""
+    chat: dict[str, Any] = {"messages": messages("weather?"), "tools": [WEATHER], "max_tokens": 200, "logprobs": True, "top_logprobs": 2}
+    response = {"input": "weather?", "tools": [{"type": "function", **WEATHER["function"]}], "max_output_tokens": 200}  # type: ignore[dict-item]
+    asked: list[tuple[str, dict[str, Any], Any, Any]] = [
+        ("chat/completions", chat, ChatCompletion, ChatCompletionChunk),
+        ("completions", {"prompt": ["a", "b"], "max_tokens": 5, "logprobs": 2}, Completion, None),
+        ("responses", response, Response, ResponseStreamEvent),
+    ]
+    with scripted(loaded, f"<think>\nRome?</think>I look.{CALL}") as server:
+        for path, body, whole, event in asked:
+            status, _, found = call(server, "POST", f"/v1/{path}", body)
+            assert status == 200
+            TypeAdapter(whole).validate_json(json.dumps(found), strict=True)
+            if event is None:
+                continue
+            text = server.http.post(f"{server.address}/v1/{path}", json={**body, "stream": True}).text
+            events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+            assert len(events) > 3
+            for one in events:
+                TypeAdapter(event).validate_json(one, strict=True)
