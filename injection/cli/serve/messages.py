@@ -215,10 +215,10 @@ class MessageReply:
             yield from self._grow("text", text)
         for call in delta.get("tool_calls") or ():
             yield from self._close()
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            yield from self._open({"type": "tool_use", "id": call["id"], "name": name, "input": {}})
-            yield self._delta("input_json_delta", partial_json=arguments)
-            self._blocks[-1] = {**self._blocks[-1], "input": json.loads(arguments)}
+            given = _object(call["function"]["arguments"])
+            yield from self._open({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}})
+            yield self._delta("input_json_delta", partial_json=json.dumps(given, ensure_ascii=False))
+            self._blocks[-1] = {**self._blocks[-1], "input": given}
             yield from self._close()
 
     def end(self) -> Iterator[str]:
@@ -280,6 +280,16 @@ class MessageReply:
             "cache_creation_input_tokens": 0,
             "output_tokens": used["completion_tokens"],
         }
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; what the model wrote instead of an object that JSON can hold is one of its own."""
+    try:
+        given = json.loads(arguments)
+        json.dumps(given, ensure_ascii=False).encode()  # no lone surrogates
+    except (ValueError, RecursionError):
+        given = arguments
+    return given if isinstance(given, dict) else {"arguments": arguments}
 
 
 KINDS = {

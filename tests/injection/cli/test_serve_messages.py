@@ -116,6 +116,17 @@ def test_thinking_and_calls_of_tools(loaded: LoadedModel) -> None:
         assert last.usage.input_tokens + last.usage.cache_read_input_tokens == len(loaded.tokenizer(expected)["input_ids"])
 
 
+@pytest.mark.parametrize("written", ['"Rome"', '"[1]"', "[1]", '{"city": "\\ud800"}'])
+def test_arguments_that_are_no_object_are_one_argument(loaded: LoadedModel, written: str) -> None:
+    """Anthropic's form has an object there, whatever the model writes."""
+    with scripted(loaded, f'<tool_call>\n{{"name": "weather", "arguments": {written}}}\n</tool_call>') as server:
+        reply = send(server, "weather?", tools=[TOOL], max_tokens=200)
+        with client(server).messages.stream(model="scripted", messages=turns("weather?"), tools=[TOOL], max_tokens=200) as stream:
+            final = stream.get_final_message()
+        expected = {"arguments": written.strip('"')}
+        assert reply.content[-1].input == final.content[-1].input == expected  # type: ignore[union-attr]
+
+
 def test_a_call_can_be_forced(loaded: LoadedModel) -> None:
     with with_tools(loaded, IN_JSON) as server:
         tool = {"name": "weather", "input_schema": SCHEMA}
