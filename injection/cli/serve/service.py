@@ -353,8 +353,8 @@ class Service:
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
             return conversation.prompt(0).token_ids
         if request.continue_final_message and (request.messages[-1]["role"] != "assistant" or "tool_calls" in request.messages[-1]):
-            message = "continue_final_message: the last message must be text of the assistant"
-            raise RequestError(400, message, param="continue_final_message")
+            message = "only text of the assistant can be continued, and the last message is not that alone"
+            raise RequestError(400, f"{request.asked_by}: {message}", param=request.asked_by)
         token_ids = self._by_template(encode_chat, request)
         if not token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")

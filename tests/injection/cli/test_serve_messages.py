@@ -203,6 +203,10 @@ IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image
             "image input is not supported",
         ),
         ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+            "messages: only text of the assistant can be continued",
+        ),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type: Input should be 'custom'"),
         ({"mcp_servers": [{"type": "url", "name": "x", "url": "https://x"}]}, "mcp_servers: is not supported"),

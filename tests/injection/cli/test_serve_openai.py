@@ -91,7 +91,7 @@ def test_the_beginning_of_a_mark_in_what_is_continued_is_not_sent_again(loaded: 
     ("chat", "options", "message"),
     [
         (messages("hello", "hi"), {"add_generation_prompt": True}, "contradict each other"),
-        (messages("hello"), {}, "the last message must be text of the assistant"),
+        (messages("hello"), {}, "messages: only text of the assistant can be continued"),
         (messages("hello", "hi"), {"grammar": 'start: "a"'}, "has no form of its own"),
         (messages("hello", "hi"), {"response_format": {"type": "json_object"}}, "has no form of its own"),
     ],
