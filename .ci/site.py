@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "guide/recipes": "rules/guide/recipes.md",
         "guide/options": "rules/guide/options.md",
         "guide/transformers": "rules/guide/transformers.md",
+        "guide/training": "rules/guide/training.md",
         "guide/formats": "rules/guide/formats.md",
         "guide/server": "rules/guide/server.md",
         "guide/several-machines": "rules/guide/several-machines.md",
@@ -81,6 +82,12 @@ API = {
             ("injection/loading.py", "load"),
             ("injection/injected.py", "new_cache"),
         ],
+    ),
+    "api/training": (
+        "Training",
+        "LoRA adapters beside packed weights, by PEFT.",
+        "moegraft.injection.lora",
+        [("injection/lora.py", "lora_config"), ("injection/lora.py", "load_adapter")],
     ),
     "api/plans": (
         "Plans and loaded models",

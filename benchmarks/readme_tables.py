@@ -139,6 +139,32 @@ def recurrent_models() -> str:
 
 
 @section
+def training() -> str:
+    """Return the speed of a layer's experts forward and backward, and the losses beside the stock model."""
+    rows, losses = read("training"), read("training_loss")
+    columns: Columns = {
+        "": "provider",
+        "weights": "weights",
+        "ms, forward": "forward_ms",
+        "backward": "backward_ms",
+        "tokens/s": "tokens_s",
+        "ratio": "ratio",
+        "weights, GB": "weight_gb",
+    }
+    by_step = {(row["provider"], row["step"]): row["loss"] for row in losses if row["loss"]}
+    steps = [step for step in dict.fromkeys(step for _, step in by_step) if int(step) % 40 == 0]
+    ends = [row for row in losses if row["held_after"]]
+    body = [[row["provider"], *(by_step[row["provider"], step] for step in steps), row["held_before"], row["held_after"]] for row in ends]
+    learned = table(["", *(f"step {step}" for step in steps), "held out, before", "after"], body)
+    return (
+        f"Forward and backward of one layer's experts of Qwen3-30B-A3B's shapes, {rows[0]['tokens']} tokens, {rows[0]['threads']} threads; "
+        f"ratio: tokens/s over those of transformers with grouped products:\n\n{listed(rows, columns)}\n\n{provenance(rows)}\n\nLosses "
+        f"of LoRA on all linear layers of the bundled model, bfloat16, means of ten steps of 512 tokens:\n\n{learned}\n\n"
+        f"{provenance(losses)}"
+    )
+
+
+@section
 def families() -> str:
     rows = read("families")
     served = [row for row in rows if row["outcome"] == "served"]

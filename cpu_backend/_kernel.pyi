@@ -464,6 +464,32 @@ class Runtime:
             ValueError: shapes or strides that do not fit, or another name.
             TypeError: dtypes that do not fit.
         """
+    def experts_gradient(
+        self,
+        experts: PackedExperts,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        gradient: Tensor,
+        hidden_gradient: Tensor,
+        weight_gradients: Tensor,
+    ) -> None:
+        """Compute the gradients of `forward`'s inputs; its activations are computed again, and the packed weights are constants.
+
+        Products with the weights' columns are in bfloat16 for bfloat16 activations and in float32 for others, whatever the weights' type.
+
+        Args:
+            experts: in the dense layout.
+            hidden_states, top_k_index, top_k_weights: as in `forward`.
+            gradient: (T, H), that of the output, in the dtype of `hidden_states`.
+            hidden_gradient: (T, H), receives that of `hidden_states`, in its dtype.
+            weight_gradients: (T, K) float32, receives those of `top_k_weights`, with zeros for padded slots.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `forward`; experts in the sparse layout.
+        """
+    def linear_gradient(self, linear: PackedLinear, gradient: Tensor, out: Tensor) -> None:
+        """Compute `gradient @ weight`, the gradient of a layer's input: (..., rows) -> `out` (..., cols), of one dtype."""
     def host_function(self) -> tuple[int, _HostCallMaker]:
         """Return the address of a C function `void (*)(void*)` that runs a HostCall, and a maker of HostCalls (arguments of `forward`)."""
 

@@ -174,7 +174,7 @@ class MoegraftQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters are: what is packed has no parameters
 
 
 @contextmanager

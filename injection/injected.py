@@ -71,6 +71,13 @@ class Injection:
             group.follow()
 
     @property
+    def untrained(self) -> str | None:
+        """Why the model cannot be trained, not even adapters beside its packed weights; None where it can."""
+        found = ((swap.module, swap.traits.untrained) for swap in self.plan.swaps)
+        reason = next((f"{path or 'the model'}: {reason}" for path, reason in found if reason is not None), None)
+        return "experts in several processes have no gradients; start one process" if self.context.expert_group is not None else reason
+
+    @property
     def drafting(self) -> bool:
         """Whether the calling thread draws a draft."""
         return self.context.draft_switch.settings is not None
@@ -190,11 +197,22 @@ class InjectedModel:
             return str(super().push_to_hub(repo_id, **options))  # type: ignore[misc] # of the stock class
         return push_injected(cast(PreTrainedModel, self), self.moegraft, repo_id, options)
 
+    def train(self, mode: bool = True) -> Any:
+        """Set training mode, in which operators in place leave their modules to PyTorch; packed weights stay as they are.
+
+        Raises:
+            UnsupportedModelError: an operator has no backward pass with its options; no module has changed its mode.
+        """
+        reason = self.moegraft.untrained if mode and hasattr(self, "moegraft") else None
+        if reason is not None:
+            raise UnsupportedModelError(f"this injected model cannot be trained: {reason}")
+        return super().train(mode)  # type: ignore[misc] # of the stock class, which comes after this one
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the modules that stay, with a warning that the replaced ones are missing."""
         state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc] # of the stock class, which comes after this one
         replaced = self.moegraft.replacing if hasattr(self, "moegraft") else {}
-        if replaced:
+        if replaced and kwargs.get("destination") is None:  # a module around this one, such as PEFT's, takes what it saves out of the state
             warnings.warn(
                 f"the state_dict of an injected model lacks the packed weights of its {len(replaced)} operators "
                 f"({next(iter(replaced))}, ...), so no model can be restored from it; use the stock model's, or the checkpoint",

@@ -175,7 +175,7 @@ class CheckpointLoader:
         info = loaded[1]
         if info["missing_keys"]:
             raise CheckpointError(f"{self._source.folder}: nothing in this checkpoint feeds {_some(sorted(info['missing_keys']))}")
-        model.config.name_or_path = str(self._source.folder)
+        model.config.name_or_path = model.name_or_path = str(self._source.folder)  # PEFT writes the second
         if self._generation_config is not None:
             model.generation_config = self._generation_config
         return model

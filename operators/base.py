@@ -66,6 +66,7 @@ class Traits:
         mtp: whether the model gets the layers of its checkpoint for multi-token prediction.
         drafting: how experts run while they draft; None where they do not draft.
         decode_loss: what decode steps compute otherwise than prompts, at the cost of exactness, as a sentence's end; None where nothing.
+        untrained: why a model with these options cannot be trained, not even adapters beside its frozen weights; None where it can.
     """
 
     identity: str
@@ -79,6 +80,7 @@ class Traits:
     mtp: bool = False
     drafting: DraftSettings | None = None
     decode_loss: str | None = None
+    untrained: str | None = None
 
 
 class Packing(ABC):

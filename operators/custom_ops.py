@@ -12,8 +12,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from moegraft.operators.errors import UnsupportedModelError
-
 _operators: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of several kinds, each with a `compute` of its own signature
 _numbers = itertools.count()
 
@@ -21,8 +19,9 @@ _numbers = itertools.count()
 def register(operator: Any) -> int:
     """Return a number under which graphs call `operator.compute` for as long as the operator lives.
 
-    - experts: `compute(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`;
-    - linear layers: `compute(x (..., in_features)) -> (..., out_features)`;
+    - experts: `compute(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`, and in a backward pass
+      `gradients(gradient (T, H), hidden_states, top_k_index, top_k_weights)`, those of the hidden states and of the weights;
+    - linear layers: `compute(x (..., in_features)) -> (..., out_features)`, and `gradient(gradient (..., out_features))`;
     - attention: `compute((query (B, heads, T, D), key (B, KV heads, S, D), value), mask, sinks, scale, softcap, causal)
       -> (B, T, heads, D of values)`.
     """
@@ -104,33 +103,55 @@ def needs_gradient(*inputs: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
 
 
-@torch.library.custom_op("moegraft::no_gradient", mutates_args=())
-def _no_gradient(gradient: torch.Tensor, in_features: int) -> torch.Tensor:
-    """Stand in for a gradient: a graph may contain it, only running the backward pass is an error.
-
-    Raises:
-        UnsupportedModelError: always.
-    """
-    raise UnsupportedModelError("the operators of an injected model have no gradient: train the stock model, or run under torch.no_grad()")
+# Operations of their own, so that a graph may contain a backward pass: only running one is an error where an operator has none.
 
 
-@_no_gradient.register_fake
-def _(gradient: torch.Tensor, in_features: int) -> torch.Tensor:
+@torch.library.custom_op("moegraft::experts_gradient", mutates_args=(), tags=_tags)
+def _experts_gradient(
+    gradient: torch.Tensor, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the hidden states and of the routing weights of the experts registered under `number`."""
+    found: tuple[torch.Tensor, torch.Tensor] = _operators[number].gradients(gradient, hidden_states, top_k_index, top_k_weights)
+    return found
+
+
+@_experts_gradient.register_fake
+def _(
+    gradient: torch.Tensor, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return hidden_states.new_empty(hidden_states.shape), top_k_weights.new_empty(top_k_weights.shape)
+
+
+@torch.library.custom_op("moegraft::linear_gradient", mutates_args=(), tags=_tags)
+def _linear_gradient(gradient: torch.Tensor, in_features: int, number: int) -> torch.Tensor:
+    """The gradient of the input of the linear layer registered under `number`."""
+    found: torch.Tensor = _operators[number].gradient(gradient)
+    return found
+
+
+@_linear_gradient.register_fake
+def _(gradient: torch.Tensor, in_features: int, number: int) -> torch.Tensor:
     return gradient.new_empty((*gradient.shape[:-1], in_features))
 
 
-# The context is torch's, which has no public type.
-def _experts_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return _no_gradient(gradient, gradient.shape[-1]), None, None, None
+# The context is torch's, which has no public type. Inputs are kept, and no activations: a backward pass computes these again.
+def _experts_setup(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.number = inputs[3]
+
+
+def _experts_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor, None]:
+    hidden_states, top_k_weights = _experts_gradient(gradient, *ctx.saved_tensors, ctx.number)
+    return hidden_states, None, top_k_weights, None
 
 
 def _linear_setup(ctx: Any, inputs: tuple[torch.Tensor, int, int], output: torch.Tensor) -> None:
-    ctx.in_features = inputs[0].shape[-1]
+    ctx.in_features, ctx.number = inputs[0].shape[-1], inputs[2]
 
 
 def _linear_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return _no_gradient(gradient, ctx.in_features), None, None
+    return _linear_gradient(gradient, ctx.in_features, ctx.number), None, None
 
 
-experts.register_autograd(_experts_backward)
+experts.register_autograd(_experts_backward, setup_context=_experts_setup)
 linear.register_autograd(_linear_backward, setup_context=_linear_setup)

@@ -17,6 +17,7 @@ from moegraft.operators.base import Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array, describe, element_name, is_plain, rounded
 from moegraft.operators.custom_ops import linear, needs_gradient, register
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.kernels.launch import why_unavailable
 from moegraft.operators.weights import PackedWeights, Segments, StoredBlocks, WeightSource, WeightTypes, codes_for, reordered, sampled
 
@@ -87,7 +88,7 @@ class QuantizedLinear(Operator):
     """A linear layer: `forward(x (..., in_features)) -> (..., out_features)` in the dtype of `x`.
 
     For int8 and int4 weights activations are quantised to int8 in groups of 32 on the CPU; on a GPU they keep their dtype. Sums are
-    float32. For inference: a backward pass raises.
+    float32. The weight has no gradient; the input does, on the CPU.
     """
 
     name = "quantized_linear"
@@ -120,6 +121,11 @@ class QuantizedLinear(Operator):
             )
         return super().__getattr__(name)
 
+    @property
+    def qweight(self) -> torch.Tensor:
+        """An empty tensor on the layer's device: PEFT places adapters by this name, which quantised layers of others have."""
+        return torch.empty(0, dtype=torch.uint8, device=self._device)
+
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedLinearOptions) -> str | None:
         if type(module) is not nn.Linear:
@@ -128,7 +134,9 @@ class QuantizedLinear(Operator):
 
     @classmethod
     def traits(cls, options: QuantizedLinearOptions) -> Traits:
-        return Traits(options.weights, devices=frozenset() if options.gpu == "none" else frozenset({options.gpu}))
+        if options.gpu == "none":
+            return Traits(options.weights)
+        return Traits(options.weights, devices=frozenset({options.gpu}), untrained="layers on GPUs have no gradients; set gpu: none")
 
     @classmethod
     def footprint(cls, module: nn.Module, options: QuantizedLinearOptions, dtype: torch.dtype) -> Footprint:
@@ -247,6 +255,25 @@ class QuantizedLinear(Operator):
             self._runtime.linear(packed, as_array(rows), as_array(out))
         y = outs[0] if self._segments is None else self._segments.outputs(torch.cat(outs, dim=-1))
         return y.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the input (..., in_features), from that of the output (..., out_features).
+
+        Raises:
+            UnsupportedModelError: a GPU computes the layer.
+        """
+        if self._on_gpu is not None:
+            raise UnsupportedModelError(f"{self.name} has no backward pass: {self.traits(self.options).untrained}")
+        rows = rounded(gradient.detach().to("cpu")).reshape(-1, self.out_features)
+        rows = rows if self._segments is None else self._segments.stored(rows)
+        found = rows.new_zeros(len(rows), self.in_features)
+        for packed, of_part in zip(self._packed, rows.split([packed.rows for packed in self._packed], dim=-1), strict=True):
+            of_input = torch.empty_like(found)
+            self._runtime.linear_gradient(packed, of_part.contiguous(), of_input)
+            found = of_input if len(self._packed) == 1 else found + of_input
+        if self._columns is not None:
+            found = reordered(found, self._columns[::-1])
+        return found.view(*gradient.shape[:-1], self.in_features).to(gradient.device, gradient.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self._weight_type}"

@@ -160,6 +160,13 @@ class Segments:
         kinds = stored.split(self.kinds, dim=-1)
         return torch.cat([kind.unflatten(-1, (self.heads, -1)) for kind in kinds], dim=-1).flatten(-2)
 
+    def stored(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return outputs (..., rows) of the layer in the order of the tensors."""
+        if self.heads == 1:
+            return outputs
+        kinds = outputs.unflatten(-1, (self.heads, -1)).split([rows // self.heads for rows in self.kinds], dim=-1)
+        return torch.cat([kind.flatten(-2) for kind in kinds], dim=-1)
+
 
 def reordered(values: torch.Tensor, columns: tuple[int, int]) -> torch.Tensor:
     """Return values (..., m * n * rest) in the order (n, m, rest) of their last dimension, for columns (m, n)."""

@@ -374,12 +374,12 @@ def forward(
         mask = None if paged else attention_mask
         fits = (paged or query.shape[2] <= FEW_QUERIES) and query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3]
         untouched = not expansion.done and type(value) is LatentStates and value.expansion is expansion
-        if fits and untouched and operator.fallback_reason((query, latents, latents), mask, kwargs) is None:
+        if fits and untouched and not module.training and operator.fallback_reason((query, latents, latents), mask, kwargs) is None:
             return operator.compute_latent(module, query, latents, rotary, mask, kernel_arguments(module, query, mask, kwargs)), None
         key, value = (states.expanded() if type(states) is LatentStates else states for states in (key, value))
     tensors = query, key, value
     layer = getattr(key, "pages", None)
-    reason = operator.fallback_reason(tensors, attention_mask if layer is None else None, kwargs)
+    reason = "training" if module.training else operator.fallback_reason(tensors, attention_mask if layer is None else None, kwargs)
     if reason is None and layer is not None:
         return operator.compute_paged(module, query, layer, kwargs), None
     if layer is not None and not layer.gathers:

@@ -2,7 +2,8 @@
 
 `cpu_attention`, `cpu_norm` and `cpu_router` leave a module where it is, with its weights. Once the model is loaded, each compares its
 kernel with the module on random tensors and replaces the module's computation where both agree. What a kernel cannot answer goes to the
-module's own class.
+module's own class, and so does every call in training mode: a checkpoint of activations then recomputes the very path, with gradients on or
+off.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class CpuForwardOperator(CpuOperator):
     def answer(self, module: nn.Module, *args: Any) -> Any:
         """Return what the module returns for `args`, or None for a call that is left to the module."""
         x = args[0] if len(args) == self.arguments else None
-        weight = module._parameters["weight"]
+        weight = module._parameters.get("weight")  # None while PEFT puts an adapted one in its place
         if (
             type(x) is not torch.Tensor
             or weight is None
@@ -150,7 +151,7 @@ def answered(cls: Any, method: str) -> type[nn.Module]:
     @functools.wraps(own)
     def asking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         operator = self.__dict__.get(OPERATOR)
-        if operator is not None and not kwargs and not torch.compiler.is_compiling():
+        if operator is not None and not kwargs and not self.training and not torch.compiler.is_compiling():
             answer = operator.answer(self, *args)
             if answer is not None:
                 return answer

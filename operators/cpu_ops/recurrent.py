@@ -361,7 +361,7 @@ def _with_operator(cls: Any) -> type[nn.Module]:
 
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        operator = None if torch.compiler.is_compiling() else self.__dict__.get(OPERATOR)
+        operator = None if self.training or torch.compiler.is_compiling() else self.__dict__.get(OPERATOR)
         # Accelerate's hooks bring the weights of children in place that only the family's own wrapper knows.
         hooked = operator is not None and any(hasattr(child, "_hf_hook") for child in self._modules.values())
         if operator is None or hooked:

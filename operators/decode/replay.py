@@ -54,7 +54,7 @@ class FrozenModel:
     2. Their memory is at the same addresses, and nothing has written to it since.
     3. No module has forward hooks.
     4. An attribute of a module that is None, or a tensor which a step reads as a constant, is still that.
-    5. A module of another library, such as an adapter, has the same attributes.
+    5. A module of another library, or of a class that derives from one's, such as an adapter, has the same attributes.
 
     `NativePrograms` compares the training flag, what a step reads of the configuration, and the thresholds of sparse experts by itself. Not
     noticed: attributes of the modules of PyTorch and transformers, and changes within lists, functions and objects that modules refer to.
@@ -79,7 +79,7 @@ class FrozenModel:
         of_others = [vars(module) for module in modules if not isinstance(module, Operator)]
         self._attributes += [(table, name, None) for table in of_others for name, value in table.items() if value is None]
         self._columns = tuple(zip(*self._attributes, strict=True))  # compared in every step, without a loop in Python
-        self._others = [(vars(module), dict(vars(module))) for module in modules if not is_library(type(module))]
+        self._others = [(vars(module), dict(vars(module))) for module in modules if not all(map(is_library, type(module).__mro__))]
         self.obstacle = "its modules have hooks" if self._hooked() else None
 
     def rely_on(self, constants: Iterable[torch.Tensor]) -> None:

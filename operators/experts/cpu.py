@@ -120,6 +120,18 @@ class CpuExperts:
         if observer is not None and acted is not None:
             observer(index, torch.from_numpy(acted))
 
+    def gradients(
+        self, gradient: torch.Tensor, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of `hidden_states` (T, H) and `top_k_weights` (T, K), from that of the output (T, H)."""
+        assert self.packed is not None, "a backward pass follows a forward pass"
+        tokens, index, weights = kernel_inputs(self.draft, hidden_states, top_k_index, top_k_weights)
+        of_tokens, of_weights = torch.empty_like(tokens), torch.empty_like(weights)
+        of_output = gradient.to("cpu", tokens.dtype).contiguous()
+        self.runtime.experts_gradient(self.packed, tokens, index, weights, of_output, of_tokens, of_weights)
+        device = hidden_states.device
+        return of_tokens.to(device, hidden_states.dtype), of_weights.to(device, top_k_weights.dtype)
+
     def load(self, weight_type: str, source: WeightSource, advance: Callable[[int], None], cache_dir: str | None = None) -> None:
         """Pack the experts from `source`, or map them from a file in `cache_dir`.
 

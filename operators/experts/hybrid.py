@@ -19,6 +19,7 @@ from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.base import Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts
 from moegraft.operators.experts.forecast import SharedSlots
@@ -163,7 +164,8 @@ class HybridExperts(Operator):
 
     Accumulates in float32 and returns the dtype of `hidden_states`. Ids of -1 and of `num_experts` are padded slots.
     float32 activations are computed in float32 whatever the weights; bfloat16 activations with bfloat16 weights use
-    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. For inference: a backward pass raises an error.
+    bfloat16 products; int8 and int4 weights quantise activations in groups of 32. Weights have no gradients; hidden states and routing
+    weights do, on the CPU.
     """
 
     name = "hybrid_experts"
@@ -216,6 +218,9 @@ class HybridExperts(Operator):
             )
         elif options.sparsity is not None:
             undivided = "sparsity is not supported where several processes hold the experts: remove it, or start one process"
+        untrained = "experts on GPUs have no gradients; set gpu: none" if gpu is not None else None
+        if options.sparsity is not None:
+            untrained = "neurons that sparsity leaves out have no gradients; remove it"
         on_gpu = gpu is not None and gpu.on_cuda
         return Traits(
             f"{options.weights} {options.sparsity}{f' {options.defer}' if options.defer else ''}",
@@ -224,6 +229,7 @@ class HybridExperts(Operator):
             sparsity=options.sparsity,
             replays_steps=options.decode != "eager",
             undivided=undivided,
+            untrained=untrained,
             decode_loss=f"decode steps add up to {options.defer} experts of a token to the next layer" if options.defer else None,
         )
 
@@ -307,6 +313,19 @@ class HybridExperts(Operator):
     def compute(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Compute the result of `forward` outside any PyTorch graph."""
         return self.backend.forward(hidden_states, top_k_index, top_k_weights)
+
+    def gradients(
+        self, gradient: torch.Tensor, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of `hidden_states` (T, H) and `top_k_weights` (T, K), from that of the output (T, H).
+
+        Raises:
+            UnsupportedModelError: sparsity, GPUs or other processes take part in the forward pass.
+        """
+        untrained = "experts in several processes have no gradients" if self._divided else self.traits(self.options).untrained
+        if untrained is not None:
+            raise UnsupportedModelError(f"{self.name} has no backward pass: {untrained}")
+        return self.on_cpu.gradients(gradient, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         layout = self.layout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import CheckpointError
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
@@ -96,7 +96,8 @@ class SparseExperts(Operator):
 
     @classmethod
     def traits(cls, options: SparseExpertsOptions) -> Traits:
-        return Traits(f"{options.sparsity}", devices=frozenset({options.gpu}), sparsity=options.sparsity)
+        untrained = "neurons that sparsity leaves out have no gradients; use hybrid_experts without it"
+        return Traits(f"{options.sparsity}", devices=frozenset({options.gpu}), sparsity=options.sparsity, untrained=untrained)
 
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -167,6 +168,13 @@ class SparseExperts(Operator):
         out = torch.empty_like(x)
         kernels.forward(x, arena, slots, top_k_weights.detach().to(device).contiguous(), out, drafting=self.sparsity.drafting)
         return out.to(hidden_states.device, hidden_states.dtype)
+
+    def gradients(self, *tensors: torch.Tensor) -> NoReturn:
+        """
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(f"{self.name} has no backward pass: {self.traits(self.options).untrained}")
 
     def _observe(self, kernels: SparseSlotExperts, arena: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
         assert self.sparsity.observer is not None, "called while there is an observer"

@@ -94,6 +94,21 @@ struct Call {
   ForwardArgs args;
 };
 
+// The gradients of a call's inputs, from values as those of its output.
+struct Gradients {
+  explicit Gradients(const Call& call, ActivationType activations = ActivationType::kFloat32)
+      : of_output(values(call.hidden.size(), 13)), of_hidden(call.hidden.size(), NAN), of_weights(call.ids.size(), NAN) {
+    const ForwardArgs& given = call.args;
+    args = {given.experts,    given.hidden_states, given.top_k_index, given.top_k_weights, of_output.data(),
+            of_hidden.data(), of_weights.data(),   activations,       given.tokens,        given.top_k};
+  }
+
+  std::vector<float> of_output;
+  std::vector<float> of_hidden;
+  std::vector<float> of_weights;
+  ExpertsGradientArgs args;
+};
+
 void sparse_paths(const std::string& isa) {
   Runtime runtime(3, isa);
   for (const WeightType type : kPlainTypes) {
@@ -131,6 +146,13 @@ void every_path(const std::string& isa) {
         Call call(*experts, tokens, 2);
         runtime.forward(call.args);
         for (const float value : call.out) expect(std::isfinite(value), "finite output");
+        if (plain || (gated && tokens == 13)) {  // scalar kernels take long to expand blocks of 256 columns without optimisation
+          Gradients gradients(call), halves(call, ActivationType::kBFloat16);
+          runtime.experts_gradient(gradients.args);
+          for (const auto* found : {&gradients.of_hidden, &gradients.of_weights})
+            for (const float value : *found) expect(std::isfinite(value), "finite gradients");
+          if (plain) runtime.experts_gradient(halves.args);
+        }
         call.args.activations =
             ActivationType::kBFloat16;  // the arrays are twice as long as needed when read as halves; only crashes matter here
         call.args.tokens = tokens;
@@ -150,6 +172,10 @@ void every_path(const std::string& isa) {
       const auto input = values(static_cast<std::size_t>(tokens) * cols, 3);
       std::vector<float> out(static_cast<std::size_t>(tokens) * 45);
       runtime.linear({&linear, input.data(), out.data(), ActivationType::kFloat32, tokens});
+      if (tokens == 1) continue;
+      std::vector<float> of_input(input.size(), NAN);
+      runtime.linear_gradient({&linear, out.data(), of_input.data(), ActivationType::kFloat32, tokens});
+      for (const float value : of_input) expect(std::isfinite(value), "finite gradients of a linear layer");
     }
   }
 }
@@ -572,6 +598,12 @@ void agrees_with_scalar(const std::string& isa) {
     vector.forward(call.args);
     scalar.forward(expected.args);
     expect_close(call.out, expected.out, limit, "experts");
+    if (experts.kind() == LayoutKind::kSparse) return;
+    Gradients gradients(call), expected_gradients(expected);
+    vector.experts_gradient(gradients.args);
+    scalar.experts_gradient(expected_gradients.args);
+    expect_close(gradients.of_hidden, expected_gradients.of_hidden, limit, "gradients of hidden states");
+    expect_close(gradients.of_weights, expected_gradients.of_weights, limit, "gradients of routing weights");
   };
   for (int index = 0; index < kWeightTypes; ++index) {
     const auto type = static_cast<WeightType>(index);

@@ -306,15 +306,6 @@ def test_ties_of_a_replaced_layer_are_gone(tmp_path: Path, inject: Inject) -> No
         assert error_of(injected, stock) <= 0.05
 
 
-def test_a_backward_pass_is_refused_and_a_forward_pass_is_not(stock: PreTrainedModel, inject: Inject) -> None:
-    """Without the experts' gradient training would go on and learn nonsense."""
-    injected = inject(copy.deepcopy(stock)).train()
-    loss = injected(IDS, labels=IDS).loss
-    torch.testing.assert_close(loss, stock(IDS, labels=IDS).loss)
-    with pytest.raises(UnsupportedModelError, match="no gradient"):
-        loss.backward()
-
-
 def test_dtype_of_a_model_can_be_changed(stock: PreTrainedModel, folder: Path, inject: Inject) -> None:
     injected = inject(folder)
     for dtype, tolerance in ((torch.float64, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.1), (torch.float32, 0.1)):

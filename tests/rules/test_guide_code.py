@@ -98,6 +98,8 @@ RUN_ELSEWHERE = ("operator", "with Ray")  # here, and in the tests of replicas
 
 @pytest.mark.parametrize("block", [block for block in blocks("python") if block.mark not in RUN_ELSEWHERE], ids=lambda block: block.place)
 def test_the_python_of_the_pages_runs(block: Any, installed: Path) -> None:
+    if "peft" in block.text:
+        pytest.importorskip("peft", reason="PEFT is not installed (the extra `train`)")
     (installed / "mine.yaml").write_text("extends: cpu\n")
     exec(compile(block.text.replace("path/or/hub-id", demo_path().as_posix()), block.place, "exec"), {"__name__": "a page"})
 

@@ -145,6 +145,13 @@ void attention(Runtime& runtime, const AttentionCall& call);
 void paged_attention(Runtime& runtime, const PagedAttentionCall& call);
 void matmul(Runtime& runtime, const pybind11::array& a, const pybind11::array& b, const pybind11::array& out);
 void linear(Runtime& runtime, const PackedLinear& linear, pybind11::handle x, pybind11::handle out);
+void linear_gradient(Runtime& runtime, const PackedLinear& linear, pybind11::handle gradient, pybind11::handle out);
+
+// The arguments of Runtime.experts_gradient.
+struct ExpertsGradientCall {
+  pybind11::handle hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients;
+};
+void experts_gradient(Runtime& runtime, const PackedExperts& experts, const ExpertsGradientCall& call);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out,
           pybind11::handle gate_or_none);
 

@@ -187,6 +187,16 @@ void bind_runtime(py::module_& module) {
       .def("wait", "ticket", &PyRuntime::wait)
       .def("linear", "linear, x, out",
            [](PyRuntime& self, const PackedLinear& packed, py::handle x, py::handle out) { linear(self.get(), packed, x, out); })
+      .def("linear_gradient", "linear, gradient, out",
+           [](PyRuntime& self, const PackedLinear& packed, py::handle gradient, py::handle out) {
+             linear_gradient(self.get(), packed, gradient, out);
+           })
+      .def("experts_gradient", "experts, hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients",
+           [](PyRuntime& self, const PyExperts& packed, py::handle hidden_states, py::handle top_k_index, py::handle top_k_weights,
+              py::handle gradient, py::handle hidden_gradient, py::handle weight_gradients) {
+             experts_gradient(self.get(), *packed.experts,
+                              {hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients});
+           })
       .def("norm", "norm, x, weight, out, gate=None",
            [](PyRuntime& self, const PyNorm& spec, py::handle x, py::handle weight, py::handle out, py::handle gate) {
              norm(self.get(), spec, x, weight, out, gate);

@@ -106,6 +106,54 @@ void linear(Runtime& runtime, const PackedLinear& linear, py::handle x, py::hand
   runtime.linear(args);
 }
 
+void linear_gradient(Runtime& runtime, const PackedLinear& linear, py::handle gradient, py::handle out) {
+  const TensorView given(gradient, "gradient"), output(out, "out");
+  const ActivationType type = given.float_type();
+  const std::int64_t tokens = given.rows(linear.rows());
+  output.require_float(type);
+  output.require_rows_of(given, linear.cols());
+  output.require_writable();
+  const LinearArgs args = {&linear, given.data(), output.data(), type, tokens};
+  py::gil_scoped_release release;
+  runtime.linear_gradient(args);
+}
+
+void experts_gradient(Runtime& runtime, const PackedExperts& experts, const ExpertsGradientCall& call) {
+  if (experts.kind() == LayoutKind::kSparse)
+    raise_value_error("experts_gradient: expected experts in the dense layout, found the sparse one");
+  const TensorView x(call.hidden_states, "hidden_states"), index(call.top_k_index, "top_k_index"),
+      weights(call.top_k_weights, "top_k_weights");
+  const TensorView gradient(call.gradient, "gradient"), hidden_gradient(call.hidden_gradient, "hidden_gradient");
+  const TensorView weight_gradients(call.weight_gradients, "weight_gradients");
+  const ActivationType type = x.float_type();
+  const std::int64_t hidden = experts.shape().hidden, tokens = x.rows(hidden);
+  index.require_int64();
+  const std::int64_t top_k = index.dims() == 2 ? index.shape(1) : 0;
+  index.require_shape({tokens, top_k});
+  for (const TensorView* each : {&weights, &weight_gradients}) {
+    each->require_float(ActivationType::kFloat32);
+    each->require_shape({tokens, top_k});
+  }
+  for (const TensorView* each : {&x, &gradient, &hidden_gradient}) {
+    each->require_float(type);
+    each->require_shape({tokens, hidden});
+  }
+  hidden_gradient.require_writable();
+  weight_gradients.require_writable();
+  const ExpertsGradientArgs args = {&experts,
+                                    x.data(),
+                                    reinterpret_cast<const std::int64_t*>(index.data()),
+                                    reinterpret_cast<const float*>(weights.data()),
+                                    gradient.data(),
+                                    hidden_gradient.data(),
+                                    reinterpret_cast<float*>(weight_gradients.data()),
+                                    type,
+                                    tokens,
+                                    static_cast<int>(top_k)};
+  py::gil_scoped_release release;
+  runtime.experts_gradient(args);
+}
+
 void norm(Runtime& runtime, const PyNorm& norm, py::handle x, py::handle weight_or_none, py::handle out, py::handle gate_or_none) {
   const TensorView input(x, "x"), output(out, "out");
   input.require_float(norm.type);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "attention/attention.h"
+#include "experts/gradient.h"
 #include "experts/job.h"
 #include "ops/linear.h"
 #include "sparse/job.h"
@@ -14,6 +15,7 @@ namespace moegraft {
 namespace {
 
 constexpr int kPassTokens = 2048;  // of a pass: limits scratch memory; this many tokens already make a pass compute-bound
+constexpr int kGradientElements = 1 << 26;  // of a linear layer's output in a pass of its gradients, which are kept as records
 constexpr int kSparsePassTokens = 512;  // whose sums are kept for each expert
 
 void check_packed(const PackedExperts& experts, const std::vector<Segment>& segments) {
@@ -75,6 +77,41 @@ void Engine::linear(const LinearArgs& args, const OpenMp* shared) {
     std::byte* const out = static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first);
     job.prepare({static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first), &out, tokens},
                 {&records_, private_.data()});
+    pool_.run(job, shared);
+  }
+}
+
+void Engine::experts_gradient(const ExpertsGradientArgs& args, const OpenMp* shared) {
+  const PackedExperts& experts = *args.experts;
+  const std::size_t row_bytes = element_bytes(args.activations) * static_cast<std::size_t>(experts.shape().hidden);
+  std::fill_n(args.weight_gradients, args.tokens * args.top_k, 0.0f);
+  ExpertsGradientJob job(kernels_, experts, args.activations, pool_.threads(),
+                         {&encode_phase_, &neurons_phase_, &rows_phase_, &sums_phase_});
+  for (std::int64_t first = 0; first < args.tokens; first += kPassTokens) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(kPassTokens, args.tokens - first));
+    const std::size_t slot = static_cast<std::size_t>(first) * static_cast<std::size_t>(args.top_k);
+    const std::size_t offset = row_bytes * static_cast<std::size_t>(first);
+    routing_.group({args.top_k_index + slot, args.top_k_weights + slot, tokens, args.top_k}, experts.shape().num_experts,
+                   job.segment_pairs(), static_cast<int>(first));
+    check_packed(experts, routing_.segments());
+    job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<const std::byte*>(args.gradient) + offset,
+                 static_cast<std::byte*>(args.hidden_gradient) + offset, args.weight_gradients + slot, tokens, &routing_},
+                {&records_, &lanes_, &neurons_, private_.data()});
+    pool_.run(job, shared);
+    job.finish();
+  }
+}
+
+void Engine::linear_gradient(const LinearArgs& args, const OpenMp* shared) {
+  if (!args.linear->packed()) throw std::invalid_argument("linear_gradient is used before the weights were packed");
+  const std::size_t in_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->rows());
+  const std::size_t out_bytes = element_bytes(args.activations) * static_cast<std::size_t>(args.linear->cols());
+  LinearGradientJob job(kernels_, *args.linear, args.activations, pool_.threads(), encode_phase_, rows_phase_);
+  const int pass_tokens = std::clamp(kGradientElements / args.linear->rows(), 1, kPassTokens);
+  for (std::int64_t first = 0; first < args.tokens; first += pass_tokens) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(pass_tokens, args.tokens - first));
+    job.prepare(static_cast<const std::byte*>(args.input) + in_bytes * static_cast<std::size_t>(first),
+                static_cast<std::byte*>(args.out) + out_bytes * static_cast<std::size_t>(first), tokens, records_, lanes_, private_.data());
     pool_.run(job, shared);
   }
 }

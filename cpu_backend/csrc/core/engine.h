@@ -40,6 +40,20 @@ struct LinearArgs {
   std::int64_t tokens;
 };
 
+// The gradients of a forward pass's inputs, given that of its output.
+struct ExpertsGradientArgs {
+  const PackedExperts* experts;       // in the dense layout
+  const void* hidden_states;          // (tokens, hidden)
+  const std::int64_t* top_k_index;    // (tokens, top_k)
+  const float* top_k_weights;         // (tokens, top_k)
+  const void* gradient;               // (tokens, hidden)
+  void* hidden_gradient;              // (tokens, hidden)
+  float* weight_gradients;            // (tokens, top_k)
+  ActivationType activations;         // of all (tokens, hidden)
+  std::int64_t tokens;
+  int top_k;
+};
+
 // Scratch memory is kept between calls and grows to the largest batch so far.
 class Engine {
  public:
@@ -48,6 +62,8 @@ class Engine {
   // `shared`: the OpenMP library that the calling thread belongs to, or null. All throw std::invalid_argument and std::bad_alloc.
   void forward(const ForwardArgs& args, const OpenMp* shared);
   void linear(const LinearArgs& args, const OpenMp* shared);
+  void experts_gradient(const ExpertsGradientArgs& args, const OpenMp* shared);
+  void linear_gradient(const LinearArgs& args, const OpenMp* shared);  // of (tokens, rows) -> (tokens, cols)
   void attention(const AttentionArgs& args, const OpenMp* shared);
   void matmul(const MatmulArgs& args, const OpenMp* shared);
   void norm(const NormArgs& args, const OpenMp* shared);

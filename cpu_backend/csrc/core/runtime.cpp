@@ -72,6 +72,18 @@ void Runtime::linear(const LinearArgs& args) {
   engine_->linear(args, openmp_);
 }
 
+void Runtime::linear_gradient(const LinearArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->linear_gradient(args, openmp_);
+}
+
+void Runtime::experts_gradient(const ExpertsGradientArgs& args) {
+  check_process();
+  const std::lock_guard<std::mutex> lock(engine_mutex_);
+  engine_->experts_gradient(args, openmp_);
+}
+
 void Runtime::attention(const AttentionArgs& args) {
   check_process();
   const std::lock_guard<std::mutex> lock(engine_mutex_);

@@ -45,6 +45,8 @@ class Runtime {
   void forward(const ForwardArgs& args) { forward(args, openmp_); }
   void forward_on_own_threads(const ForwardArgs& args) { forward(args, nullptr); }
   void linear(const LinearArgs& args);
+  void experts_gradient(const ExpertsGradientArgs& args);
+  void linear_gradient(const LinearArgs& args);
   void attention(const AttentionArgs& args);
   void matmul(const MatmulArgs& args);
   void norm(const NormArgs& args);

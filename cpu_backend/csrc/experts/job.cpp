@@ -42,16 +42,10 @@ ExpertsJob::ExpertsJob(const Kernels& kernels, const PackedExperts& experts, Act
       phases_(phases),
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
-      hidden_words_(static_cast<std::size_t>(hidden_groups_) * group_words(format_)),
-      matrix_words_(static_cast<std::size_t>(hidden_groups_) * group_words(kernels.matrix.records_of(format_))),
+      hidden_(kernels, format_, hidden_groups_),
       starts_(static_cast<std::size_t>(workers)) {}
 
-int ExpertsJob::segment_pairs() const {
-  const bool by_matrix = kernels_.matrix.serves(format_, kNeverMatrix - 1);
-  const std::size_t fitting = by_matrix ? kernels_.matrix.segment_bytes / (matrix_words_ * 4) : kSegmentBytes / (hidden_words_ * 4);
-  const int tile = by_matrix ? kernels_.matrix.tile_tokens : kernels_.max_tokens[static_cast<int>(format_)];
-  return std::max(1, static_cast<int>(fitting) / tile) * tile;
-}
+int ExpertsJob::segment_pairs() const { return moegraft::segment_pairs(kernels_, format_, hidden_groups_); }
 
 SegmentProduct ExpertsJob::gate_up_of(const Segment& segment) const {
   return {kernels_, experts_.types().gate_up, format_, hidden_groups_, segment.pairs};
@@ -61,24 +55,18 @@ SegmentProduct ExpertsJob::down_of(const Segment& segment) const {
   return {kernels_, experts_.types().down, down_format_, neuron_groups_, segment.pairs};
 }
 
-// Records in format_ come first, then those for the matrix kernel; where both are the same, once.
-Records ExpertsJob::records_for(const SegmentProduct& product) const {
-  const auto* words = reinterpret_cast<const std::uint32_t*>(scratch_.records->data());
-  if (product.records() != format_ && by_tiles_) words += whole_lines(static_cast<std::size_t>(batch_.tokens) * hidden_words_);
-  return {words, product.record_words(), product.group_words()};
-}
-
 void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
   batch_ = batch;
   scratch_ = scratch;
   const std::size_t tokens = static_cast<std::size_t>(batch.tokens);
-  by_tiles_ = by_matrix_ = uses_matrix_ = false;
+  hidden_.begin(batch.tokens);
+  uses_matrix_ = false;
   gathered_words_ = rows_ = 0;
   std::size_t neuron_words = 0;
   neuron_starts_.clear();
   for (const Segment& segment : batch.routing->segments()) {
     const SegmentProduct product = gate_up_of(segment), down = down_of(segment);
-    (product.records() == format_ ? by_tiles_ : by_matrix_) = true;
+    hidden_.serve(product);
     uses_matrix_ = uses_matrix_ || product.by_matrix() || down.by_matrix();
     gathered_words_ = std::max(gathered_words_, product.words());
     rows_ = std::max(rows_, static_cast<std::size_t>(std::max(product.rows(), down.rows())));
@@ -86,7 +74,8 @@ void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratc
     neuron_words += whole_lines(down.words());
   }
   unit_blocks_ = std::clamp(layout_.down_blocks / (workers_ * kUnitsPerWorker), 1, kMaxUnitBlocks);
-  scratch.records->reserve(((by_tiles_ ? whole_lines(tokens * hidden_words_) : 0) + (by_matrix_ ? tokens * matrix_words_ : 0)) * 4);
+  scratch.records->reserve(hidden_.words() * 4);
+  hidden_.place(reinterpret_cast<std::uint32_t*>(scratch.records->data()));
   scratch.neurons->reserve(neuron_words * 4);
   const std::size_t sums =
       std::max(tokens * static_cast<std::size_t>(unit_blocks_) * kBlockRows, static_cast<std::size_t>(hidden_groups_) * kGroup);
@@ -144,16 +133,7 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
   kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.sums,
                  hidden);
   std::memset(mine.sums + hidden, 0, sizeof(float) * static_cast<std::size_t>(padded - hidden));
-  auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data());
-  const auto encode = [&](Format format, std::size_t words) {
-    kernels_.encode[static_cast<int>(format)](mine.sums, hidden_groups_, records + static_cast<std::size_t>(token) * words,
-                                              static_cast<std::size_t>(group_words(format)));
-  };
-  if (by_tiles_) {
-    encode(format_, hidden_words_);
-    records += whole_lines(static_cast<std::size_t>(batch_.tokens) * hidden_words_);
-  }
-  if (by_matrix_) encode(kernels_.matrix.records_of(format_), matrix_words_);
+  hidden_.encode(token, mine.sums);
 }
 
 void ExpertsJob::compute_neurons(int unit, Worker& mine) {
@@ -170,7 +150,7 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const int present = std::min(kGroup, shape.intermediate - group * kGroup);
   const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
   const SegmentProduct product = gate_up_of(segment);
-  const Records hidden = records_for(product);
+  const Records hidden = hidden_.of(product);
   const std::uint32_t* records = mine.gathered;
   if (segment.pairs == 1 && !product.by_matrix()) records = hidden.of(pairs->token);  // read in place
   else if (mine.gathered_segment != segment_index) product.gather(hidden, pairs, mine.gathered), mine.gathered_segment = segment_index;
@@ -189,16 +169,10 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   const SegmentProduct down = down_of(segment);
   auto* neuron_records =
       reinterpret_cast<std::uint32_t*>(scratch_.neurons->data()) + neuron_starts_[static_cast<std::size_t>(segment_index)];
-  for (int i = 0; i < down.tiling().count(); ++i) {
-    const Tile tile = down.tiling()[i];
-    std::uint32_t* words = neuron_records + down.tile_start(i) + down.group_stride(i) * static_cast<std::size_t>(group);
-    for (int token = 0; token < tile.tokens; ++token, words += down.group_words()) {
-      float* neurons = mine.neurons + (tile.first + token) * kBlockRows;
-      // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
-      if (present < kGroup) std::memset(neurons + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
-      kernels_.encode[static_cast<int>(down.records())](neurons, 1, words, 0);
-    }
-  }
+  // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
+  for (int i = 0; i < segment.pairs && present < kGroup; ++i)
+    std::memset(mine.neurons + i * kBlockRows + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
+  down.encode(mine.neurons, group, neuron_records);
 }
 
 void ExpertsJob::compute_rows(int unit, Worker& mine) {

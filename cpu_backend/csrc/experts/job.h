@@ -61,7 +61,6 @@ class ExpertsJob final : public Job {
   struct Worker;  // one worker's view of its private scratch
   SegmentProduct gate_up_of(const Segment& segment) const;
   SegmentProduct down_of(const Segment& segment) const;
-  Records records_for(const SegmentProduct& product) const;
   void encode_token(int token, Worker& mine);
   void compute_neurons(int unit, Worker& mine);
   void compute_rows(int unit, Worker& mine);
@@ -76,12 +75,9 @@ class ExpertsJob final : public Job {
   const ExpertsPhases phases_;
   const int hidden_groups_;
   const int neuron_groups_;
-  const std::size_t hidden_words_;  // of a token's record in format_
-  const std::size_t matrix_words_;  // of its record for the matrix kernel
+  TokenRecords hidden_;
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
-  bool by_tiles_ = true;  // whether any segment of the pass needs records in format_,
-  bool by_matrix_ = false;  // or for the matrix kernel
   bool uses_matrix_ = false;  // in either phase
   std::vector<std::size_t> neuron_starts_;  // of each segment, words
   std::size_t gathered_words_ = 0;  // of the longest segment

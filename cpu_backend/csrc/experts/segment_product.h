@@ -2,6 +2,7 @@
 // it without knowing which: it determines how the tokens' records are stored and where each token's result is.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -41,6 +42,21 @@ class SegmentProduct {
   // Rows of the result: those of a tile's tokens begin at first_row.
   int rows() const { return by_matrix_ ? tiling_.count() * kernels_.matrix.tile_tokens : tokens_; }
   int first_row(int tile) const { return by_matrix_ ? tile * kernels_.matrix.tile_tokens : tiling_[tile].first; }
+  int row_of(int token) const {
+    const int tile = tiling_.index_of(token);
+    return first_row(tile) + token - tiling_[tile].first;
+  }
+
+  // Writes a group of all tokens' records from values (tokens, 32).
+  void encode(const float* values, int group, std::uint32_t* records) const {
+    const auto encode_group = kernels_.encode[static_cast<int>(this->records())];
+    for (int index = 0; index < tiling_.count(); ++index) {
+      const Tile tile = tiling_[index];
+      std::uint32_t* words = records + tile_start(index) + group_stride(index) * static_cast<std::size_t>(group);
+      for (int i = 0; i < tile.tokens; ++i, words += group_words())
+        encode_group(values + static_cast<std::size_t>(tile.first + i) * kBlockRows, 1, words, 0);
+    }
+  }
 
   // From the records of all tokens of a pass, in the form of records().
   void gather(const Records& all, const Pair* pairs, std::uint32_t* target) const {
@@ -96,6 +112,54 @@ class SegmentProduct {
   const int tokens_;
   const bool by_matrix_;
   const Tiling tiling_;
+};
+
+// The most pairs of a segment, whose activations stay in a core's cache.
+inline int segment_pairs(const Kernels& kernels, Format format, int groups) {
+  const bool by_matrix = kernels.matrix.serves(format, kNeverMatrix - 1);
+  const auto words =
+      static_cast<std::size_t>(groups) * static_cast<std::size_t>(group_words(by_matrix ? kernels.matrix.records_of(format) : format));
+  const int tile = by_matrix ? kernels.matrix.tile_tokens : kernels.max_tokens[static_cast<int>(format)];
+  return std::max(1, static_cast<int>((by_matrix ? kernels.matrix.segment_bytes : kSegmentBytes) / (words * 4)) / tile) * tile;
+}
+
+// The tokens of a pass as records for the products of its segments with one matrix: in the format of the tiles, and in that of the matrix
+// kernel, as far as any segment needs them.
+class TokenRecords {
+ public:
+  TokenRecords(const Kernels& kernels, Format format, int groups) : kernels_(kernels), format_(format), groups_(groups) {}
+
+  void begin(int tokens) { tokens_ = tokens, by_tiles_ = by_matrix_ = false; }
+  void serve(const SegmentProduct& product) { (product.records() == format_ ? by_tiles_ : by_matrix_) = true; }
+  std::size_t words() const { return tile_words() + (by_matrix_ ? record_words(matrix_format()) * static_cast<std::size_t>(tokens_) : 0); }
+  void place(std::uint32_t* words) { words_ = words; }
+  void encode(int token, const float* values) const {
+    const auto encode_as = [&](Format format, std::uint32_t* records) {
+      kernels_.encode[static_cast<int>(format)](values, groups_, records + record_words(format) * static_cast<std::size_t>(token),
+                                                static_cast<std::size_t>(group_words(format)));
+    };
+    if (by_tiles_) encode_as(format_, words_);
+    if (by_matrix_) encode_as(matrix_format(), words_ + tile_words());
+  }
+  Records of(const SegmentProduct& product) const {
+    return {words_ + (product.records() == format_ ? 0 : tile_words()), product.record_words(), product.group_words()};
+  }
+
+ private:
+  Format matrix_format() const { return kernels_.matrix.records_of(format_); }
+  std::size_t record_words(Format format) const {
+    return static_cast<std::size_t>(groups_) * static_cast<std::size_t>(group_words(format));
+  }
+  std::size_t tile_words() const {
+    return by_tiles_ ? (record_words(format_) * static_cast<std::size_t>(tokens_) + 15) / 16 * 16 : 0;  // in whole lines
+  }
+
+  const Kernels& kernels_;
+  const Format format_;
+  const int groups_;
+  int tokens_ = 0;
+  bool by_tiles_ = false, by_matrix_ = false;
+  std::uint32_t* words_ = nullptr;
 };
 
 // Prepares a thread for the products of a job, where any of them is the matrix kernel's.

@@ -259,6 +259,8 @@ def test_a_projection_in_two_tensors_is_kept(
     held = torch.from_numpy(np.concatenate([part.reshape(2, -1, 256) for part in of_gates], axis=1).reshape(-1, 256))
     limit = 0.01 if qkv is BlockType.F32 else 1e-6
     assert float((weight_of(projection) - held).abs().max()) <= limit * float(held.abs().max())
+    given = torch.randn(5, len(held))
+    assert float((projection.gradient(given) - given @ held).norm() / (given @ held).norm()) < 0.02
     (swap,) = (swap for swap in optimize_and_load(folder, rules, gguf=folder, dry_run=True).swaps if swap.module.endswith("qkvz"))
     parts = [PackedLinear(int(rows or 576), 256, kind) for kind, _, rows in (part.partition(":") for part in weights.split("+"))]
     assert swap.weight_type == weights and swap.footprint.by_device == {"cpu": sum(part.nbytes for part in parts)}
@@ -295,6 +297,9 @@ def test_columns_in_another_order_are_kept_and_the_inputs_reordered(
     with torch.no_grad():
         expected = x @ weight.T
         assert float((out(x) - expected).norm() / expected.norm()) < 0.02  # activations of 8 bits
+    given = torch.randn(2, 3, weight.shape[0])
+    returned = given @ weight.detach()
+    assert float((out.gradient(given) - returned).norm() / returned.norm()) < 0.02
     with caplog.at_level("DEBUG", logger="moegraft.operators.decode"):
         load(folder, "cpu").generate(prompt(8), max_new_tokens=12, do_sample=False)
     (message,) = (message for message in caplog.messages if message.startswith("decode steps are native programs: "))

@@ -16,6 +16,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
+from moegraft.operators.thresholds import SparsityOptions
 
 EXPERTS, HIDDEN, TOKENS, TOP_K = 5, 64, 6, 2
 
@@ -104,33 +105,62 @@ def test_wrong_inputs_are_named(experts: Operator, change: object, message: str)
         experts(*change(*inputs()))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("wanting", [0, 2], ids=["hidden_states", "top_k_weights"])
-def test_a_gradient_of_experts_is_refused(experts: Operator, wanting: int) -> None:
-    given = inputs()
-    given[wanting].requires_grad_()
-    out = experts(*given)
-    torch.testing.assert_close(out, experts(*inputs()))
-    with pytest.raises(UnsupportedModelError, match="no gradient"):
-        out.sum().backward()
-    with torch.no_grad():
-        assert not experts(*given).requires_grad
+@pytest.mark.parametrize("wanting", [(0,), (2,), (0, 2)], ids=["hidden_states", "top_k_weights", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gradients_of_experts_are_those_of_the_stock_module(
+    stock: Qwen3MoeExperts, experts: Operator, wanting: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    found, expected = [], []
+    for module, grads, kind in ((experts, found, dtype), (stock, expected, torch.float32)):
+        hidden, index, weights = inputs()
+        given = hidden.to(kind), index, weights.to(kind)
+        for place in wanting:
+            given[place].requires_grad_()
+        out = module(*given)
+        assert out.dtype == kind
+        (out * torch.arange(HIDDEN).to(kind).sin()).sum().backward()
+        grads += [given[place].grad for place in wanting]
+        assert all(given[place].grad.dtype == kind for place in wanting)
+        with torch.no_grad():
+            assert not module(*given).requires_grad
+    limit = 0.02 if dtype == torch.bfloat16 else 1e-5
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours.float() - theirs).norm()) <= limit * float(theirs.norm())
 
 
-def test_a_gradient_of_a_linear_is_refused(linear: Operator) -> None:
-    x = torch.randn(2, 3, HIDDEN, requires_grad=True)
-    with pytest.raises(UnsupportedModelError, match="no gradient"):
-        linear(x).sum().backward()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_linear_is_that_of_its_weight(linear: Operator, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, HIDDEN).to(dtype).requires_grad_()
+    linear(x).square().sum().backward()
+    assert isinstance(linear, QuantizedLinear) and x.grad is not None and x.grad.dtype == dtype
+    weight = torch.from_numpy(linear._packed[0].unpack())
+    expected = 2 * linear(x).detach().float() @ weight
+    assert float((x.grad.float() - expected).norm()) <= 0.01 * float(expected.norm())
 
 
-def test_a_graph_traced_with_gradients_on_runs_forward(experts: Operator, linear: Operator) -> None:
-    """A loaded model's parameters require gradients, and a caller may compile without torch.no_grad."""
+def test_a_graph_traced_with_gradients_on_has_them(experts: Operator, linear: Operator) -> None:
+    grads = []
+    for call in (torch.compile(lambda *given: linear(experts(*given)), fullgraph=True, backend="aot_eager"), None):
+        hidden, index, weights = inputs()
+        hidden.requires_grad_()
+        out = linear(experts(hidden, index, weights)) if call is None else call(hidden, index, weights)
+        out.square().sum().backward()
+        grads.append(hidden.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [HybridExpertsOptions(sparsity=SparsityOptions(0.5, "routed")), HybridExpertsOptions(gpu="auto")],
+    ids=["sparsity", "gpu"],
+)
+def test_operators_without_a_backward_pass_refuse_it(stock: Qwen3MoeExperts, options: HybridExpertsOptions) -> None:
+    """Training mode is refused by the model; a frozen one may still be differentiated."""
+    operator = built(HybridExperts, stock, options)
     hidden, index, weights = inputs()
     hidden.requires_grad_()
-    compiled = torch.compile(lambda *given: linear(experts(*given)), fullgraph=True, backend="aot_eager")
-    out = compiled(hidden, index, weights)
-    torch.testing.assert_close(out, linear(experts(hidden, index, weights)))
-    with pytest.raises(UnsupportedModelError, match="no gradient"):
-        out.sum().backward()
+    with pytest.raises(UnsupportedModelError, match=r"hybrid_experts has no backward pass: .* no gradients"):
+        operator(hidden, index, weights).sum().backward()
 
 
 def test_the_default_device_has_no_effect(experts: Operator, linear: Operator) -> None:

@@ -1,0 +1,160 @@
+"""What does training beside packed experts cost, and does it learn as beside the stock model?
+
+    python benchmarks/training.py                 # a layer of experts of Qwen3-30B-A3B's shapes; two minutes on two cores
+    python benchmarks/training.py --parts loss    # 200 steps of LoRA on the bundled model; needs peft; three minutes
+
+- layer (`results/training.csv`): forward plus backward of one layer's frozen experts, with the gradients of hidden states and routing
+  weights, as adapters of attention and router need them; beside transformers with bfloat16 weights. `ratio` is the median over rounds of
+  tokens/s over those of transformers with `grouped_mm`; `cosine` compares the gradients of hidden states with its.
+- loss (`results/training_loss.csv`): AdamW on LoRA of all linear layers, on Tiny Shakespeare but for its last tenth, whose loss is measured
+  before and after. The same batches and the same adapters at the start, beside the stock model in bfloat16. The bundled model was trained
+  on this text: the curves are to be equal, and hardly fall.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_experts import HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, draw_weights, pack, routings, stock
+from harness.record import Recorder, parser
+from harness.rounds import alternate, median_ratio, percentiles
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.demo import demo_path
+from moegraft.operators.context import InjectionContext
+from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
+
+TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
+BASE = "transformers-grouped_mm"
+WEIGHT_TYPES = ("bfloat16", "int8", "int4")
+LENGTH, BATCH, STEPS, SHOWN, HELD_BATCHES = 128, 4, 200, 10, 16
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def operator(weights: dict[str, torch.Tensor], weight_type: str) -> HybridExperts:
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=NUM_EXPERTS))
+    made = HybridExperts.build(module, HybridExpertsOptions(weights=weight_type), InjectionContext(torch.bfloat16))  # type: ignore[arg-type]
+    made.on_cpu.packed = pack(weights, weight_type)[0]
+    return made
+
+
+def layer(tokens: int, rounds: int) -> Iterator[dict[str, object]]:
+    weights = draw_weights()
+    experts: dict[tuple[str, str], Experts] = {(each.name, "bfloat16"): each.run for each in stock(weights, torch.get_num_threads())}
+    sizes = dict.fromkeys(experts, 3 * HIDDEN * INTERMEDIATE * NUM_EXPERTS * 2)
+    for weight_type in WEIGHT_TYPES:
+        made = operator(weights, weight_type)
+        experts["moegraft", weight_type] = made
+        assert made.on_cpu.packed is not None
+        sizes["moegraft", weight_type] = made.on_cpu.packed.nbytes
+    hidden = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    index, routing = next(routings(tokens, 1))
+    gradient = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found: dict[tuple[str, str], torch.Tensor] = {}
+
+    def step(name: tuple[str, str]) -> tuple[float, float]:
+        x, share = hidden.clone().requires_grad_(), routing.clone().requires_grad_()
+        start = time.perf_counter()
+        out = experts[name](x, index, share)
+        between = time.perf_counter()
+        out.backward(gradient)
+        end = time.perf_counter()
+        assert x.grad is not None and share.grad is not None
+        found[name] = x.grad
+        return between - start, end - between
+
+    def measure(name: tuple[str, str]) -> Callable[[], tuple[float, float]]:
+        return lambda: step(name)
+
+    taken = alternate({name: measure(name) for name in experts}, rounds)
+    rates = {name: [tokens / sum(each) for each in parts] for name, parts in taken.items()}
+    base = BASE, "bfloat16"
+    for name, parts in taken.items():
+        cosine = torch.nn.functional.cosine_similarity(found[name].double().flatten(), found[base].double().flatten(), 0)
+        yield {
+            "provider": name[0],
+            "weights": name[1],
+            "tokens": tokens,
+            "experts": NUM_EXPERTS,
+            "top_k": TOP_K,
+            "threads": torch.get_num_threads(),
+            "weight_gb": round(sizes[name] / 1e9, 3),
+            **percentiles([1e3 * sum(each) for each in parts], "ms", 1),
+            "forward_ms": round(1e3 * sorted(each[0] for each in parts)[len(parts) // 2], 1),
+            "backward_ms": round(1e3 * sorted(each[1] for each in parts)[len(parts) // 2], 1),
+            "tokens_s": round(sorted(rates[name])[len(parts) // 2], 1),
+            "ratio": round(median_ratio(rates[name], rates[base]), 3),
+            "cosine": round(float(cosine), 6),
+        }
+
+
+def adapted(name: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    from moegraft.injection.lora import lora_config
+
+    options: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    torch.manual_seed(7)
+    if name == BASE:
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.bfloat16), LoraConfig(**options))
+    model = optimize_and_load(demo_path(), name.removeprefix("moegraft-"), dtype=torch.bfloat16, progress=False)
+    return get_peft_model(model, lora_config(model, **options))
+
+
+def loss(steps: int) -> Iterator[dict[str, object]]:
+    data = AutoTokenizer.from_pretrained(demo_path())(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    kept = len(data) * 9 // 10
+
+    def batch(number: int, first: int, end: int) -> torch.Tensor:
+        places = torch.randint(first, end - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(number))
+        return torch.stack([data[place : place + LENGTH] for place in places.tolist()])
+
+    def held(model: Any) -> float:
+        model.eval()
+        with torch.no_grad():
+            batches = (batch(10**6 + number, kept, len(data)) for number in range(HELD_BATCHES))
+            return sum(float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in batches) / HELD_BATCHES
+
+    for name in (BASE, "moegraft-train"):
+        model = adapted(name)
+        before = held(model)
+        model.train()
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dtype == torch.float32]
+        optimizer = torch.optim.AdamW(learned, lr=1e-3)
+        losses = []
+        for number in range(1, steps + 1):
+            ids = batch(number, 0, kept)
+            found = model(input_ids=ids, labels=ids, use_cache=False).loss
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(found.item())
+            if number % SHOWN == 0:
+                yield {"provider": name, "step": number, "loss": round(sum(losses[-SHOWN:]) / SHOWN, 4)}
+        yield {"provider": name, "step": steps, "held_before": round(before, 4), "held_after": round(held(model), 4)}
+
+
+def main() -> None:
+    options = parser(__doc__, tokens=2048, rounds=8)
+    options.add_argument("--parts", nargs="+", choices=["layer", "loss"], default=["layer"])
+    options.add_argument("--steps", type=int, default=STEPS, help="of the part `loss`")
+    given = options.parse_args()
+    if "layer" in given.parts:
+        recorder = Recorder("training", write=given.write)
+        for row in layer(given.tokens, given.rounds):
+            recorder.add(row)
+    if "loss" in given.parts:
+        recorder = Recorder("training_loss", ("torch", "transformers", "peft"), write=given.write)
+        for row in loss(given.steps):
+            recorder.add(row)
+
+
+if __name__ == "__main__":
+    main()
