@@ -6,7 +6,7 @@ import copy
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +59,18 @@ class Server:
 
 @contextmanager
 def serving(
-    loaded: LoadedModel, limits: Limits | None = None, key: str | None = None, hosts: Collection[str] | None = None, most: int = 200
+    loaded: LoadedModel,
+    limits: Limits | None = None,
+    key: str | None = None,
+    hosts: Collection[str] | None = None,
+    most: int = 200,
+    names: Sequence[str] = (),
+    origins: Sequence[str] = (),
 ) -> Iterator[Server]:
     """`most` connections at a time."""
-    service = Service(loaded, limits or Limits())
+    service = Service(loaded, limits or Limits(), names)
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(server_config(make_app(service, key, hosts), most, log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(make_app(service, key, hosts, origins), most, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -105,9 +111,18 @@ def ask(server: Server, *said: str, **options: Any) -> Any:
 
 @contextmanager
 def scripted(
-    loaded: LoadedModel, text: str, opening: str = "<assistant>", then: str | None = None, template: dict[str, Any] | None = None
+    loaded: LoadedModel,
+    text: str,
+    opening: str = "<assistant>",
+    then: str | None = None,
+    template: dict[str, Any] | None = None,
+    mark: str = "tool:",
+    limits: Limits | None = None,
 ) -> Iterator[Server]:
-    """Serve a model whose chat template has tools, and which always answers `text`, or `then` after the result of a tool."""
+    """Serve a model whose chat template has tools, and which always answers `text`.
+
+    Where the new part of its prompt has `mark`, by default that of the result of a tool, it answers `then`.
+    """
     tokenizer: Any = copy.deepcopy(loaded.tokenizer)
     if template is not None:
         tokenizer.response_template = template
@@ -126,14 +141,14 @@ def scripted(
         position = kwargs["past_key_values"].get_seq_length() - 1 if positions is None else int(positions[0, -1])
         if kwargs["input_ids"].shape[1] > 1 or position != last[0] + 1:
             began[:] = [position]
-            answer[:] = second if "tool:" in tokenizer.decode(kwargs["input_ids"][0]) else first
+            answer[:] = second if mark in tokenizer.decode(kwargs["input_ids"][0]) else first
         last[:] = [position]
         output.logits[:] = 0
         output.logits[..., answer[position - began[0]]] = 100
 
     hook = loaded.model.register_forward_hook(script, with_kwargs=True)
     try:
-        with serving(LoadedModel("scripted", loaded.model, tokenizer, lambda: [])) as server:
+        with serving(LoadedModel("scripted", loaded.model, tokenizer, lambda: []), limits) as server:
             yield server
     finally:
         hook.remove()

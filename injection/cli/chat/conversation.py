@@ -120,16 +120,21 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    *,
+    continued: bool = False,
+    prompted: bool = True,
 ) -> list[int]:
     """Return the tokens of a chat whose next message is the assistant's, by the model's chat template.
 
     Args:
         variables: of the template, such as `enable_thinking`.
+        continued: whether the answer continues the last message instead.
+        prompted: whether the template begins the answer, unless it is `continued`.
 
     Raises:
         PromptRefusedError: the template refuses the messages, or a variable has the name of an argument of `apply_chat_template`.
     """
-    return list(_templated(tokenizer, messages, tools, variables, return_dict=True)["input_ids"])
+    return list(_templated(tokenizer, messages, tools, variables, continued, prompted, return_dict=True)["input_ids"])
 
 
 def answer_opening(
@@ -137,18 +142,25 @@ def answer_opening(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    *,
+    continued: bool = False,
+    prompted: bool = True,
 ) -> str:
     """Return what the chat template writes after the last message, such as a mark that begins the answer's reasoning.
 
-    It is found behind a mark of this call's own, so that no text of a message can be taken for it.
+    It is found behind a mark of this call's own, so that no text of a message can be taken for it. Where the last message is
+    `continued`, its own text is part of it.
 
     Raises:
         PromptRefusedError: as `encode_chat` does.
     """
     mark = uuid.uuid4().hex
-    marked = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
-    _, marker, opening = str(_templated(tokenizer, marked, tools, variables, tokenize=False)).rpartition(mark)
-    return opening if marker else ""
+    marked = [dict(message) for message in messages]
+    last = len(marked) - (2 if continued else 1)
+    if last >= 0:
+        marked[last]["content"] += mark
+    _, marker, opening = str(_templated(tokenizer, marked, tools, variables, continued, prompted, tokenize=False)).rpartition(mark)
+    return opening if marker or last < 0 else ""
 
 
 def _templated(
@@ -156,14 +168,17 @@ def _templated(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
+    continued: bool,
+    prompted: bool,
     **form: bool,
 ) -> Any:
     given: Any = tokenizer
     variables = variables or {}
+    form |= {"add_generation_prompt": prompted and not continued, "continue_final_message": continued}
     if taken := sorted(variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
         raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
     try:
-        return given.apply_chat_template(list(messages), tools=tools or None, add_generation_prompt=True, **form, **variables)
+        return given.apply_chat_template(list(messages), tools=tools or None, **form, **variables)
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
         # Templates raise what Python does for messages and tools of a form that they do not expect.
         raise PromptRefusedError(f"the model's chat template refuses this conversation: {error or type(error).__name__}") from error

@@ -61,10 +61,23 @@ class ServeOptions:
         bool,
         typer.Option(
             "--batch-invariant",
-            help="Exactly the same answer whatever else is answered, which rounding may change otherwise; each token of each answer has a "
-            "pass of its own: about a third of the tokens per second with 8 clients.",
+            help="Exactly the same answer whatever else is answered. Otherwise greedy texts may differ alone and beside others, as "
+            "rounding depends on the batch. Each token of each answer has a pass of its own: about a third of the tokens per second with "
+            "8 clients.",
             rich_help_panel=PANEL,
         ),
+    ] = False
+    served_model_name: Annotated[
+        list[str] | None,
+        _option("--served-model-name", "NAME", "Name of the model in requests; may be repeated. '*': any name is answered as well."),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        _option("--allow-origin", "ORIGIN", "Site whose pages may call the server, as https://example.org; may be repeated. '*': any."),
+    ] = None
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Refuse parameters that would be ignored, as they have no effect here.", rich_help_panel=PANEL),
     ] = False
     grace: Annotated[int, _option("--grace", "SECONDS", "Time for running answers to end when the server is stopped.", min=0)] = 10
 
@@ -78,12 +91,12 @@ class ServeOptions:
 @user_errors(PROGRAM, together=True)
 @takes_options(ModelOptions, ServeOptions)
 def serve(model: ModelOptions, options: ServeOptions) -> None:
-    """Serve a model to clients of OpenAI's chat and text completions, with a chat page at /.
+    """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
-    Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes:
-    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics, /docs. Needs
-    the extra 'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running
-    answers --grace seconds; a second signal ends it at once.
+    Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes: /v1/chat/completions,
+    /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1/status, /tokenize, /detokenize, /health, /metrics, /docs. Needs the extra
+    'serve' (pip install 'moegraft[serve]'). Ctrl-C and SIGTERM stop the server: it accepts no more requests and gives running answers
+    --grace seconds; a second signal ends it at once.
     """
     _require_server()
     sizes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
@@ -106,11 +119,12 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
             kv_memory=sizes[0],
             prefix_cache=sizes[1],
             batch_invariant=options.batch_invariant,
+            strict=options.strict,
         )
         loaded = load_model(model, terminal)
         injection = injection_of(loaded.model)
         group = None if injection is None else injection.context.expert_group
-        service = Service(loaded, limits)
+        service = Service(loaded, limits, options.served_model_name or ())
         try:
             _run(service, listening, options, terminal, group)
         finally:
@@ -163,7 +177,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     terminal.notice(f"answers may hold {mib(service.engine.memory.limit)} of keys and values together (--kv-memory)")
     terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
     # On another address, clients use names that are not known here.
-    app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None)
+    app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None, options.allow_origin or ())
     most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
     config = server_config(app, most, log_level="warning", timeout_graceful_shutdown=options.grace + SHUTDOWN_S)
     server = Server(config)

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -170,7 +171,13 @@ class AnswerParser:
 
         whole, trimmed = parser(begun), parser(begun.rstrip())
         # White space of the prompt that is undecided, as perhaps before a mark, would be passed on as the answer's.
-        self._parser: Any = trimmed if trimmed.initial_events == whole.initial_events else whole
+        shorter = trimmed.initial_events == whole.initial_events
+        self._parser: Any = trimmed if shorter else whole
+        # So would other text that may be the beginning of a mark, as in a message that is continued.
+        held: list[Mapping[str, Any]] = []
+        with suppress(*UNPARSED):
+            held = parser(begun.rstrip() if shorter else begun).finalize()[1]
+        self._held = "".join(event["text"] for event in held if event["type"] == "region_chunk")
         self._fields = spec.fields
         self._field: str | None = None  # to which text belongs now; None: no text has come since the last mark
         self._reasoned = False  # and no content has come since: it begins behind white space
@@ -224,7 +231,7 @@ class AnswerParser:
         self._text += text
         begin = self._at
         try:
-            for event in self._parser.feed(text) if self._parser is not None else ():
+            for event in self._own(self._parser.feed(text)) if self._parser is not None else ():
                 inside = self._inside
                 self._move(event)
                 self._follow(event)
@@ -241,7 +248,7 @@ class AnswerParser:
         return rest
 
     def _events(self, text: str, *, last: bool, cut: bool) -> Iterator[Mapping[str, Any]]:
-        yield from self._parser.feed(text)
+        yield from self._own(self._parser.feed(text))
         if not last:
             return
         try:
@@ -250,11 +257,20 @@ class AnswerParser:
             if cut:
                 return
             raise
-        for event in held:
+        for event in self._own(held):
             half = event["type"] == "region_chunk" and not event["text"].isspace() and (self._has_tools or self._inside)
             # Of other forms than JSON it is not known whether a call is complete.
             unfinished = event["type"] == "region_close" and self._fields[event["field"]].content != "json"
             if not cut or not (half or unfinished):
+                yield event
+
+    def _own(self, events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Yield the events without the prompt's text that was held back."""
+        for event in events:
+            held, self._held = self._held, ""
+            if held and event["type"] == "region_chunk" and event["text"].startswith(held):
+                event = {**event, "text": event["text"][len(held) :]}
+            if event.get("text") != "":
                 yield event
 
     def _follow(self, event: Mapping[str, Any]) -> None:

@@ -131,7 +131,7 @@ class Choice:
             self.reasoning += delta.text
             return {"delta": {"reasoning_content": delta.text}}
         function = {"name": delta.name, "arguments": delta.text}
-        call = {"id": _new("call"), "type": "function", "function": function}
+        call = {"id": new_id("call"), "type": "function", "function": function}
         self.tool_calls.append(call)
         return {"delta": {"tool_calls": [{"index": len(self.tool_calls) - 1, **call}]}}
 
@@ -168,7 +168,7 @@ class Choice:
         return both[len(before) :]
 
 
-def _event(data: Mapping[str, Any], name: str | None = None) -> str:
+def event(data: Mapping[str, Any], name: str | None = None) -> str:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
@@ -177,11 +177,13 @@ def _event(data: Mapping[str, Any], name: str | None = None) -> str:
 class Reply:
     """The answers to one request in the form of chat or text completions: whole, or as the events of a stream."""
 
-    def __init__(self, request: Request, model: str, choices: Sequence[Choice]) -> None:
+    def __init__(self, request: Request, model: str, fingerprint: str, choices: Sequence[Choice]) -> None:
         self._include_usage = request.include_usage
+        self._n = request.n
         self._choices = choices
         prefix, name = ("cmpl", "text_completion") if request.kind == "text" else ("chatcmpl", "chat.completion")
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, "created": int(time.time()), "model": model}
+        same = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": name, **same}
         self._chunk_head = {**self._head, "object": "text_completion" if request.kind == "text" else "chat.completion.chunk"}
 
     def whole(self) -> dict[str, Any]:
@@ -191,18 +193,18 @@ class Reply:
         yield from ()
 
     def part(self, part: Mapping[str, Any]) -> Iterator[str]:
-        yield _event({**self._chunk_head, "choices": [part]})
+        yield event({**self._chunk_head, "choices": [part]})
 
     def end(self) -> Iterator[str]:
         if self._include_usage:
-            yield _event({**self._chunk_head, "choices": [], **self._figures()})
+            yield event({**self._chunk_head, "choices": [], **self._figures()})
         yield "data: [DONE]\n\n"
 
     def fail(self, message: str) -> Iterator[str]:
-        yield _event(error_body(500, message))
+        yield event(error_body(500, message))
 
     def _figures(self) -> dict[str, Any]:
-        return {"usage": usage(self._choices), "moegraft": figures(self._choices[0].job)}
+        return {"usage": usage(self._choices, self._n), "moegraft": figures(self._choices[0].job)}
 
 
 class ResponseReply:
@@ -217,7 +219,7 @@ class ResponseReply:
         self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []
         self._open: str | None = None  # the type of the item that grows
-        self._head = {"id": _new("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+        self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time()), "model": model}
 
     def whole(self) -> dict[str, Any]:
         list(self._finish())
@@ -252,7 +254,7 @@ class ResponseReply:
         for call in delta.get("tool_calls", ()):
             yield from self._close()
             function = call["function"]
-            item = {"type": "function_call", "id": _new("fc"), "call_id": call["id"], "name": function["name"], "arguments": ""}
+            item = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "name": function["name"], "arguments": ""}
             place = {"item_id": item["id"], "output_index": len(self._items)}
             yield self._event("response.output_item.added", output_index=len(self._items), item={**item, "status": "in_progress"})
             yield self._event("response.function_call_arguments.delta", **place, delta=function["arguments"])
@@ -284,7 +286,7 @@ class ResponseReply:
         if self._open != kind:
             yield from self._close()
             self._open = kind
-            item: dict[str, Any] = {"type": kind, "id": _new("msg" if kind == "message" else "rs"), "status": "in_progress"}
+            item: dict[str, Any] = {"type": kind, "id": new_id("msg" if kind == "message" else "rs"), "status": "in_progress"}
             item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
             self._items.append({**item, "content": [_part(part, "")]})
             yield self._event("response.output_item.added", output_index=len(self._items) - 1, item={**item, "content": []})
@@ -309,13 +311,18 @@ class ResponseReply:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
-    def _event(self, event: str, /, **data: Any) -> str:
+    def _event(self, name: str, /, **data: Any) -> str:
         self._number += 1
-        return _event({"type": event, "sequence_number": self._number - 1, **data}, event)
+        return event({"type": name, "sequence_number": self._number - 1, **data}, name)
 
     def _response(self, status: str) -> dict[str, Any]:
         asked = self._request
-        forced, form = asked.forced_tools, asked.form
+        ask, forced = self._choice.job.ask, asked.forced_tools
+        shown: dict[str, Any] = {"type": "text"}
+        if asked.form_name:
+            shown = {"type": "json_schema", "name": asked.form_name, "schema": asked.form}
+        elif isinstance(asked.form, dict):
+            shown = {"type": "json_object"}
         return {
             **self._head,
             "status": status,
@@ -325,13 +332,13 @@ class ResponseReply:
             "parallel_tool_calls": not asked.single_tool_call,
             "tool_choice": "required" if forced else "auto" if asked.tools else "none",
             "tools": [{"type": "function", "strict": False, "parameters": None, **tool["function"]} for tool in asked.tools],
-            "text": {"format": {"type": "json_schema", "name": "answer", "schema": form} if isinstance(form, dict) else {"type": "text"}},
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            "text": {"format": shown},
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
             "max_output_tokens": asked.max_tokens,
             "previous_response_id": None,
             "store": False,
-            "truncation": "disabled",
+            "truncation": "auto" if asked.truncate else "disabled",
             "metadata": {},
         }
 
@@ -340,19 +347,21 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
 
 
-def _new(prefix: str) -> str:
+def new_id(prefix: str) -> str:
+    """Return the id of a new answer, item or call."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the tokens of the answers and of their common prompt."""
+def usage(choices: Sequence[Choice], each: int = 1) -> dict[str, Any]:
+    """Return the tokens of the answers and of their prompts, of which `each` answers have one."""
     jobs = [choice.job for choice in choices]
-    prompt, completion = len(jobs[0].ask.token_ids), sum(job.completion_tokens for job in jobs)
+    prompt, completion = sum(len(job.ask.token_ids) for job in jobs[::each]), sum(job.completion_tokens for job in jobs)
+    cached = sum(job.cached_tokens for job in jobs[::each])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": jobs[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
 

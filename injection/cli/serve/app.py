@@ -16,10 +16,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from html import escape
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Response
@@ -28,7 +29,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import service_unavailable
@@ -37,6 +40,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from moegraft.injection.cli.serve.answers import Choice, Reply, ResponseReply
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError, TooLongError
 from moegraft.injection.cli.serve.job import Job, Piece
+from moegraft.injection.cli.serve.messages import MessageBody, MessageReply, message_error
 from moegraft.injection.cli.serve.protocol import (
     ChatBody,
     DetokenizeBody,
@@ -89,7 +93,11 @@ BODY_S = 60.0  # for the body of a request to arrive
 OPEN = ("/", "/favicon.ico", "/health", "/docs", "/openapi.json")  # routes without a key
 PREPARED = 2  # requests of one client that are prepared at a time
 T = TypeVar("T")
-ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ANSWERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+POSTS = (*ANSWERS, "/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")
+# As clients call them that add no /v1.
+UNVERSIONED = re.compile(r"/(chat/completions|completions|responses|messages|models|embeddings)(/|$)")
+IGNORED = "X-Moegraft-Ignored"  # of an answer: parameters without effect
 
 
 class Gate:
@@ -102,17 +110,19 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, api_key: str | None, hosts: Collection[str] | None) -> None:
         self._app = app
         self._service = service
-        self._wanted = f"Bearer {api_key}".encode() if api_key else None
+        self._wanted = api_key
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if UNVERSIONED.match(scope["path"]):
+                scope = {**scope, "path": f"/v1{scope['path']}"}
             try:
                 self._check(scope)
                 if scope["method"] == "POST":
                     receive = _received(await self._body(scope, receive), receive)
             except RequestError as error:
-                await _refused(error)(scope, receive, send)
+                await _refused(error, scope["path"])(scope, receive, send)
                 return
             except ClientDisconnect:
                 return
@@ -127,13 +137,14 @@ class Gate:
         if (
             self._wanted is not None
             and scope["path"] not in OPEN
-            and not hmac.compare_digest(given.get(b"authorization", b""), self._wanted)
+            and not hmac.compare_digest(_key(Headers(scope=scope)).encode(), self._wanted.encode())
         ):
-            raise RequestError(401, "send this server's key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+            raise RequestError(401, "send this server's key as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'", code="invalid_api_key")
         # JSON, as forms of other sites cannot send it.
-        if scope["method"] == "POST" and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
+        posts = scope["method"] == "POST" and scope["path"] in POSTS
+        if posts and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
-        if scope["path"] in ANSWERS and scope["method"] == "POST":
+        if posts and scope["path"] in ANSWERS:
             try:
                 self._service.engine.require_room()
             except QueueFullError as error:
@@ -196,6 +207,12 @@ class Mailbox:
             pieces.put_nowait(piece)
 
 
+def _key(headers: Headers) -> str:
+    """Return the key that a client sends, in OpenAI's header or in Anthropic's."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
 def _client(request: HttpRequest) -> str:
     return request.client.host if request.client is not None else ""
 
@@ -234,19 +251,26 @@ class Preparation:
         return await asyncio.shield(thread)
 
 
-def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None) -> FastAPI:
+def make_app(service: Service, api_key: str | None = None, hosts: Collection[str] | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """Create the application; the caller closes the service.
 
     Args:
         api_key: required of every request; None requires none.
         hosts: the names by which clients may call this server; None allows all.
+        origins: the sites whose pages may call it from a browser; `*` allows all.
     """
-    refusals = {status: {"model": Refusal, "description": about} for status, about in REFUSALS.items()}
-    about = "A model behind OpenAI's interface. What is not supported is refused by name."
+    refusals, of_messages = (
+        {status: {"model": form, "description": about} for status, about in REFUSALS.items()} for form in (Refusal, MessageRefusal)
+    )
+    about = "A model behind OpenAI's interface and Anthropic's. What is not supported is refused by name."
     app = FastAPI(title="moegraft", description=about, docs_url=None, redoc_url=None, responses=refusals)
     mailbox, prepare = Mailbox(), Preparation()
     _add_errors(app)
     app.add_middleware(Gate, service=service, api_key=api_key, hosts=hosts)
+    if origins:  # outside the gate, as browsers ask for leave without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=[IGNORED]
+        )
     html, headers = chat_page()
 
     @app.get("/", include_in_schema=False)
@@ -274,15 +298,16 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model, as a list of one."""
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        """The model, under each of its names."""
+        names = service.names
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names], **pages})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """The model by its id."""
-        if model_id != service.model_id:
-            raise RequestError(404, f"unknown model {model_id[:80]!r}; this server has {service.model_id!r}", code="model_not_found")
-        return JSONResponse(_model(service))
+        service.require_model(model_id)
+        return JSONResponse(_model(service, model_id))
 
     @app.get("/v1/status")
     async def status() -> Response:
@@ -314,6 +339,26 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
         """The answer to a conversation in the form of OpenAI's Responses. Nothing is stored."""
         return await _answer(service, mailbox, prepare, body.request(), request)
 
+    @app.post("/v1/responses/input_tokens")
+    async def count(body: ResponseBody, request: HttpRequest) -> Response:
+        """How many tokens a request to `/v1/responses` has."""
+        tokens = await prepare(request, service.prompt_tokens, body.request())
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    @app.post("/v1/messages", responses={**of_messages, **STREAMED})
+    async def message(body: MessageBody, request: HttpRequest) -> Response:
+        """The answer to a conversation in the form of Anthropic's Messages."""
+        return await _answer(service, mailbox, prepare, body.request(), request)
+
+    @app.post("/v1/messages/count_tokens", responses=of_messages)
+    async def count_message(body: MessageBody, request: HttpRequest) -> Response:
+        """How many tokens a request to `/v1/messages` has."""
+        return JSONResponse({"input_tokens": await prepare(request, service.prompt_tokens, body.request())})
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def embed() -> Response:
+        raise RequestError(404, f"{service.model_id!r} generates text; this server has no model for embeddings", code="model_not_found")
+
     return app
 
 
@@ -328,6 +373,18 @@ class Fault(BaseModel):
 
 class Refusal(BaseModel):
     error: Fault
+
+
+class MessageFault(BaseModel):
+    type: str
+    message: str
+
+
+class MessageRefusal(BaseModel):
+    """A refusal in Anthropic's form."""
+
+    type: Literal["error"]
+    error: MessageFault
 
 
 REFUSALS: dict[int | str, str] = {
@@ -348,8 +405,18 @@ REFUSALS: dict[int | str, str] = {
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer, or its events.", "content": {"text/event-stream": {}}}}
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.model_id, "object": "model", "created": 0, "owned_by": "moegraft"}
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """Return a model as OpenAI and Anthropic describe one, with vLLM's name for its context."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "moegraft",
+        "max_model_len": service.loaded.context_tokens,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+    }
 
 
 def _status(service: Service) -> dict[str, Any]:
@@ -369,29 +436,33 @@ def _status(service: Service) -> dict[str, Any]:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refused(request: HttpRequest, error: RequestError) -> Response:
-        return _refused(error)
+        return _refused(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: HttpRequest, error: RequestValidationError) -> Response:
-        return _refused(refusal(error.errors()))
+        return _refused(refusal(error.errors()), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def not_found(request: HttpRequest, error: HTTPException) -> Response:
         # FastAPI's own 400 is for a body that json cannot read, such as one nested too deeply.
         message = "the body is not JSON" if error.status_code == 400 else str(error.detail)
-        response = _refused(RequestError(error.status_code, message))
+        response = _refused(RequestError(error.status_code, message), request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def failed(request: HttpRequest, error: Exception) -> Response:
-        return _refused(RequestError(500, "the server failed on this request; its log has the reason"))
+        return _refused(RequestError(500, "the server failed on this request; its log has the reason"), request.url.path)
 
 
-def _refused(error: RequestError) -> Response:
+def _refused(error: RequestError, path: str) -> Response:
+    """Return a refusal in the form of the route's interface."""
     again = {"Retry-After": "1"}
     headers = {429: again, 503: again, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
-    body = error_body(error.status, str(error), error.code, error.param)
+    if path.startswith("/v1/messages"):
+        body = message_error(error.status, str(error))
+    else:
+        body = error_body(error.status, str(error), error.code, error.param)
     # Names of fields may have lone surrogates, which JSON can hold and UTF-8 cannot.
     return Response(json.dumps(body), error.status, headers, "application/json")
 
@@ -448,7 +519,7 @@ def _described(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int
 async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, asked: Request, request: HttpRequest) -> Response:
     pieces = Pieces()
     post = partial(mailbox.post, asyncio.get_running_loop(), pieces)
-    scope = request.headers.get("authorization", "")
+    scope = request.headers.get("authorization") or request.headers.get("x-api-key", "")
     choices = await prepare(request, service.choices, asked, post, client=_client(request), scope=scope)
     jobs = [choice.job for choice in choices]
     try:
@@ -461,10 +532,17 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     # Not by the stream itself, which never starts if the client leaves before it.
     parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
-    name = service.model_id
-    reply = ResponseReply(asked, name, choices[0]) if asked.kind == "response" else Reply(asked, name, choices)
+    name, headers = service.model_id, {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+    reply: Reply | ResponseReply | MessageReply
+    if asked.kind == "response":
+        reply = ResponseReply(asked, name, choices[0])
+    elif asked.kind == "message":
+        reply = MessageReply(asked, name, choices[0])
+    else:
+        reply = Reply(asked, name, service.fingerprint, choices)
     if asked.stream:
-        return StreamingResponse(_stream(reply, parts), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        headers["Cache-Control"] = "no-cache"
+        return StreamingResponse(_stream(reply, parts), media_type="text/event-stream", headers=headers)
     async for _ in parts:
         pass
     failed = next((job for job in jobs if job.ending == "failed"), None)
@@ -472,7 +550,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         raise RequestError(500, failed.error)
     if any(job.ending == "cancelled" for job in jobs):  # read by a client only if the server is shutting down
         raise RequestError(503, "the request was cancelled")
-    return JSONResponse(reply.whole())
+    return JSONResponse(reply.whole(), headers=headers)
 
 
 def _queue_full(error: QueueFullError) -> RequestError:
@@ -507,7 +585,7 @@ async def _parts(choices: Sequence[Choice], pieces: Pieces, watching: asyncio.Ta
             choice.job.cancel()  # no effect on an answer that has ended
 
 
-async def _stream(reply: Reply | ResponseReply, answers: AsyncIterator[Parts]) -> AsyncIterator[str]:
+async def _stream(reply: Reply | ResponseReply | MessageReply, answers: AsyncIterator[Parts]) -> AsyncIterator[str]:
     """Yield the answers as server-sent events, those that are ready as one piece."""
     yield "".join(reply.start())
     async for choice, parts in answers:

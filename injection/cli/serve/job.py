@@ -20,22 +20,26 @@ from moegraft.injection.cli.serve.constraints import Constraint
 
 
 class StopFilter:
-    """Cuts text before the first stop string. Text that may be the beginning of one is held back."""
+    """Cuts text before the first stop string, which is `found` then. Text that may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._pending = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def feed(self, text: str) -> str:
         """Add text, and return the text that may be shown now."""
         if self.stopped:
             return ""
         self._pending += text
-        starts = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
+        starts = [(at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if starts:
-            self.stopped = True
-            safe, self._pending = self._pending[: min(starts)], ""
+            start, self.found = min(starts)
+            safe, self._pending = self._pending[:start], ""
             return safe
         keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
         cut = len(self._pending) - keep
@@ -202,6 +206,11 @@ class Job:
     def cut(self) -> bool:
         """Whether the answer was cut off, by its maximum of tokens or a stop string, and not ended by the model."""
         return self.ending == "length" or self._stop.stopped
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended the answer."""
+        return self._stop.found
 
     def cancel(self) -> None:
         """End the answer at the next step."""

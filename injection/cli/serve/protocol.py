@@ -1,6 +1,7 @@
 """Requests in the form of OpenAI's chat completions, text completions and responses: pydantic models, and the one form behind the three.
 
-What is unsupported is refused by name, never ignored. OpenAPI's document is made from the models.
+What is unsupported and would change an answer is refused by name. Parameters that cannot change one are ignored, some of them with a
+notice. OpenAPI's document is made from the models.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-Kind = Literal["chat", "text", "response"]
+Kind = Literal["chat", "text", "response", "message"]
 MOST_STOPS = 16
-MOST_ANSWERS = 16  # to one request
+MOST_ANSWERS = 16  # to one prompt
+MOST_PROMPTS = 64  # of one request
 MOST_LOGPROBS = 20
 MOST_STOP_SIGNS = 256  # of one stop string
 MOST_BIASES = 1024
@@ -58,6 +60,12 @@ class Request:
 
     Attributes:
         messages: as chat templates take them; calls of tools have their arguments as objects.
+        prompts: of text completions; each has `n` answers.
+        continue_final_message: whether the answer continues the last message, which is the assistant's.
+        add_generation_prompt: whether the chat template begins the answer.
+        truncate: whether the oldest messages are left out where the prompt is too long.
+        ignored: names of parameters without effect, which the answer's headers report.
+        form_name: the client's name of a JSON Schema.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports no scores.
         forced_tools: names of tools of which the answer has to call one; empty: the model is free.
         single_tool_call: whether calls of tools after an answer's first are left out.
@@ -67,7 +75,11 @@ class Request:
     kind: Kind
     model: str | None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    prompt: str | list[int] = ""
+    prompts: tuple[str | list[int], ...] = ()
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    truncate: bool = False
+    ignored: tuple[str, ...] = ()
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -88,30 +100,36 @@ class Request:
     forced_tools: tuple[str, ...] = ()
     single_tool_call: bool = False
     form: dict[str, Any] | str | None = None
+    form_name: str = ""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
 
     @property
     def asked_by(self) -> str:
         """The parameter that has the prompt."""
-        return {"chat": "messages", "text": "prompt", "response": "input"}[self.kind]
+        return {"text": "prompt", "response": "input"}.get(self.kind, "messages")
 
 
 class Off:
-    """Marks an unsupported parameter that would change the answer: only the values that mean "off" are taken."""
+    """Marks an unsupported parameter that would change the answer: only the values that mean "off" are taken.
 
-    def __init__(self, *values: Any) -> None:
+    Args:
+        reason: follows "is not supported" in the refusal.
+    """
+
+    def __init__(self, *values: Any, reason: str = "") -> None:
         self._values = values
+        self._refusal = f"is not supported{reason and ': '}{reason}"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        return {"enum": list(self._values), "description": "not supported"}
+        return {"enum": list(self._values), "description": self._refusal.removeprefix("is ")}
 
     def _check(self, value: Any) -> Any:
-        if value not in self._values:
-            raise PydanticCustomError("unsupported", "is not supported")
+        if not any(value == off and type(value) is type(off) for off in self._values):  # False equals 0
+            raise PydanticCustomError("unsupported", "{refusal}", {"refusal": self._refusal})
         return value
 
 
@@ -128,6 +146,8 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
 TokenNumber = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=MOST_STOP_SIGNS)]
 NoEffect = Any  # a parameter that clients send and that cannot change this server's answers
+IGNORED = "ignored, which the answer's header X-Moegraft-Ignored reports; refused with --strict"
+Ignored = Annotated[Any, Field(description=IGNORED)]  # as NoEffect, but of other servers, or an offer that this one does not take
 
 
 class Lenient(BaseModel):
@@ -164,6 +184,12 @@ class Options(BaseModel):
     safety_identifier: NoEffect = None
     prompt_cache_key: NoEffect = None
     prompt_cache_retention: NoEffect = None
+    keep_alive: Ignored = None
+    num_ctx: Ignored = None
+    cache_prompt: Ignored = None
+    id_slot: Ignored = None
+    timings_per_token: Ignored = None
+    return_progress: Ignored = None
 
     def _shared(self) -> dict[str, Any]:
         """Return what `Request` takes from all forms."""
@@ -176,6 +202,9 @@ class Options(BaseModel):
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
             "top_k": None if self.top_k is None else max(0, self.top_k),
             "stream": bool(self.stream),
+            "ignored": tuple(
+                name for name, field in type(self).model_fields.items() if field.description == IGNORED and getattr(self, name) is not None
+            ),
         }
 
 
@@ -185,9 +214,12 @@ class TextFormat(Lenient):
 
 class JsonFormat(Lenient):
     type: Literal["json_object"]
+    schema_: JsonObject | None = Field(None, alias="schema")
+    """As llama.cpp and others take it."""
 
 
 class NamedSchema(Lenient):
+    name: Text = "answer"
     schema_: JsonObject = Field(alias="schema")
 
 
@@ -221,18 +253,23 @@ ANY_OBJECT: dict[str, Any] = {
 }
 
 
-def _form(
+def answer_form(
     form: TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat | None, grammar: str | None, forced: Sequence[str] = ()
 ) -> dict[str, Any] | str | None:
+    """Return the JSON Schema or grammar that an answer follows.
+
+    Raises:
+        RequestError: several are given.
+    """
     if isinstance(form, TextFormat):
         form = None
-    if (form is not None) + (grammar is not None) + bool(forced) > 1:
+    if (form is not None) + bool(grammar) + bool(forced) > 1:
         raise RequestError(400, "response_format, grammar and a forced call of a tool contradict each other; give one of them")
     if isinstance(form, JsonFormat):
-        return ANY_OBJECT
+        return ANY_OBJECT if form.schema_ is None else form.schema_
     if form is not None:
         return form.schema_ if isinstance(form, FlatSchemaFormat) else form.json_schema.schema_
-    return grammar
+    return grammar or None
 
 
 class TextPart(Lenient):
@@ -276,9 +313,18 @@ class Message(Lenient):
     """Of the assistant."""
     tool_call_id: Text | None = None
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+            ]
+        }
+    )
+
     @model_validator(mode="after")
     def _has_text(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":
             raise PydanticCustomError("no_text", "a message has no text")
         return self
 
@@ -286,14 +332,15 @@ class Message(Lenient):
         """Return the message as chat templates take it."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         if self.role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+            message["tool_calls"] = [tool_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
         return {**message, "content": _text(self.content or "")}
 
 
-def _call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
+def tool_call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call as chat templates take it."""
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
@@ -334,7 +381,12 @@ class FlatToolChoice(ToolName):
 Choosing = Literal["auto", "none", "required"]
 
 
-def _tools(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
+def tool_options(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
+    """Return what `Request` takes about tools.
+
+    Raises:
+        RequestError: the choice names no tool.
+    """
     names = [function.name for function in functions]
     if isinstance(choice, ToolName) and choice.name not in names:
         raise RequestError(400, f"tool_choice: there is no tool {choice.name[:80]!r}", param="tool_choice")
@@ -365,12 +417,6 @@ class Completion(Options):
         return {**super()._shared(), "n": self.n or 1, "include_usage": bool(options.include_usage)}
 
 
-def _last_asks(messages: list[dict[str, Any]], param: str) -> list[dict[str, Any]]:
-    if not messages or messages[-1]["role"] == "assistant":
-        raise RequestError(400, f"{param}: the last message must not be the assistant's: an answer cannot be continued", param=param)
-    return messages
-
-
 TemplateVariables = dict[Text, bool | int | float | Text]
 
 
@@ -392,26 +438,39 @@ class ChatBody(Completion):
     reasoning_effort: Text | None = None
     """Given to the chat template, which may have no place for it; `none` also sets its `enable_thinking` and `thinking` to false."""
     verbosity: NoEffect = None
+    prediction: Ignored = None
+    web_search_options: Ignored = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which is the assistant's; else the assistant writes another one after it."""
+    add_generation_prompt: bool | None = None
+    """Whether the chat template begins the answer: by default, except where the last message is continued."""
 
     def request(self) -> Request:
         """
         Raises:
             RequestError: parameters contradict each other, or the conversation has nothing to answer.
         """
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.top_logprobs and self.logprobs is False:
+            raise RequestError(400, "top_logprobs contradicts logprobs: false", param="top_logprobs")
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise RequestError(
+                400, "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
+            )
         choice = self.tool_choice.function if isinstance(self.tool_choice, ToolChoice) else self.tool_choice
-        tools = _tools([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
+        tools = tool_options([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
         return Request(
             kind="chat",
             **self._shared(),
-            messages=_last_asks([message.for_template() for message in self.messages], "messages"),
+            messages=[message.for_template() for message in self.messages],
+            continue_final_message=continues,
+            add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
             template_variables=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,
             **tools,
-            form=_form(self.response_format, self.grammar, tools["forced_tools"]),
+            form=answer_form(self.response_format, self.grammar, tools["forced_tools"]),
         )
 
 
@@ -419,8 +478,8 @@ Tokens = Annotated[list[int], Field(min_length=1)]
 
 
 class TextBody(Completion):
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1)]
-    """Text or tokens, or a list of one of them."""
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    """Text or tokens, or several of them, each of which is continued."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Annotated[Any, Off(None, "")] = None
@@ -428,23 +487,22 @@ class TextBody(Completion):
     def request(self) -> Request:
         """
         Raises:
-            RequestError: there are several prompts, or no tokens are asked for.
+            RequestError: no tokens are asked for, or too many answers.
         """
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise RequestError(400, "prompt: several prompts in one request are not supported; send one at a time", param="prompt")
-            prompt = prompt[0]
+        given: Any = self.prompt
+        prompts = tuple(given) if isinstance(given, list) and not isinstance(given[0], int) else (given,)
+        if len(prompts) * (self.n or 1) > MOST_PROMPTS:
+            raise RequestError(400, f"prompt: a request has at most {MOST_PROMPTS} answers, to all prompts together", param="prompt")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(400, "max_tokens: 0 tokens can be asked for with echo only", param="max_tokens")
         return Request(
             kind="text",
             **self._shared(),
-            prompt=prompt,
+            prompts=prompts,
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
             echo=bool(self.echo),
-            form=_form(self.response_format, self.grammar),
+            form=answer_form(self.response_format, self.grammar),
         )
 
 
@@ -500,6 +558,9 @@ class ReasoningOptions(Lenient):
 class ResponseBody(Options):
     """A request to `/v1/responses`. Nothing is stored: each request has the whole conversation."""
 
+    # A store would keep what clients wrote beyond their requests, and forget it at a time that they cannot know; replicas would
+    # not share it. Reading a conversation again is what the prefix cache saves.
+
     input: Text | Annotated[list[InputItem], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -507,11 +568,14 @@ class ResponseBody(Options):
     tools: list[FlatTool] | None = None
     tool_choice: Choosing | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: Annotated[Any, Off(None)] = None
+    previous_response_id: Annotated[
+        Any, Off(None, reason="nothing is stored; send the whole conversation as input, of which the server reads what is new")
+    ] = None
     conversation: Annotated[Any, Off(None)] = None
     background: Annotated[Any, Off(None, False)] = None
     prompt: Annotated[Any, Off(None)] = None
-    truncation: Annotated[Any, Off(None, "disabled")] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the oldest items where the conversation is too long."""
     top_logprobs: Annotated[Any, Off(None, 0)] = None
     include: NoEffect = None
     max_tool_calls: NoEffect = None
@@ -523,15 +587,20 @@ class ResponseBody(Options):
         Raises:
             RequestError: parameters contradict each other, or the conversation has nothing to answer.
         """
-        tools = _tools(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        tools = tool_options(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        form = self.text.format if self.text else None
+        if not (messages := self._messages()):
+            raise RequestError(400, "input: there is nothing to answer", param="input")
         return Request(
             kind="response",
             **self._shared(),
-            messages=_last_asks(self._messages(), "input"),
+            messages=messages,
+            truncate=self.truncation == "auto",
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             **tools,
-            form=_form(self.text.format if self.text else None, self.grammar, tools["forced_tools"]),
+            form=answer_form(form, self.grammar, tools["forced_tools"]),
+            form_name=form.name if isinstance(form, FlatSchemaFormat) else "",
         )
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -550,7 +619,7 @@ class ResponseBody(Options):
             else:
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(_call(item.call_id, item.name, item.arguments))
+                messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments))
             if reasoning and messages and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning_content"] = reasoning
                 reasoning = ""
@@ -560,13 +629,19 @@ class ResponseBody(Options):
 class TokenizeBody(Lenient):
     """Text as `prompt` (or as `content`, as llama.cpp names it), or `messages` by the chat template."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in ("prompt", "content", "messages")]})
+
     prompt: Text | None = None
     content: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    """As in chats."""
     add_special_tokens: bool | None = None
     add_special: bool | None = None
+    with_pieces: bool | None = None
 
     @model_validator(mode="after")
     def _has_text(self) -> TokenizeBody:
@@ -585,7 +660,8 @@ class TokenizeBody(Lenient):
         return self.prompt is not None if given is None else given
 
     def request(self) -> Request:
-        return ChatBody(messages=self.messages or [], tools=self.tools, chat_template_kwargs=self.chat_template_kwargs).request()
+        names = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+        return ChatBody(messages=self.messages or [], **{name: getattr(self, name) for name in names}).request()
 
 
 class DetokenizeBody(Lenient):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, answer_opening, encode_chat
@@ -34,8 +37,10 @@ from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle,
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import kv_cache
+from moegraft.operators.machine import version_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MOST_SEED = (1 << 63) - 1
 
 
@@ -53,6 +58,7 @@ class Limits:
         kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
         prefix_cache: bytes of these for conversations that have ended; None: half.
         batch_invariant: whether an answer is exactly the same whatever else is answered.
+        strict: whether requests with parameters that have no effect here are refused.
     """
 
     max_queue: int = 64
@@ -64,20 +70,39 @@ class Limits:
     kv_memory: int | None = None
     prefix_cache: int | None = None
     batch_invariant: bool = False
+    strict: bool = False
+
+
+ANY_MODEL = "*"  # among the names of a model: requests may name any
 
 
 class Service:
     """One loaded model and its engine, whose thread starts with the constructor and ends with `close`.
 
+    Attributes:
+        names: of the model in requests; the first is that of the answers.
+        created: when the model was loaded, in Unix seconds.
+        fingerprint: is the same where the version, the model and the placement of its operators are.
+
+    Args:
+        names: the model's own name if there are none.
+
     Raises:
         OptionsError: answers of this model depend on time, against `limits.batch_invariant`.
     """
 
-    def __init__(self, loaded: LoadedModel, limits: Limits) -> None:
+    def __init__(self, loaded: LoadedModel, limits: Limits, names: Sequence[str] = ()) -> None:
         self.loaded = loaded
         self.limits = limits
-        self.model_id = Path(loaded.name).resolve().name if Path(loaded.name).expanduser().is_dir() else loaded.name.replace(" ", "-")
+        own = Path(loaded.name).resolve().name if Path(loaded.name).expanduser().is_dir() else loaded.name.replace(" ", "-")
+        self.names = tuple(name for name in names if name != ANY_MODEL) or (own,)
+        self._any_name = ANY_MODEL in names
+        self.model_id = self.names[0]
+        self._reported: set[str] = set()  # parameters that are ignored
+        self.created = int(time.time())
         self.placement = loaded.placement()  # before any request; the work of operators is in their statistics
+        described = f"{own} {self.placement} {limits.batch_invariant}".encode()
+        self.fingerprint = f"moegraft-{version_of('moegraft')}-{hashlib.sha256(described).hexdigest()[:8]}"
         self.ends = end_tokens(loaded)
         embeddings: Any = loaded.model.get_input_embeddings()
         self._vocabulary: int = embeddings.weight.shape[0]
@@ -165,24 +190,31 @@ class Service:
         Raises:
             RequestError: the request names another model, exceeds a limit, or asks for what this model cannot do.
         """
-        if request.model is not None and request.model != self.model_id:
-            raise RequestError(404, f"unknown model {request.model[:80]!r}; this server has {self.model_id!r}", code="model_not_found")
+        if request.model is not None:
+            self.require_model(request.model)
+        if request.ignored and self.limits.strict:
+            raise RequestError(
+                400, f"{', '.join(request.ignored)}: no effect on this server", code="unsupported_parameter", param=request.ignored[0]
+            )
+        for name in set(request.ignored) - self._reported:
+            self._reported.add(name)
+            logger.warning("serve: the parameter %s is ignored: it has no effect here", name)
         if request.logprobs is not None and self.alone_because:
             raise RequestError(400, f"logprobs are not available for this model: {self.alone_because}", param="logprobs")
         tokenizer = self.loaded.tokenizer
-        token_ids = self._token_ids(request)
-        ask = self._ask(request, token_ids)
+        request, prompts = self._prompts(request)
+        asks = [self._ask(request, token_ids) for token_ids in prompts]
         template = None if request.kind == "text" else self._response_template
         reasons = template is not None and any(name in template["fields"] for name in REASONING)
-        opening = "" if template is None or tokenizer.chat_template is None else answer_opening(*self._chat(request))
+        opening = "" if template is None or tokenizer.chat_template is None else self._by_template(answer_opening, request)
         made: list[Choice] = []
         form: Constraint | None = None
-        for index in range(request.n):
+        for index, ask in enumerate(ask for ask in asks for _ in range(request.n)):
             parser = parts = None
             if template is not None:
                 parser = AnswerParser(template, opening, request.tools, single_tool_call=request.single_tool_call)
                 parts = AnswerParser(template, opening, ()) if ask.stop and reasons else None
-            own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index) & MOST_SEED)
+            own = ask if ask.seed is None else replace(ask, seed=(ask.seed + index % request.n) & MOST_SEED)
             if not index:
                 form = self._constraint(request, "none" if parser is None else parser.reasoning)
             job = Job(
@@ -192,15 +224,25 @@ class Service:
                 partial(listener, index),
                 raw=template is not None,
                 parts=parts,
-                constraint=form.copy() if form is not None and request.n > 1 else form,
+                constraint=None if form is None else form.copy() if index else form,
                 client=client,
                 scope=scope,
             )
             before = ""
             if request.echo:
-                before = request.prompt if isinstance(request.prompt, str) else str(tokenizer.decode(request.prompt))
+                prompt = request.prompts[index // request.n]
+                before = prompt if isinstance(prompt, str) else str(tokenizer.decode(prompt))
             made.append(Choice(request.kind, index, job, tokenizer, parser, before))
         return made
+
+    def require_model(self, name: str) -> None:
+        """
+        Raises:
+            RequestError: this server's model has another name.
+        """
+        if name not in self.names and not self._any_name:
+            known = " and ".join(map(repr, self.names))
+            raise RequestError(404, f"unknown model {name[:80]!r}; this server has {known}", code="model_not_found")
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
         """Return the form that an answer has to follow, after its reasoning.
@@ -211,6 +253,8 @@ class Service:
         form = request.form
         name = "grammar" if isinstance(form, str) else "text.format" if request.kind == "response" else "response_format"
         try:
+            if request.continue_final_message and (request.forced_tools or form is not None):
+                raise ValueError("an answer that continues the last message has no form of its own")
             if request.forced_tools:
                 name = "tool_choice"
                 tools = [tool for tool in request.tools if tool["function"]["name"] in request.forced_tools]
@@ -231,6 +275,16 @@ class Service:
         added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
         return AnswerGrammar(self._response_template, added, str(tokenizer.chat_template or ""))
 
+    def prompt_tokens(self, request: Request) -> int:
+        """Return the length of a request's prompt.
+
+        Raises:
+            RequestError: as `choices` does.
+        """
+        if request.model is not None:
+            self.require_model(request.model)
+        return sum(map(len, self._prompts(request)[1]))
+
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
         """Return the tokens of a text, or of messages by the chat template.
 
@@ -238,10 +292,13 @@ class Service:
             RequestError: the model cannot take the messages.
         """
         if asked.text is None:
-            token_ids = self._token_ids(asked.request())
+            _, [token_ids] = self._prompts(asked.request())
         else:
             token_ids = list(self.loaded.tokenizer(asked.text, add_special_tokens=asked.special)["input_ids"])
-        return {"tokens": token_ids, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
+        tokens: list[Any] = token_ids
+        if asked.with_pieces:
+            tokens = [{"id": token, "piece": str(self.loaded.tokenizer.decode([token]))} for token in token_ids]
+        return {"tokens": tokens, "count": len(token_ids), "max_model_len": self.loaded.context_tokens}
 
     def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         """
@@ -253,21 +310,37 @@ class Service:
         text = str(self.loaded.tokenizer.decode(asked.tokens))
         return {"prompt": text, "content": text}
 
-    def _token_ids(self, request: Request) -> list[int]:
-        if isinstance(request.prompt, list):
-            size = self._vocabulary
-            if not all(0 <= token < size for token in request.prompt):
-                raise RequestError(400, f"prompt has tokens outside of the range from 0 to {size - 1}", param="prompt")
-            return request.prompt
+    def _prompts(self, request: Request) -> tuple[Request, list[list[int]]]:
+        """Return the request, without its oldest messages if they have to be left out, and the tokens of its prompts."""
         if request.kind == "text":
-            token_ids = list(self.loaded.tokenizer(request.prompt)["input_ids"])
-            if not token_ids:
-                raise RequestError(400, "prompt has no tokens", param="prompt")
-            return token_ids
+            return request, [self._text_tokens(prompt) for prompt in request.prompts]
         try:
-            return self._chat_tokens(request)
+            request = self._truncated(request) if request.truncate else request
+            return request, [self._chat_tokens(request)]
         except PromptRefusedError as error:
             raise RequestError(400, str(error), param=request.asked_by) from error
+
+    def _text_tokens(self, prompt: str | list[int]) -> list[int]:
+        size = self._vocabulary
+        token_ids = prompt if isinstance(prompt, list) else list(self.loaded.tokenizer(prompt)["input_ids"])
+        if not all(0 <= token < size for token in token_ids):
+            raise RequestError(400, f"prompt has tokens outside of the range from 0 to {size - 1}", param="prompt")
+        if not token_ids:
+            raise RequestError(400, "prompt has no tokens", param="prompt")
+        return token_ids
+
+    def _truncated(self, request: Request) -> Request:
+        """Return the request without its oldest messages, as few as leave room for the answer, or for half the context."""
+        context = self.loaded.context_tokens
+        if context is None:
+            return request
+        answer = min(self.limits.max_tokens if request.max_tokens is None else request.max_tokens, context // 2)
+        messages = request.messages
+        head = next((index for index, message in enumerate(messages) if message["role"] != "system"), 0)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "user" and index > head]
+        kept = [request, *(replace(request, messages=[*messages[:head], *messages[turn:]]) for turn in turns)]
+        fits = bisect.bisect_left(kept, True, key=lambda shorter: len(self._chat_tokens(shorter)) + answer <= context)
+        return kept[min(fits, len(kept) - 1)]
 
     def _chat_tokens(self, request: Request) -> list[int]:
         tokenizer = self.loaded.tokenizer
@@ -279,10 +352,13 @@ class Service:
             conversation = Conversation(tokenizer)
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
             return conversation.prompt(0).token_ids
-        token_ids = encode_chat(*self._chat(request))
+        if request.continue_final_message and (request.messages[-1]["role"] != "assistant" or "tool_calls" in request.messages[-1]):
+            message = "only text of the assistant can be continued, and the last message is not that alone"
+            raise RequestError(400, f"{request.asked_by}: {message}", param=request.asked_by)
+        token_ids = self._by_template(encode_chat, request)
         if not token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
-        if request.tools and token_ids == encode_chat(*self._chat(replace(request, tools=[]))):
+        if request.tools and token_ids == self._by_template(encode_chat, replace(request, tools=[])):
             raise RequestError(400, "this model's chat template has no place for tools", param="tools")
         if request.tools and self._response_template is None:
             raise RequestError(
@@ -290,20 +366,17 @@ class Service:
             )
         return token_ids
 
-    def _chat(self, request: Request) -> tuple[PreTrainedTokenizerBase, list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-        """Return what a chat template takes."""
+    def _by_template(self, function: Callable[..., T], request: Request) -> T:
+        """Return what a function makes of a chat by its template."""
         variables = dict(request.template_variables)
         if request.reasoning_effort is not None:
             off = {"enable_thinking": False, "thinking": False} if request.reasoning_effort == "none" else {}
             variables = {"reasoning_effort": request.reasoning_effort, **off, **variables}
-        return self.loaded.tokenizer, request.messages, request.tools, variables
+        continued, prompted = request.continue_final_message, request.add_generation_prompt
+        return function(self.loaded.tokenizer, request.messages, request.tools, variables, continued=continued, prompted=prompted)
 
     def _ask(self, request: Request, token_ids: list[int]) -> Ask:
         context, limit = self.loaded.context_tokens, self.limits.max_tokens
-        if request.max_tokens is not None and request.max_tokens > limit:
-            name = "max_output_tokens" if request.kind == "response" else "max_tokens"
-            message = f"{name} is {request.max_tokens}, and this server's limit is {limit}"
-            raise RequestError(400, message, code="invalid_value", param=name)
         room = limit if context is None else context - len(token_ids)
         if room < 1:
             # In OpenAI's words, by which clients recognise it.

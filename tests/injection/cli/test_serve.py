@@ -228,20 +228,19 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, 400, "Input should be 'text'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content: Input has lone surrogates"),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "must not be the assistant's"),
         ({**CHAT, "temperature": "hot"}, 400, "temperature"),
         ({**CHAT, "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
         (b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}', 400, "temperature: Input should be a finite number"),
         ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
         ({**CHAT, "max_tokens": True}, 400, "max_tokens"),
-        ({**CHAT, "max_tokens": 100_000}, 400, "limit is 4096"),
         ({**CHAT, "stop": [1]}, 400, "stop"),
         ({**CHAT, "best_of": 2}, 400, "best_of: is not supported"),
+        ({**CHAT, "best_of": True}, 400, "best_of: is not supported"),
         ({**CHAT, "n": 0}, 400, "n: Input should be greater than or equal to 1"),
         ({**CHAT, "tools": [{}]}, 400, "tools.0.function: Field required"),
         ({**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "no place for tools"),
         ({**CHAT, "tool_choice": "required"}, 400, "tool_choice: there are no tools"),
-        ({**CHAT, "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
+        ({**CHAT, "top_logprobs": 2, "logprobs": False}, 400, "top_logprobs contradicts logprobs"),
         ({**CHAT, "logit_bias": {"a": 1}}, 400, "logit_bias"),
         ({**CHAT, "logit_bias": {"5000": 1}}, 400, "logit_bias has tokens outside"),
         ({**CHAT, "presence_penalty": 3}, 400, "presence_penalty: Input should be less"),
@@ -278,7 +277,6 @@ def test_a_prompt_that_is_too_long_is_refused_as_openai_does(server: Server, pat
     [
         ({"temprature": 1}, "unknown_parameter", "temprature"),
         ({"functions": [{}]}, "unsupported_parameter", "functions"),
-        ({"max_tokens": 100_000}, "invalid_value", "max_tokens"),
     ],
 )
 def test_refusals_have_the_codes_of_openai(server: Server, body: Any, code: str, param: str) -> None:
@@ -286,7 +284,7 @@ def test_refusals_have_the_codes_of_openai(server: Server, body: Any, code: str,
     assert (status, error["code"], error["param"]) == (400, code, param)
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [10**9], ["a", "b"], "", None, [True]])
+@pytest.mark.parametrize("prompt", [[], [-1], [10**9], ["a", ""], ["a", 1], "", None, [True]])
 def test_prompts_that_are_none_are_refused(server: Server, prompt: Any) -> None:
     status, _ = post(server, json.dumps({"prompt": prompt}).encode(), "/v1/completions")
     assert status == 400
@@ -574,14 +572,19 @@ def test_the_command_of_the_readme_serves_until_ctrl_c() -> None:
     line = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("moegraft serve"))
     arguments = [*shlex.split(line.replace("path/or/hub-id", ""), comments=True)[1:], "--port", "0"]
     arguments.remove("--model")
+    arguments += ["--served-model-name", "one", "--served-model-name", "two", "--allow-origin", "https://a.example", "--strict"]
     code = "from moegraft.injection.cli.moegraft import main; main()"
     running = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stderr is not None and running.stdout is not None
         address = next(match.group(1) for said in running.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5, timeout=PATIENCE_S)
-        model = next(iter(client.models.list())).id
-        assert client.chat.completions.create(model=model, messages=messages("Speak"), max_tokens=5).usage
+        assert [model.id for model in client.models.list()] == ["one", "two"]
+        asked: dict[str, Any] = {"model": "two", "messages": messages("Speak"), "max_tokens": 5}
+        reply = client.chat.completions.with_raw_response.create(**asked, extra_headers={"Origin": "https://a.example"})
+        assert reply.parse().usage and reply.headers["access-control-allow-origin"] == "https://a.example"
+        with pytest.raises(openai.BadRequestError, match="keep_alive: no effect"):
+            client.chat.completions.create(**asked, extra_body={"keep_alive": "5m"})
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=PATIENCE_S)
     finally:

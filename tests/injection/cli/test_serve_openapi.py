@@ -11,6 +11,9 @@ import pytest
 from support.serving import PATIENCE_S, Server, serving
 
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve.app import POSTS
+
+jsonschema = pytest.importorskip("jsonschema", reason="an extra for tests: pip install 'moegraft[test]'")
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +26,19 @@ def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
     document = json.loads(server.get("/openapi.json"))
     assert document["openapi"].startswith("3.1")
     posts = {path for path, methods in document["paths"].items() if "post" in methods}
-    assert posts == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"}
+    assert posts == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    }
+    assert {*POSTS} - {"/v1/embeddings"} == posts, "what has to be JSON"
     schemas = document["components"]["schemas"]
+    assert schemas["TokenizeBody"]["anyOf"] == [{"required": [name]} for name in ("prompt", "content", "messages")]
     chat = schemas["ChatBody"]
     assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
     assert {"type": "number", "minimum": 0, "maximum": 2} in [{**option} for option in chat["properties"]["temperature"]["anyOf"]]
@@ -32,7 +46,13 @@ def test_openapi_describes_every_route_and_parameter(server: Server) -> None:
     for path in posts:
         assert {"400", "401", "413", "429"} <= document["paths"][path]["post"]["responses"].keys()
     refusals = [reply for methods in document["paths"].values() for reply in methods.values() for reply in reply["responses"].items()]
-    assert all(json.dumps(reply).count("schemas/Refusal") == (status != "200") for status, reply in refusals)
+    assert all(json.dumps(reply).count("Refusal") == (status != "200") for status, reply in refusals)
+    of_messages = {path for path in posts if "MessageRefusal" in json.dumps(document["paths"][path]["post"]["responses"]["400"])}
+    assert of_messages == {"/v1/messages", "/v1/messages/count_tokens"}, "as Anthropic's clients read them"
+    message = {name: schemas["Message"][name] for name in ("required", "anyOf")}
+    for given, valid in ({"role": "user"}, False), ({"role": "user", "content": None}, False), ({"role": "assistant"}, True):
+        assert jsonschema.Draft202012Validator(message).is_valid(given) is valid
+    assert jsonschema.Draft202012Validator(message).is_valid({"role": "user", "content": "hi"})
     assert "422" not in dict(refusals) and not any("Validation" in name for name in schemas)
 
 

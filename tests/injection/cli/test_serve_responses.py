@@ -105,13 +105,13 @@ def test_text_follows_a_schema(server: Server) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: is not supported: nothing is stored; send the whole conversation"),
         ({"background": True}, "background: is not supported"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.*item_reference"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "call_id: Field required"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        ({"input": [{"role": "assistant", "content": "x"}]}, "the last message must not be the assistant's"),
+        ({"input": [{"type": "reasoning", "content": [{"text": "x"}]}]}, "input: there is nothing to answer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(server: Server, options: dict[str, Any], message: str) -> None:
