@@ -4,8 +4,8 @@ The checkpoint has layers of Qwen3-30B-A3B's shapes in bfloat16, 16 GB by defaul
 alternate, each start is a process of its own that answers a prompt of 32 tokens, and the page cache is emptied before a cold start (as
 root), or what will be read is read before a warm one. `safetensors` packs the experts at each start; `packing` packs them into a cache
 folder and `packed` maps this at the next start; `saved` is the folder that `save_pretrained(packed=True)` writes. Just before each start
-the same files are read and nothing else is done, in the same state of the page cache: `read_s`. `cached_share` is what the page cache holds of
-them before a warm start, and `others_share` what other processes used of the cores during the start of the median.
+the same files are read and nothing else is done, in the same state of the page cache: `read_s`. `cached_share` is what the page cache
+holds of them before a warm start, and `others_share` what other processes used of the cores during the start of the median.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ def ids(seed: int = 0, batch: int = 2, length: int = 24, most: int = WORDS) -> t
 
 def step(model: PreTrainedModel, given: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss, and the gradients of all parameters."""
+    torch.manual_seed(0)  # the routers of phimoe sample experts in training
     model.train()
     model.zero_grad()
     loss = model(input_ids=given, labels=given, use_cache=False).loss
@@ -45,7 +46,7 @@ def cosine(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.model_type in FAMILIES else pytest.mark.long) for case in served_cases()],
+    [pytest.param(case, marks=() if case.model_type in FAMILIES else pytest.mark.long) for case in served_cases() if case.generates],
     ids=lambda case: case.model_type,
 )
 def test_gradients_are_those_of_the_stock_model(case: FamilyCase, tmp_path: Path) -> None:
