@@ -161,13 +161,17 @@ class StoredPacked(WeightSource):
         return ()
 
     def read(self, part: Part, expert: int = 0) -> NoReturn:
-        raise CheckpointError(f"{self.origin(part)}: holds the module packed as {_text(self._form)}, from which no weights can be read")
+        raise CheckpointError(
+            f"{self.origin(part)}: packed in {self._form.get('weights')}, from which no weights are read; use the stock model"
+        )
 
     def packed(self, form: Mapping[str, Any], sizes: Mapping[str, int]) -> Mapping[str, NDArray[np.uint8]]:
         if self._form != form:
+            names = [name for name in {**form, **self._form} if form.get(name) != self._form.get(name)]
+            here, asked = (", ".join(f"{name} {each.get(name)}" for name in names) for each in (self._form, form))
             raise CheckpointError(
-                f"{self.origin()}: packed as {_text(self._form)}, and the rules ask for {_text(form)}: load the folder with the rules in "
-                "its config.json, or pack the stock model by these"
+                f"{self.origin()}: packed with {here}, and the rules ask for {asked}: load the folder with the rules in its config.json, "
+                "or pack the stock model by these"
             )
         return {name: self._checked(name, size) for name, size in sizes.items()}
 
@@ -191,10 +195,6 @@ class StoredPacked(WeightSource):
 
     def origin(self, part: Part = "weight", expert: int = 0) -> str:
         return f"{next(iter(self._tensors.values())).file}: {self._path}"
-
-
-def _text(form: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in form.items())
 
 
 def packed_modules(tensors: Mapping[str, LazyTensor]) -> dict[str, StoredPacked]:

@@ -76,7 +76,8 @@ def target_of(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skel
 
 def _missing(tensors: Mapping[str, LazyTensor], name: str) -> CheckpointError:
     folder = next(iter(tensors.values())).file.parent
-    return CheckpointError(f"{folder}: no key of this checkpoint provides {name}; a shard or keys are missing")
+    why = "a shard or keys are missing, or the folder has it packed by its rules: use the stock model"
+    return CheckpointError(f"{folder}: no key of this checkpoint provides {name}; {why}")
 
 
 class _Store(Protocol):

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 from transformers.distributed import DistributedConfig
 
 from moegraft.injection import MoegraftConfig, build_meta_model, optimize_and_load, read_rules
+from moegraft.injection.checkpoint.gguf.export import plan_export, read_types
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.registry import load_registry
@@ -357,10 +358,13 @@ def test_a_packed_folder_may_be_saved_again(tmp_path: Path) -> None:
 
 def test_a_packed_folder_needs_its_own_rules(tmp_path: Path) -> None:
     save_packed(demo_path(), "cpu", tmp_path)
-    with pytest.raises(CheckpointError, match=r"packed as weights int8, .* the rules ask for weights int4, .* its config\.json"):
+    with pytest.raises(CheckpointError, match=r"packed with weights int8, and the rules ask for weights int4: .* its config\.json"):
         reference(tmp_path, "cpu", vars={"weights": "int4"})
     with pytest.raises(CheckpointError, match=r"leave modules that it holds packed"):
         reference(tmp_path, {"rules": [{"match": {"kind": "router"}, "replace": {"class": "cpu_router"}}]})
+    with pytest.raises(CheckpointError, match=r"the folder has it packed by its rules: use the stock model"):
+        meta = build_meta_model(tmp_path, weights=True)
+        plan_export(meta.weights, meta.skeleton, read_types("q8_0"))
 
 
 def changed_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
