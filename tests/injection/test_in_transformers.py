@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import logging
 import os
@@ -29,7 +30,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 from transformers.distributed import DistributedConfig
 
 from moegraft.injection import MoegraftConfig, build_meta_model, optimize_and_load, read_rules
-from moegraft.injection.checkpoint.gguf.export import plan_export, read_types
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.registry import load_registry
@@ -362,9 +362,15 @@ def test_a_packed_folder_needs_its_own_rules(tmp_path: Path) -> None:
         reference(tmp_path, "cpu", vars={"weights": "int4"})
     with pytest.raises(CheckpointError, match=r"leave modules that it holds packed"):
         reference(tmp_path, {"rules": [{"match": {"kind": "router"}, "replace": {"class": "cpu_router"}}]})
+
+
+def test_a_packed_folder_cannot_be_quantised(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="GGUF files are written by gguf, which is not installed")
+    export = importlib.import_module("moegraft.injection.checkpoint.gguf.export")
+    save_packed(demo_path(), "cpu", tmp_path)
+    meta = build_meta_model(tmp_path, weights=True)
     with pytest.raises(CheckpointError, match=r"the folder has it packed by its rules: use the stock model"):
-        meta = build_meta_model(tmp_path, weights=True)
-        plan_export(meta.weights, meta.skeleton, read_types("q8_0"))
+        export.plan_export(meta.weights, meta.skeleton, export.read_types("q8_0"))
 
 
 def changed_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
