@@ -32,14 +32,14 @@ def client(server: Server, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.address, api_key=key, max_retries=0, timeout=PATIENCE_S, http_client=server.http)
 
 
-def turns(*said: str) -> Any:
-    return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)]
+def turns(*texts: str) -> Any:
+    return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(texts)]
 
 
-def send(server: Server, *said: str, **options: Any) -> Any:
+def send(server: Server, *texts: str, **options: Any) -> Any:
     """Ask for a message: greedy unless `extra_body` has a temperature."""
     extra = {"temperature": 0, **options.pop("extra_body", {})}
-    given = {"model": server.service.model_id, "messages": turns(*said), "max_tokens": 12, **options}
+    given = {"model": server.service.model_id, "messages": turns(*texts), "max_tokens": 12, **options}
     return client(server).messages.create(**given, extra_body=extra)
 
 
