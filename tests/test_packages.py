@@ -301,7 +301,7 @@ def test_a_wheel_for_each_python(version: str, wheels: Callable[[str], Path], tm
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     python = new_environment(pythons()[version], tmp_path / "venv", "numpy")
     run(python, "-m", "pip", "install", "-q", "--no-deps", wheel)
-    assert run(python, "-c", USE_KERNELS, cwd=tmp_path, PATH=str(python.parent)).split() == Runtime.compiled_isas()
+    assert run(python, "-c", USE_KERNELS, cwd=tmp_path, PATH=str(python.parent), PYTHONPATH="").split() == Runtime.compiled_isas()
 
 
 def test_the_wheel_is_used_without_a_compiler(sdist: Path, wheels: Callable[[str], Path], tmp_path: Path) -> None:

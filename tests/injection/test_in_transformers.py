@@ -533,8 +533,13 @@ class TestRegistration:
         done = run_python("import sys, moegraft.injection; assert not {'torch', 'transformers'} & set(sys.modules)")
         assert done.returncode == 0, done.stderr
 
-    @pytest.mark.parametrize("first", ["import torch", "import transformers.quantizers.auto", "import transformers.integrations.moe"])
-    @pytest.mark.parametrize("on", [True, False])
+    @pytest.mark.parametrize(
+        ("on", "first"),
+        [
+            *((True, f"import {name}") for name in ("torch", "transformers.quantizers.auto", "transformers.integrations.moe")),
+            (False, "import torch"),
+        ],
+    )
     def test_torch_registers_where_the_environment_asks_for_it(self, on: bool, first: str, folder: Path, tmp_path: Path) -> None:
         """transformers may import torch in the middle of the module that has the register. The package is made known as pip does it."""
         load(folder, "cpu").save_pretrained(tmp_path / "saved")
