@@ -31,7 +31,7 @@ from harness.models import SHAPES, config_of, cpu_rules, random_model
 from harness.peers import PeerFailed, PeerProcess
 from harness.probe import ReadProbe
 from harness.record import Recorder, hardware, parser
-from harness.rounds import alternate, busy, percentiles
+from harness.rounds import alternate, percentiles
 from harness.whole_models import Opener, check_logits, decode_rate, llama_cpp, ours, prompt_rate, stock
 
 LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
@@ -87,15 +87,14 @@ def main() -> None:
     options.add_argument("--beside", nargs="+", default=["llama.cpp"], choices=list(PEERS))
     options.add_argument("--contexts", type=int, nargs="*", default=(8, 512, 2048), help="tokens before those that are decoded")
     options.add_argument("--prompts", type=int, nargs="*", default=(512,), help="tokens of prompts")
-    options.add_argument("--busy", type=int, default=0, help="processes that keep cores busy meanwhile")
     given = options.parse_args()
     if "llama.cpp" in given.beside and not is_installed():
         raise SystemExit("llama-cpp-python is not installed; harness/llama_cpp.py explains how to build it")
     phases = {f"decode after {tokens}": (decode_rate, tokens, given.new) for tokens in given.contexts}
     phases |= {f"prompt of {tokens}": (prompt_rate, tokens) for tokens in given.prompts}
     probe, config = ReadProbe(torch.get_num_threads()), config_of(given.model, given.layers)
-    about = {"model": given.model, "layers": config.num_hidden_layers, "busy_processes": given.busy or "", "hardware": hardware()}
-    keys = ("model", "layers", "weights", "beside", "phase", "busy_processes", "hardware")
+    about = {"model": given.model, "layers": config.num_hidden_layers, "hardware": hardware()}
+    keys = ("model", "layers", "weights", "beside", "phase", "hardware")
     rows = Recorder("cpu_model", ("torch", "transformers", "llama-cpp-python"), replaces=keys, write=given.write)
     for weights in given.weights:
         with tempfile.TemporaryDirectory() as temporary:
@@ -112,14 +111,13 @@ def main() -> None:
             for name in given.beside:
                 opened: dict[str, Opener] = {f"ours-{weights}": our_opener, f"{name}-{weights}": (PEERS[name], folder)}
                 error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT[name]), 4)
-                with busy(given.busy):
-                    for row in measure(
-                        opened,
-                        given.rounds,
-                        phases,
-                        lambda context: probe.median() / (read + cache_bytes(config, context)),  # noqa: B023  called at once
-                    ):
-                        rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
+                for row in measure(
+                    opened,
+                    given.rounds,
+                    phases,
+                    lambda context: probe.median() / (read + cache_bytes(config, context)),  # noqa: B023  called at once
+                ):
+                    rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
 
 
 if __name__ == "__main__":

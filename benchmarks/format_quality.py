@@ -3,7 +3,6 @@
     python benchmarks/format_quality.py                                   # the bundled model
     python benchmarks/format_quality.py --model FOLDER --text FILE
     python benchmarks/format_quality.py --encoding                        # time and error of quantising one matrix, to format_encoding.csv
-    python benchmarks/format_quality.py --experts                         # two types by layer or by expert, to expert_mixtures.csv
     python benchmarks/format_quality.py --defer --tokens 2048             # expert deferral, to deferral_quality.csv
 
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
@@ -32,9 +31,8 @@ import torch
 from harness.models import injected
 from harness.record import Recorder, parser
 from harness.rounds import alternate, seconds
-from harness.texts import TEXT, held_out, split_text, token_ids
+from harness.texts import held_out, token_ids
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
 from moegraft.injection.demo import demo_path
@@ -43,7 +41,7 @@ from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, decoded_logits_of, logits_of
 from moegraft.operators.draft import DraftSettings
-from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES, fitting_type
+from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES
 
 RULES = """
 rules:
@@ -60,7 +58,6 @@ MIXTURES = (
     "gate=IQ3_XXS,up=IQ3_XXS,down=Q4_K",
     "gate=IQ2_XXS,up=IQ2_XXS,down=Q4_K",
 )
-EXPERT_TYPES = (("Q8_0", "Q4_0"), ("Q6_K", "Q3_K"), ("Q4_K", "Q2_K"))
 # llama.cpp's numbers of its types with one type for all matrices; IQ2_S's is that of IQ2_M, its own is IQ2_XS with larger layers.
 THEIRS = {
     **{"Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q5_1": 9, "Q5_0": 8, "Q4_K": 14, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30, "Q3_K": 11},
@@ -170,71 +167,6 @@ def measure_encoding(size: tuple[int, int], rounds: int, rows: Recorder) -> None
             rows.add({"provider": provider, "types": types, "weights": name, **found})
 
 
-def measure_experts(tokens: int, window: int, rows: Recorder) -> None:
-    """Give some experts of the bundled model a larger type, at equal bytes: whole layers, or the experts that a text chooses most.
-
-    The profile is from the training split, which is more than a calibration text knows of the text to come. `by layer` has the larger type
-    in the layers whose rounding alone costs most on that text; `by profile` in the fewest experts of each layer that have an equal share of
-    its routed tokens.
-    """
-    import gguf
-
-    model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
-    profile, judged = (
-        [each for each in token_ids(part)[:tokens].split(window) if len(each) == window]
-        for part in split_text(TEXT.read_text(encoding="utf-8"))
-    )
-    layers = [layer.mlp.experts for layer in model.model.layers]
-    full = [{name: value.detach().clone() for name, value in experts.named_parameters()} for experts in layers]
-    num_experts = model.config.num_experts
-    used = torch.zeros(len(layers), num_experts)
-
-    def count(layer: int, inputs: tuple[torch.Tensor, ...]) -> None:
-        used[layer] += torch.bincount(inputs[1].flatten(), minlength=num_experts)
-
-    hooks = [experts.register_forward_pre_hook(lambda _, inputs, layer=layer: count(layer, inputs)) for layer, experts in enumerate(layers)]
-    expected = {id(profile): [logits_of(model, each) for each in profile]}
-    for hook in hooks:
-        hook.remove()
-    expected[id(judged)] = [logits_of(model, each) for each in judged]
-
-    def rounded(value: torch.Tensor, types: str) -> torch.Tensor:
-        name = fitting_type(types, value.shape[-1])
-        blocks = GGUF_TYPES[name].encode(value.reshape(-1, value.shape[-1]))
-        return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])).view_as(value)
-
-    packed = {
-        types: [{name: rounded(value, types) for name, value in layer.items()} for layer in full]
-        for types in dict.fromkeys(each for pair in EXPERT_TYPES for each in pair)
-    }
-
-    def kl(windows: list[torch.Tensor], large: torch.Tensor, types: tuple[str, str], only: int | None = None) -> tuple[float, float]:
-        """Return KL and same next tokens with the larger type where `large (L, E)`; with `only`, other layers are as they were."""
-        for layer, experts in enumerate(layers):
-            for name, value in experts.named_parameters():
-                if only is None or only == layer:
-                    value.data = torch.where(large[layer, :, None, None], packed[types[0]][layer][name], packed[types[1]][layer][name])
-                else:
-                    value.data = full[layer][name]
-        found = [compare_logits(stock, logits_of(model, each), each) for stock, each in zip(expected[id(windows)], windows, strict=True)]
-        return sum(each.kl_nats for each in found) / len(found), sum(each.top1_agreement for each in found) / len(found)
-
-    share, order = torch.zeros_like(used), used.argsort(dim=1, descending=True)
-    sorted_share = used.gather(1, order) / used.sum(dim=1, keepdim=True)
-    share.scatter_(1, order, sorted_share.cumsum(dim=1) - sorted_share)  # of the experts that are chosen more
-    for types in EXPERT_TYPES:
-        none = torch.zeros(len(layers), num_experts, dtype=torch.bool)
-        costs = torch.tensor([kl(profile, none, types, only=layer)[0] for layer in range(len(layers))])
-        for whole in range(len(layers) + 1):
-            by_layer, by_profile = none.clone(), none.clone()
-            by_layer[costs.argsort(descending=True)[:whole]] = True
-            by_profile.view(-1)[share.flatten().argsort()[: whole * num_experts]] = True
-            for provider, large in (("by layer", by_layer), ("by profile", by_profile)):
-                nats, same = kl(judged, large, types)
-                row: Row = {"provider": provider, "larger": types[0], "smaller": types[1], "larger_share": whole / len(layers)}
-                rows.add({**row, "tokens": sum(map(len, judged)), "kl_nats": round(nats, 6), "same_next_token": round(same, 4)})
-
-
 def _quantize_chunk() -> Any:
     """Return llama.cpp's `ggml_quantize_chunk`: type, floats, blocks, first number, rows, columns, importance."""
     import llama_cpp
@@ -279,14 +211,10 @@ def main() -> None:
     options.add_argument("--text", type=Path)
     options.add_argument("--window", type=int, default=512)
     options.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
-    options.add_argument("--experts", action="store_true", help="measure two types by layer and by expert")
     options.add_argument("--defer", action="store_true", help="measure expert deferral")
     given = options.parse_args()
     if given.encoding:
         measure_encoding((128, 2048), 3, Recorder("format_encoding", ("torch", "gguf", "llama_cpp_python"), write=given.write))
-        return
-    if given.experts:
-        measure_experts(given.tokens, given.window, Recorder("expert_mixtures", ("torch", "transformers", "gguf"), write=given.write))
         return
     text = held_out() if given.text is None else given.text.read_text(encoding="utf-8")
     if given.defer:

@@ -181,7 +181,7 @@ def families() -> str:
 @section
 def cpu_model() -> str:
     """Return the rates of whole models beside each peer, by model and phase."""
-    rows = [row for row in read("cpu_model") if not row["busy_processes"]]
+    rows = read("cpu_model")
     columns: Columns = {
         **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
         **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
@@ -226,7 +226,7 @@ def step_programs() -> str:
 def speeds() -> str:
     """Return the README's table of speeds, from runs that are interleaved with each peer."""
     layer, formats = read("kt_kernel"), ("int4", "int8", "bfloat16")
-    models = [row for row in read("cpu_model") if (row["model"], row["layers"], row["busy_processes"]) == ("qwen3-30b-a3b", "6", "")]
+    models = [row for row in read("cpu_model") if (row["model"], row["layers"]) == ("qwen3-30b-a3b", "6")]
     models = [row for row in models if row["hardware"] == models[-1]["hardware"]]  # of the machine of the latest run
     found = {(row["beside"], row["weights"], row["phase"]): row for row in models}
 

@@ -48,7 +48,6 @@ from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.rounds import alternate, clock, median_ratio, percentiles, seconds
 from harness.texts import held_out, pieces
-from support import emulated  # noqa: F401  the device that rules name
 from transformers import AutoConfig, MellumConfig, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
@@ -58,12 +57,10 @@ from moegraft.operators.decode.mtp import MtpStreams
 from moegraft.operators.decode.schedule import FixedSchedule, Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.routing import RoutedCall, watch_routing
 
 MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
-RATIOS = (0.125, 0.25, 0.5, 0.75)
 MTP_DRAFT = 4
 FORESIGHT_TOKENS = 1024  # the bundled model's context
 PARTS = ("rounds", "quality", "tasks", "sparsity", "mtp", "foresight", "speed", "mtp-speed", "plot")
@@ -94,29 +91,19 @@ class Way:
     """One configuration of drafts.
 
     Attributes:
-        ratio: share of experts with a slot on an emulated device; only these draft. None: any expert drafts, on the CPU.
         sparsity: share of neurons that drafts leave out; None for none.
     """
 
     top_k: int
-    ratio: float | None = None
     tolerance: float = 0.0
     sampled: bool = False
     sparsity: float | None = None
-
-    @property
-    def experts(self) -> str:
-        """The value of the option `experts` of `speculative_draft`."""
-        return "any" if self.ratio is None else "resident"
 
     def rules(self) -> str:
         draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": MAX_DRAFT, "schedule": "fixed"}
         if self.tolerance:
             draft |= {"mode": "adaptive", "tolerance": self.tolerance}
         experts = "{}"
-        if self.ratio is not None:
-            draft |= {"experts": self.experts}
-            experts = f"{{gpu: emulated, cache: {{ratio: {self.ratio}}}, prefetch: {{policy: none, promote: false}}}}"
         if self.sparsity is not None:
             draft |= {"draft_sparsity": self.sparsity}
             experts = "{sparsity: {target: 0, scope: routed}}"
@@ -124,9 +111,7 @@ class Way:
 
     def named(self) -> Row:
         """Return the configuration as columns of a row."""
-        ratio, decoding = "" if self.ratio is None else self.ratio, "sampled" if self.sampled else "greedy"
-        about = {"draft_top_k": self.top_k, "experts": self.experts, "resident_ratio": ratio}
-        return {**about, "tolerance": self.tolerance, "decoding": decoding}
+        return {"draft_top_k": self.top_k, "tolerance": self.tolerance, "decoding": "sampled" if self.sampled else "greedy"}
 
 
 def draft_rule(options: Mapping[str, object]) -> str:
@@ -182,12 +167,9 @@ class _Watch:
         def watch(module: object, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
             _, top_k_index, top_k_weights = inputs
             settings = self._switch.settings
-            layer = operator.backend if isinstance(operator.backend, GpuLayer) else None
             if settings is not None:
-                narrow = self._switch.narrow if layer is None else partial(layer._narrow, settings=settings)
-                index, _ = narrow(top_k_index, top_k_weights)
-                scoring = None if layer is None else layer.router_calls.scoring()
-                self._found.kept.append(_kept(scoring, index, top_k_index, top_k_weights))
+                index, _ = self._switch.narrow(top_k_index, top_k_weights)
+                self._found.kept.append(float(top_k_weights[index >= 0].sum() / top_k_weights.sum()))
                 self._drafted.setdefault(number, []).append(top_k_index[0].clone())
             else:
                 self._compare(number, top_k_index)
@@ -199,14 +181,6 @@ class _Watch:
         if len(drafted) == len(chosen) - 1:
             pairs = zip(drafted, chosen, strict=False)  # the last token fed was not fed to the draft
             self._found.recall.setdefault(number, []).extend(float(torch.isin(real, named).float().mean()) for named, real in pairs)
-
-
-def _kept(scoring: Any, index: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> float:
-    """Return the share of the router's weight that the drafting experts have: of all experts' scores where drafts choose among these."""
-    if scoring is None:
-        return float(weights[index >= 0].sum() / weights.sum())
-    drafting = scoring.scores.gather(-1, index.clamp(min=0)).where(index >= 0, 0)
-    return float(drafting.sum() / scoring.scores.gather(-1, chosen).sum())
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
@@ -242,8 +216,6 @@ def draft_rounds(model: str | Path, way: Way, prompts: Sequence[torch.Tensor], n
 def ways(experts: int) -> Iterator[Way]:
     for top_k in range(1, experts):
         yield from (Way(top_k), Way(top_k, sampled=True), Way(top_k, tolerance=TOLERANCE))
-    for ratio in RATIOS:
-        yield from (Way(experts, ratio), Way(experts, ratio, TOLERANCE))
 
 
 def rounds(model: str, prompts: Sequence[torch.Tensor], new_tokens: int, *, write: bool) -> None:
@@ -492,20 +464,18 @@ def mtp_speed(layers: int, new_tokens: int, rounds: int, rows: Recorder) -> None
 
 
 def label(row: Mapping[str, str]) -> str:
-    who = f"{row['experts']}, {row['resident_ratio']}" if row["resident_ratio"] else f"{row['draft_top_k']} experts"
-    return f"{who}{', adaptive' if float(row['tolerance']) else ''}"
+    return f"{row['draft_top_k']} experts{', adaptive' if float(row['tolerance']) else ''}"
 
 
 def plot() -> None:
-    figure, ((by_position, by_confidence, by_bytes), (by_experts, by_text, by_slots)) = panels(2, 3, (5.6, 4.2))
+    figure, ((by_position, by_confidence, by_bytes), (by_experts, by_text, unused)) = panels(2, 3, (5.6, 4.2))
+    unused.axis("off")
     names = ("drafts", "confidence", "sparsity", "quality", "tasks")
     ways, judged, sparse, quality, texts = (read_rows(f"speculative_{name}") for name in names)
     ways, judged, sparse = ([row for row in rows if row["decoding"] == "greedy"] for rows in (ways, judged, sparse))
-    any_expert = [row for row in ways if row["experts"] == "any" and not float(row["tolerance"])]
     for row in ways:
         shares = [{"at": at + 1, "share": row[f"position_{at + 1}"] or "nan"} for at in range(MAX_DRAFT)]
-        style = ("--" if float(row["tolerance"]) else "-") + ("s" if row["resident_ratio"] else "o")
-        curve(by_position, shares, "at", "share", style, label(row))
+        curve(by_position, shares, "at", "share", "--o" if float(row["tolerance"]) else "-o", label(row))
     by_position.set(title="Drafted tokens that stand, by position (greedy)", xlabel="position in the draft", ylim=(0, 1.02))
     for name, rows in grouped((row for row in judged if not float(row["tolerance"]) and int(row["judged"]) >= 10), label).items():
         x = [float(row["confidence_from"]) + 0.5 / BINS for row in rows]
@@ -516,7 +486,7 @@ def plot() -> None:
         for row in rows:
             by_bytes.annotate(row["draft_sparsity"], (float(row["bytes_share"]), float(row["tokens_per_round"])), fontsize=6)
     whole = max(int(row["draft_top_k"]) for row in sparse)
-    fewer = [{**row, "share": int(row["draft_top_k"]) / whole} for row in any_expert]
+    fewer = [{**row, "share": int(row["draft_top_k"]) / whole} for row in ways if not float(row["tolerance"])]
     curve(by_bytes, fewer, "share", "tokens_per_round", "-s", "fewer experts, whole", markersize=4)
     by_bytes.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy), by what a draft reads", xlabel="share of the experts' bytes")
     curve(by_experts, quality, "experts", "perplexity", label="perplexity", color="tab:red")
@@ -531,10 +501,7 @@ def plot() -> None:
         by_text.bar(places, [float(row["tokens_per_round"]) for row in rows], 0.38, label=f"tolerance {tolerance}")
         by_text.set_xticks(places, [row["text"] for row in rows])
     by_text.set(title=f"Tokens a round of {MAX_DRAFT} drafted, by text")
-    for tolerance, rows in grouped((row for row in ways if row["resident_ratio"]), lambda row: float(row["tolerance"])).items():
-        curve(by_slots, rows, "resident_ratio", "tokens_per_round", label="adaptive" if tolerance else "lossless", markersize=4)
-    by_slots.set(title=f"Tokens a round of {MAX_DRAFT} drafted (greedy)", xlabel="share of experts with a slot, which alone draft")
-    for axes in (by_position, by_confidence, by_bytes, by_experts, by_text, by_slots):
+    for axes in (by_position, by_confidence, by_bytes, by_experts, by_text):
         axes.legend(fontsize=6)
     save(figure, "speculative_drafts", dpi=110)
 

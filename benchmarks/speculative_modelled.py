@@ -16,10 +16,10 @@ The product's engine, prefetchers and schedules run on the virtual clock with sy
 `speculative_modelled_long.csv` has longer answers with a quarter of the experts in slots: in a few dozen tokens, chance and the schedule's
 first probes have much influence.
 
-The draft configurations: `draft`, the top-k experts; `resident`, the likeliest of all experts with a slot; `+ ahead`, the verification's
+The draft configurations: `draft`, the top-k experts; `+ ahead`, the verification's
 experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a fixed length. Rows of ways that were
-removed since are the reason: drafts without `+ ahead`, with `resident_chosen` (only those of the token's own experts that have a slot) and
-`scaled` (weights scaled to the sum of all) were slower.
+removed since are the reason: drafts without `+ ahead`, `resident` (by the likeliest experts with a slot), `resident_chosen` (by those of
+the token's own experts that have a slot) and `scaled` (weights scaled to the sum of all) were slower.
 
 `speculative_modelled_mtp.csv` has drafts by an MTP layer, marginal, on CPU and GPU together, with a quarter of the experts in slots, whose
 tokens are accepted with a given chance: `+ ahead`, its states are shown to the body's routers. `of_bound` is the share of `bound` at the
@@ -82,7 +82,7 @@ class Case:
         return Text(real, other), Text(real.part(WARM_TOKENS, length), other.part(WARM_TOKENS, length))
 
     def simulation(self, system: System, warm: Text, ratio: float, way: DraftWay | None = None) -> Simulation:
-        model = self.model.with_layers(int(way is not None and way.experts == "mtp"))
+        model = self.model.with_layers(int(way is not None and way.mtp))
         return Simulation(model, self.machine, ratio, system, warm.real.part(0, WARM_TOKENS), self.bits)
 
 
@@ -91,17 +91,14 @@ def ways(top_k: int, ratio: float) -> Iterator[tuple[str, DraftWay, DraftSchedul
     half = max(1, top_k // 2)  # one of the numbers of experts for which acceptance was measured
     for tolerance in (0.0, TOLERANCE):
         if ratio == ABLATED_RATIO:
-            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, "any", tolerance), FixedSchedule(FIXED)
-            yield f"resident + ahead, {FIXED} tokens", DraftWay(top_k, "resident", tolerance), FixedSchedule(FIXED)
-            yield "resident + ahead, 1 token", DraftWay(top_k, "resident", tolerance), FixedSchedule(1)
-        yield "draft + ahead, marginal", DraftWay(half, "any", tolerance), MarginalSchedule(LONGEST)
-        yield "resident + ahead, marginal", DraftWay(top_k, "resident", tolerance), MarginalSchedule(LONGEST)
+            yield f"draft + ahead, {FIXED} tokens", DraftWay(half, tolerance=tolerance), FixedSchedule(FIXED)
+        yield "draft + ahead, marginal", DraftWay(half, tolerance=tolerance), MarginalSchedule(LONGEST)
 
 
 def given_ways(top_k: int) -> Iterator[tuple[str, DraftWay]]:
     """Return the configurations for which acceptance is given, by name."""
-    yield "mtp", DraftWay(top_k, "mtp", looks_ahead=False)
-    yield "mtp + ahead", DraftWay(top_k, "mtp")
+    yield "mtp", DraftWay(top_k, mtp=True, looks_ahead=False)
+    yield "mtp + ahead", DraftWay(top_k, mtp=True)
 
 
 def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
@@ -111,11 +108,12 @@ def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
     for engine in (each for each in ENGINES if each.name in engines):
         plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
         yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline)
-        resident, hybrid = DraftWay(case.model.top_k, "resident"), engine.schedule == "two_threshold"
-        bound = bound_of(case, engine, warm, text, plain, resident) if hybrid else None
+        bound: DraftBound | None = None
         for name, way, schedule in ways(case.model.top_k, case.ratio):
             played = DraftSimulation(case.simulation(engine, warm, case.ratio, way), text, way, schedule, case.seed).run(case.tokens)
-            limits = limits_of(bound, played) if bound is not None and way.resident else {}
+            if engine.schedule == "two_threshold":
+                bound = bound or bound_of(case, engine, warm, text, plain, way)
+            limits = {} if bound is None else limits_of(bound, played)
             yield _row(case, engine.name, name, way.tolerance, played, plain, baseline) | limits
 
 
@@ -142,7 +140,7 @@ def rows_at(case: Case, acceptances: Sequence[float]) -> Iterator[Row]:
 
 
 def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played, way: DraftWay) -> DraftBound:
-    """Return the bound of drafts by the model's own number of resident experts, or by an MTP layer."""
+    """Return the bound of drafts by as many experts as those of `way`, or by an MTP layer."""
     certain, round_ms = dataclasses.replace(way, acceptance=1.0), []
     for length in range(1, LONGEST + 1):
         base = case.simulation(engine, warm, case.ratio, way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
@@ -20,12 +17,10 @@ class DraftSettings:
 
     Attributes:
         top_k: experts per token; at least 1.
-        resident: whether only experts with a slot on a GPU run, the likeliest first. An operator without GPU slots ignores it.
         sparsity: share of neurons to leave out, in the scope of the operator's own target; None for the operator's own target.
     """
 
     top_k: int
-    resident: bool = False
     sparsity: float | None = None
 
 
@@ -38,33 +33,23 @@ class DraftSwitch:
 
     Attributes:
         layers: how many layers of experts follow this switch.
-        resident_layers: those of them whose experts may have a slot on a GPU.
         sparse_layers: those of them that can leave neurons out.
         preparations: how many steps of the model were recorded, or computed twice to verify a recording. Later ones take less time.
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self.layers = self.resident_layers = self.sparse_layers = 0
+        self.layers = self.sparse_layers = 0
         self.preparations = 0
-        self._warned = False
 
-    def join(self, *, has_slots: bool = False, sparse: bool = False) -> None:
+    def join(self, *, sparse: bool = False) -> None:
         """Count one layer of experts that follows this switch.
 
         Args:
-            has_slots: whether the layer's experts may be resident on a GPU.
             sparse: whether the layer can leave neurons out.
         """
         self.layers += 1
-        self.resident_layers += has_slots
         self.sparse_layers += sparse
-
-    def warn_once(self, reason: str) -> None:
-        """Log why a layer cannot follow the draft settings; only the first reason of all layers is logged."""
-        if not self._warned:
-            self._warned = True
-            logger.warning("draft: %s", reason)
 
     @property
     def settings(self) -> DraftSettings | None:

@@ -10,7 +10,7 @@ Shapes: T tokens, E experts, K experts per token, H hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -84,12 +84,6 @@ def score_function(output: RouterOutput) -> str:
     return best if errors[best] < EXPLAINS else "softmax"
 
 
-def follows(scores: torch.Tensor, top_k_weights: torch.Tensor, top_k_index: torch.Tensor) -> bool:
-    """Return whether the weights (T, K) of the chosen experts are proportional to their scores (T, E) for every token."""
-    shares = _shares(scores.gather(-1, top_k_index.long()))
-    return bool(((shares - _shares(top_k_weights.float())).abs() < EXPLAINS).all())
-
-
 def _shares(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
@@ -119,20 +113,6 @@ class Routing:
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
     scores: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """A router's scores of all experts, chosen or not.
-
-    Attributes:
-        scores: (T, E) float32, to which weights are proportional.
-        rankings: (T, E) float32 each, the values by which the router may rank experts: the scores, and the scores or logits plus each
-            correction bias of the router or its block. Expert groups are not considered.
-    """
-
-    scores: torch.Tensor
-    rankings: Sequence[torch.Tensor]
 
 
 class Router:
@@ -169,18 +149,6 @@ class Router:
         if self._function is None and read.top_k_index is not None:
             self._function = score_function(read)
         return scores_of(output, self.num_experts, self._function)
-
-    @torch.no_grad()
-    def scoring(self, output: Any) -> Scoring:
-        """Return the scores and rankings of every expert, given the output of `forward`."""
-        scores = self.scores(output)
-        logits = RouterOutput.read(output, self.num_experts).logits.float()[:, : self.num_experts]
-        raw = SCORE_FUNCTIONS[self._function](logits) if self._function is not None else scores
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        named += [*self._block.named_parameters(recurse=False), *self._block.named_buffers(recurse=False)]
-        biases = [tensor for name, tensor in named if "bias" in name.rpartition(".")[2] and tensor.numel() == self.num_experts]
-        corrections = [bias.float().reshape(-1) for bias in biases]
-        return Scoring(scores, [raw, *(start + each for each in corrections for start in (raw, logits))])
 
     @torch.no_grad()
     def route(self, hidden_states: torch.Tensor) -> Routing:

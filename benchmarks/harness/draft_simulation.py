@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,6 @@ from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 
-Experts = Literal["any", "resident", "mtp"]
 NOISES = np.linspace(0.0, 1.2, 13)
 SAMPLE_TOKENS = 40
 WORTHS = np.geomspace(0.01, 100, 81)  # of a ms of the link or the GPU, in ms of the CPU
@@ -45,26 +43,22 @@ class DraftWay:
     """One configuration of drafts.
 
     Attributes:
-        experts: the value of the option `experts` of `speculative_draft`; `mtp` for `draft: mtp`, whose layer is the engine's last.
+        top_k: experts of a draft.
+        mtp: whether an MTP layer drafts, which is the engine's last.
         tolerance: 0 for lossless, or a tolerance that was measured with the checkpoint.
         acceptance: the chance that a drafted token is accepted after accepted ones; None for what was measured with the checkpoint.
         looks_ahead: whether the MTP layer's states are shown to the routers of the body.
     """
 
     top_k: int
-    experts: Experts
+    mtp: bool = False
     tolerance: float = 0.0
     acceptance: float | None = None
     looks_ahead: bool = True
 
-    @property
-    def resident(self) -> bool:
-        """Whether only experts with a slot draft."""
-        return self.experts == "resident"
-
     def drafts(self) -> MeasuredDrafts:
         """Return what decides on the drafted tokens."""
-        return MeasuredDrafts(self.experts, self.tolerance) if self.acceptance is None else GivenDrafts(self.acceptance)
+        return MeasuredDrafts(self.tolerance) if self.acceptance is None else GivenDrafts(self.acceptance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +75,12 @@ class _Point:
 class MeasuredDrafts:
     """The acceptance of the checkpoint's greedy drafts by the share of the router's weight that their experts kept."""
 
-    def __init__(self, experts: Experts, tolerance: float) -> None:
-        chosen = [row for row in read_rows("speculative_confidence") if _is(row, experts, tolerance)]
-        ways = {(row["draft_top_k"], row["resident_ratio"]): row for row in read_rows("speculative_drafts") if _is(row, experts, tolerance)}
+    def __init__(self, tolerance: float) -> None:
+        chosen = [row for row in read_rows("speculative_confidence") if _is(row, tolerance)]
+        ways = {row["draft_top_k"]: row for row in read_rows("speculative_drafts") if _is(row, tolerance)}
         found = []
-        for (top_k, ratio), way in ways.items():
-            bins = [row for row in chosen if (row["draft_top_k"], row["resident_ratio"]) == (top_k, ratio)]
+        for top_k, way in ways.items():
+            bins = [row for row in chosen if row["draft_top_k"] == top_k]
             middle = [(float(row["confidence_from"]) + float(row["confidence_to"])) / 2 for row in bins]
             judged, accepted = (np.array([float(row[name]) for row in bins]) for name in ("judged", "accepted"))
             found.append(_Point(float(way["kept_share"]), float(way["recall"]), np.array(middle), judged, accepted))
@@ -114,15 +108,15 @@ class GivenDrafts(MeasuredDrafts):
     """Drafts whose tokens are accepted with a given chance, which is also what the drafter expects of each."""
 
     def __init__(self, acceptance: float) -> None:
-        super().__init__("resident", 0.0)  # for the recall of drafts by fewer experts
+        super().__init__(0.0)  # for the recall of drafts by fewer experts
         self._acceptance = acceptance
 
     def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
         return self._acceptance, bool(rng.random() < self._acceptance)
 
 
-def _is(row: dict[str, str], experts: Experts, tolerance: float) -> bool:
-    return row["experts"] == experts and float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
+def _is(row: dict[str, str], tolerance: float) -> bool:
+    return float(row["tolerance"]) == tolerance and row["decoding"] == "greedy"
 
 
 @dataclass(slots=True)
@@ -175,7 +169,7 @@ class DraftSimulation:
         self._schedule = schedule
         self._rng, self._accepting = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         self._measured = None if way is None else way.drafts()
-        self._mtp = way is not None and way.experts == "mtp"
+        self._mtp = way is not None and way.mtp
         self._layers = base.model.layers - self._mtp
         self._head_ms = head_ms(base.model, base.machine)
         self._recalls = noise_recalls(base.model, text.real)
@@ -225,21 +219,21 @@ class DraftSimulation:
 
     def _draft(self, token: Trace) -> tuple[float, bool]:
         """Run one draft step; return its confidence and whether the token is accepted."""
-        way, slots = self._way, self._base.engine.cache.slots
+        way = self._way
         assert way is not None and self._measured is not None, "drafts have a configuration"
         kept: list[float] = []
         share = float(np.mean(self.played.kept[-8:])) if self.played.kept else 0.5
         noise = float(np.interp(-self._measured.recall(share), -self._recalls, NOISES))
         demanded = self._base.engine.cache.queue.statistics.demanded
         for layer in range(self._layers):
-            there = slots.slot_of(layer) >= 0
-            logits = np.log(token.scores[0, layer]) + SPREAD * noise * (self._rng.normal(size=len(there)) if layer else 0.0)
+            scores = token.scores[0, layer]
+            logits = np.log(scores) + SPREAD * noise * (self._rng.normal(size=len(scores)) if layer else 0.0)
             order = np.argsort(-logits, kind="stable").astype(np.int64)
             whole = order[: self._base.model.top_k]
-            few = (order[there[order]] if way.resident else whole)[: way.top_k]
+            few = whole[: way.top_k]
             scores = np.exp(logits - logits.max())
             kept.append(float(scores[few].sum() / scores[whole].sum()))
-            step = LayerStep.of(layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k, way.resident))
+            step = LayerStep.of(layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k))
             self._layer(step, 1, "draft")
         self._head()
         self.played.kept.append(float(np.mean(kept)))

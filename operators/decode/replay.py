@@ -54,7 +54,7 @@ class FrozenModel:
     2. Their memory is at the same addresses, and nothing has written to it since.
     3. No module has forward hooks.
     4. An attribute of a module that is None, or a tensor which a step reads as a constant, is still that.
-    5. A module of another library, or of a class that derives from one's, such as an adapter, has the same attributes.
+    5. A module of another library, or of a class that derives from one's, such as an adapter, has the same attributes, or equal ones.
 
     `NativePrograms` compares the training flag, what a step reads of the configuration, and the thresholds of sparse experts by itself. Not
     noticed: attributes of the modules of PyTorch and transformers, and changes within lists, functions and objects that modules refer to.
@@ -64,9 +64,10 @@ class FrozenModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = list(model.modules())
-        self._tables = [table for module in modules for table in (module._modules, module._parameters, module._buffers) if table]
+        parts = [table for module in modules for table in (module._modules, module._parameters, module._buffers) if table]
+        self._tables = [*parts, *(vars(module) for module in modules if not all(map(is_library, type(module).__mro__)))]
         self._copies = [dict(table) for table in self._tables]
-        tensors = {id(each): each for table in self._tables for each in table.values() if isinstance(each, torch.Tensor)}
+        tensors = {id(each): each for table in parts for each in table.values() if isinstance(each, torch.Tensor)}
         self._tensors = list(tensors.values())
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         # Operators copy small vectors when they are loaded, and compute otherwise once one is edited.
@@ -79,7 +80,6 @@ class FrozenModel:
         of_others = [vars(module) for module in modules if not isinstance(module, Operator)]
         self._attributes += [(table, name, None) for table in of_others for name, value in table.items() if value is None]
         self._columns = tuple(zip(*self._attributes, strict=True))  # compared in every step, without a loop in Python
-        self._others = [(vars(module), dict(vars(module))) for module in modules if not all(map(is_library, type(module).__mro__))]
         self.obstacle = "its modules have hooks" if self._hooked() else None
 
     def rely_on(self, constants: Iterable[torch.Tensor]) -> None:
@@ -101,8 +101,8 @@ class FrozenModel:
 
     def changed(self) -> bool:
         try:
-            same = self._tables == self._copies
-        except RuntimeError:  # two tensors were compared, of which one replaced the other
+            same = self._tables == self._copies  # what was not replaced is not compared further
+        except Exception:  # noqa: BLE001 # as two tensors were compared, of which one replaced the other, or objects that cannot be
             same = False
         tables, names, values = self._columns
         return (
@@ -110,7 +110,6 @@ class FrozenModel:
             or not all(map(operator.is_, map(dict.get, tables, names), values))
             or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
             or [tensor._version for tensor in self._editable] != self._versions
-            or any(now.keys() != old.keys() or not all(map(operator.is_, now.values(), old.values())) for now, old in self._others)
             or self._hooked() != (self.obstacle is not None)
         )
 

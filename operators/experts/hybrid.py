@@ -248,7 +248,7 @@ class HybridExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: InjectionContext) -> Self:
         layout, draft, group = read_layout(module), context.draft_switch, context.expert_group
-        draft.join(has_slots=options.on_gpu is not None, sparse=options.sparsity is not None)
+        draft.join(sparse=options.sparsity is not None)
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         experts = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
         warn = partial(context.warn_once, logger)

@@ -193,8 +193,7 @@ class Engine:
         gpu_free_ms += self.costs.first_gpu_ms
         # One slot is enough to transfer any number of experts, one after another: free now, or once a resident expert was read.
         most = min(slots.capacity_of(step.layer), slots.num_experts - 1)
-        only_resident = step.draft is not None and step.draft.resident
-        transfers = not only_resident and (queue.available > 0 or len(slots.residents(step.layer)) > most)
+        transfers = queue.available > 0 or len(slots.residents(step.layer)) > most
         return LayerProblem(
             loads=step.loads,
             cpu_ms=self.costs.cpu_ms(step.loads),

@@ -210,8 +210,8 @@ class VerificationPrefetcher:
         requested[:], tokens[:] = False, 0
 
     def _for_draft(self, step: LayerStep, draft: DraftStep) -> list[tuple[int, int]]:
-        """The (layer, expert) pairs that the next layer will draft with; none where a draft uses resident experts alone."""
-        if draft.resident or not step.predictions:
+        """The (layer, expert) pairs that the next layer will draft with."""
+        if not step.predictions:
             return []
         following = step.predictions[0]
         missing = (following.ranks < draft.top_k) & (self._slots.slot_of(following.layer)[following.experts] < 0)

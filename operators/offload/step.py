@@ -48,12 +48,10 @@ class DraftStep:
     Attributes:
         chosen: (T, K), everything that the router chose, -1 for padded slots: what the verification is expected to need.
         top_k: experts per token that the draft uses.
-        resident: whether the draft must not transfer any expert.
     """
 
     chosen: Ids
     top_k: int
-    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)

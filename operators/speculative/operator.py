@@ -73,7 +73,6 @@ class SpeculativeOptions:
             change a near tie of greedy text); `adaptive` accepts more tokens and changes both.
         confidence: a draft ends after a token of lower probability. Adaptive mode does not accept such a token.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
-        experts: `resident` drafts only with the likeliest experts among those resident on a GPU, so that a draft transfers no weights.
     """
 
     draft: Literal["experts", "ngram", "mtp"] | DraftHead = "experts"
@@ -84,7 +83,6 @@ class SpeculativeOptions:
     mode: Literal["lossless", "adaptive"] = "lossless"
     confidence: float = 0.0
     tolerance: float = 0.0
-    experts: Literal["any", "resident"] = "any"
 
     def __post_init__(self) -> None:
         for name in ("draft_top_k", "max_draft"):
@@ -102,9 +100,8 @@ class SpeculativeOptions:
             raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3")
         if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
             raise ValueError("draft ngram has no probabilities: remove 'confidence' and 'mode: adaptive'")
-        if self.draft != "experts" and (self.draft_sparsity is not None or self.experts == "resident"):
-            option = "draft_sparsity" if self.draft_sparsity is not None else "experts: resident"
-            raise ValueError(f"draft {self.draft} runs none of the model's own experts: remove '{option}'")
+        if self.draft != "experts" and self.draft_sparsity is not None:
+            raise ValueError(f"draft {self.draft} runs none of the model's own experts: remove 'draft_sparsity'")
 
     @property
     def by_layers(self) -> bool:
@@ -114,7 +111,7 @@ class SpeculativeOptions:
     @property
     def settings(self) -> DraftSettings:
         """How experts run while drafting."""
-        return DraftSettings(self.draft_top_k, resident=self.experts == "resident", sparsity=self.draft_sparsity)
+        return DraftSettings(self.draft_top_k, self.draft_sparsity)
 
 
 logger = logging.getLogger(__name__)
@@ -272,8 +269,6 @@ class SpeculativeDraft(ModelOperator):
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
                 "such as 'sparsity: {target: 0, scope: routed}', which leaves neurons out only in drafts"
             )
-        if self.options.experts != "any" and not self._switch.resident_layers:
-            self.warn_once(f"experts: {self.options.experts} has no effect, as no expert is resident on a GPU")
         if self.options.mode == "adaptive":
             self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
 

@@ -39,20 +39,18 @@ def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule
 @pytest.mark.parametrize(("engine", "model"), combinations(["gpu", "hybrid"], ["mixtral-8x7b", "deepseek-v2-lite"]))
 def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, engine: str, model: str) -> None:
     plain = played(bench, model, engine, 0.25, None, None)
-    top_k = SHAPES[model].top_k
-    for way in (bench.DraftWay(top_k, "resident"), bench.DraftWay(max(1, top_k // 2), "any")):
-        always = played(bench, model, engine, 0.25, way, FixedSchedule(4), FEW)
-        assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
-        found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
-        assert found.ms_per_token <= 1.03 * plain.ms_per_token
-        assert way.resident <= (found.draft_demands == 0), "drafts of experts that are there bring none"
+    way = bench.DraftWay(max(1, SHAPES[model].top_k // 2))
+    always = played(bench, model, engine, 0.25, way, FixedSchedule(4), FEW)
+    assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
+    found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
+    assert found.ms_per_token <= 1.03 * plain.ms_per_token
 
 
 def test_rounds_take_at_least_the_computed_bound(bench: Any) -> None:
     model = SHAPES["mixtral-8x7b"]
     case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, FEW, 0)
     warm, text = case.traces()
-    for way in (bench.DraftWay(model.top_k, "resident", acceptance=1.0), bench.DraftWay(model.top_k, "mtp", acceptance=1.0)):
+    for way in (bench.DraftWay(1, acceptance=1.0), bench.DraftWay(model.top_k, mtp=True, acceptance=1.0)):
         for length in (1, 4):
             base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
             found = bench.DraftSimulation(base, text, way, FixedSchedule(length)).run(FEW)
@@ -81,7 +79,7 @@ def test_states_of_an_mtp_layer_let_a_verification_find_more_experts(bench: Any)
     warm, text = case.traces()
 
     def missing(*, looks_ahead: bool) -> float:
-        way = bench.DraftWay(model.top_k, "mtp", acceptance=1.0, looks_ahead=looks_ahead)
+        way = bench.DraftWay(model.top_k, mtp=True, acceptance=1.0, looks_ahead=looks_ahead)
         base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
         found = bench.DraftSimulation(base, text, way, FixedSchedule(3)).run(FEW).parts["verify"]
         assert (base.engine.statistics.loaded_for_verification > 0) == looks_ahead

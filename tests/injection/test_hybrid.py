@@ -136,23 +136,6 @@ def test_placement_reports_the_devices_of_experts(rules, gpu: str) -> None:  # t
     assert " and 2 of " in placement and f"in slots of {gpu.removesuffix(':0')}:0, two_threshold" in placement
 
 
-def test_a_draft_of_resident_experts_loads_nothing(rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
-    from moegraft.operators.draft import DraftSettings
-
-    model = load(build_model(case_of("qwen3_moe")), rules("cache: {slots: 2}, prefetch: {policy: none, promote: false}"), gpu)
-    switch = model.moegraft.context.draft_switch
-    assert switch.resident_layers == switch.layers > 0
-    (engine,) = engines_of(model)
-    before = engine.cache.queue.statistics.requested
-    with torch.no_grad(), switch.drafting(DraftSettings(top_k=2, resident=True)):
-        drafted = model(input_ids=prompt(6).to(model.device)).logits
-    assert torch.isfinite(drafted).all()
-    assert engine.cache.queue.statistics.requested == before and engine.statistics.on_cpu < engine.statistics.used
-    with torch.no_grad():
-        whole = model(input_ids=prompt(6).to(model.device)).logits
-    assert not torch.allclose(whole, drafted)
-
-
 def test_a_model_that_is_let_go_is_freed(rules, gpu: str) -> None:  # type: ignore[no-untyped-def]
     model = load(build_model(case_of("mixtral")), rules(), gpu)
     outputs(model)

@@ -22,12 +22,11 @@ def tiny() -> PreTrainedModel:
     return build_model(case_of("qwen3_moe"))
 
 
-@pytest.mark.parametrize("who", ["any", "resident"])
-def test_all_features_together_equal_the_stock_model_and_are_reported(who: str, tmp_path: Path) -> None:
+def test_all_features_together_equal_the_stock_model_and_are_reported(tmp_path: Path) -> None:
     stock = tiny().generate(prompt(8), do_sample=False, max_new_tokens=40)
     rules = tmp_path / "exact.yaml"  # int8 linear layers would round
     rules.write_text("extends: all\nrules:\n- {id: linears, match: {kind: linear}, replace: {class: default}}\n")
-    model = optimize_and_load(tiny(), rules, vars=VARS | {"draft_experts": who}, progress=False, threads=1)
+    model = optimize_and_load(tiny(), rules, vars=VARS, progress=False, threads=1)
     assert work_lines(model)[0].startswith("emulated:0: slots ") and len(work_lines(model)) == 1  # no draft yet
     assert torch.equal(model.generate(prompt(8), do_sample=False, max_new_tokens=40), stock)
     drafts, device = work_lines(model)
@@ -44,9 +43,8 @@ def test_leaving_neurons_out_goes_with_drafts() -> None:
     assert model.moegraft.statistics()["sparsity"][0]["routed_sparsity"] == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize("who", ["any", "resident"])
-def test_drafts_leave_out_more_neurons_by_a_variable_of_the_shipped_file(who: str) -> None:
-    given = VARS | {"target": 0.3, "draft_sparsity": 0.8, "draft_top_k": 4, "draft_experts": who}
+def test_drafts_leave_out_more_neurons_by_a_variable_of_the_shipped_file() -> None:
+    given = VARS | {"target": 0.3, "draft_sparsity": 0.8, "draft_top_k": 4}
     model = optimize_and_load(demo_path(), "all", vars=given, progress=False, threads=1)
     assert model.generate(prompt(8), do_sample=False, max_new_tokens=30).shape[1] > 20
     layer = next(module for module in model.modules() if isinstance(module, HybridExperts))

@@ -68,7 +68,6 @@ def statistics(model: PreTrainedModel) -> Any:
         pytest.param("sparsity: {target: 0.5, scope: routed}", f"draft_top_k: {ALL}, draft_sparsity: 0.85", marks=pytest.mark.long),
         ("sparsity: {target: 0.3, scope: routed, mode: global}", f"draft_top_k: {ALL}, draft_sparsity: 0.6"),
         (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8"),
-        (EMULATED, f"draft_top_k: {ALL}, draft_sparsity: 0.8, experts: resident"),
     ],
 )
 def test_sparser_drafts_do_not_change_the_text(experts: str, draft: str, tmp_path: Path) -> None:

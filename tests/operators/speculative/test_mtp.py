@@ -103,12 +103,7 @@ def test_greedy_text_is_that_of_plain_decoding(name: str, depth: int, checkpoint
     assert 0.4 < found["acceptance_by_position"][0] < 1, "the layers are made to be right often"
     steps = model.moegraft.statistics()["decode_steps"]
     assert steps["replayed_steps"] > 0 and steps["reasons"] == []
-    layers = {
-        dict(settings)["layer"]
-        for (_, settings, *_), kind in model.moegraft.context.replay._kinds.items()
-        if kind.replay and "layer" in dict(settings)
-    }
-    assert layers == set(range(min(depth, CASES[name].get("layers", 1)))), "the steps of MTP layers are programs too"
+    assert steps["replayed_steps"] > found["rounds"], "the steps of MTP layers are programs too"
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "three layers", "glm4_moe", "mellum", "inkling_text"])
@@ -434,7 +429,6 @@ def test_families_and_versions_without_mtp_layers_are_refused(tmp_path: Path, mo
     assert "install 5.23 or newer" in refusal(tiny("deepseek_v3"), tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"draft_sparsity": 0.5}, {"experts": "resident"}], ids=str)
-def test_options_of_the_bodys_experts_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sparsity_of_drafts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MoegraftError, match="draft mtp runs none of the model's own experts"):
-        plan(tiny("deepseek_v3"), rules(tmp_path, **options))
+        plan(tiny("deepseek_v3"), rules(tmp_path, draft_sparsity=0.5))

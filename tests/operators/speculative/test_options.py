@@ -94,12 +94,6 @@ def test_drafting_needs_experts_that_can_run_fewer(tmp_path: Any) -> None:
     assert torch.equal(optimize_and_load(model, rules, progress=False).generate(IDS, max_new_tokens=20, do_sample=False), expected)
 
 
-def test_without_slots_resident_drafts_use_any_expert(drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        drafting("qwen3_moe", experts="resident")
-    assert "experts: resident has no effect" in caplog.text
-
-
 def test_the_shipped_file_drafts(stock: Any) -> None:
     model = optimize_and_load(stock("qwen3_moe"), "speculative", vars={"weights": "stored"}, progress=False)
     found = model.generate(IDS, max_new_tokens=30, do_sample=False)
