@@ -9,18 +9,22 @@ weights are read, and `Adapters` are those of a model in use, for programs.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.injection.injected import injection_of
+from moegraft.operators.base import Operator
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ logger = logging.getLogger(__name__)
 ALL_LINEAR = "all-linear"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT's folders
 PREFIX = "base_model.model."  # of the names of its tensors
+SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of transformers before version 5
 MERGE = (
     "an adapter cannot be merged into packed weights, which would have to be quantised again: keep the adapter beside them, or load it "
     "onto the stock model and merge it there"
@@ -49,12 +54,32 @@ def lora_config(model: PreTrainedModel, **options: Any) -> LoraConfig:
     from peft import LoraConfig
 
     packed = _packed_layers(model)
-    if options.get("target_modules") == ALL_LINEAR:
+    asked_for_all = options.get("target_modules") == ALL_LINEAR
+    if asked_for_all:
         head = model.get_output_embeddings()
         options["target_modules"] = [
-            name for name, module in model.named_modules() if (name in packed or isinstance(module, nn.Linear)) and module is not head
+            name
+            for name, module in model.named_modules()
+            if module is not head and (isinstance(module, nn.Linear) or (name in packed and packed[name].kind == "linear"))
         ]
-    return _with_packed_layers(LoraConfig(**options), packed)
+    config = _with_packed_layers(LoraConfig(**options), packed)
+    taken = _taken_for_experts(config, model) if asked_for_all else set()
+    if taken:
+        config.target_modules = sorted(set(config.target_modules or ()) - taken)
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in taken}))
+        logger.warning("%d linear layers get no adapters: for this family PEFT takes the names %s for those of experts", len(taken), names)
+    return config
+
+
+def _taken_for_experts(config: LoraConfig, model: PreTrainedModel) -> set[str]:
+    """Return the target modules that PEFT replaces by the experts' fused matrices, as which other versions of transformers had them."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a version of PEFT that replaces none
+        return set()
+    converted = copy.copy(config)
+    convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    return set(config.target_modules or ()) - set(converted.target_modules or ())
 
 
 def load_adapter(
@@ -116,7 +141,7 @@ def check_adapter(folder: str | os.PathLike[str], model: PreTrainedModel) -> set
     modules = {path.replace(".base_layer", ""): module for path, module in model.named_modules()}
     for name, shape in shapes.items():
         path, _, part = name.removeprefix(PREFIX).partition(".lora_")
-        if not part:
+        if not part or SINGLE_EXPERT.search(name):
             continue
         module = modules.get(path.replace(".base_layer", ""))
         if module is None:
@@ -132,7 +157,8 @@ def check_adapter(folder: str | os.PathLike[str], model: PreTrainedModel) -> set
     given = PurePath(str(model.config.name_or_path)).name
     if trained_on and given and PurePath(trained_on).name != given:
         logger.warning("%s: this adapter was trained on %s, and this model is %s", folder, trained_on, given)
-    return {name for name in shapes if ".lora_" in name}  # PEFT compares the others: whole modules, and copies of embeddings
+    # PEFT compares the others: whole modules, copies of embeddings, and matrices of single experts, which it fuses.
+    return {name for name in shapes if ".lora_" in name and not SINGLE_EXPERT.search(name)}
 
 
 def _adapter_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
@@ -204,19 +230,20 @@ class Adapters:
         self._used = name
 
 
-def _packed_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+def _packed_layers(model: PreTrainedModel) -> dict[str, Operator]:
     injection = injection_of(model)
     if injection is None:
         raise UnsupportedModelError("this model is not injected: peft.LoraConfig and PeftModel.from_pretrained serve it as it is")
-    return {path: operator for path, operator in injection.replacing.items() if operator.kind == "linear"}
+    return {path: operator for path, operator in injection.replacing.items() if operator.kind in ("linear", "experts")}
 
 
-def _with_packed_layers(config: LoraConfig, packed: dict[str, nn.Module]) -> LoraConfig:
+def _with_packed_layers(config: LoraConfig, packed: Mapping[str, Operator]) -> LoraConfig:
     if config.use_dora or config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         form = "DoRA" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
         raise UnsupportedModelError(f"{form} needs the weights of the layers that it adapts, and packed ones are not at hand")
-    layer = _packed_layer_class()
-    config._register_custom_module({type(operator): layer for operator in packed.values()})
+    layers = {"linear": _packed_layer_class, "experts": _packed_experts_class}
+    classes = {kind: layers[kind]() for kind in {operator.kind for operator in packed.values()}}
+    config._register_custom_module({type(operator): classes[operator.kind] for operator in packed.values()})
     return config
 
 
@@ -238,3 +265,44 @@ def _packed_layer_class() -> type[nn.Module]:
             raise UnsupportedModelError(MERGE)
 
     return PackedLoraLinear
+
+
+def _packed_experts_class() -> type[nn.Module]:
+    from peft.tuners.lora import layer
+
+    # PEFT finds the wrapper of a parameter, for a further adapter, by the name of its class.
+    class ParamWrapper(layer.ParamWrapper):  # type: ignore[misc] # PEFT may not be installed
+        """PEFT's layer beside a matrix of packed experts: it gives the factors of active adapters to the operator.
+
+        The two matrices of a module have wrappers around each other, as beside stock experts, so that files have the same names.
+        """
+
+        def get_param(self) -> torch.Tensor:
+            """Return a tensor of the matrix's shape, without memory."""
+            return dict(self.get_base_layer().named_parameters(recurse=False))[self.parameter_name]
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._check_forward_args(x, *args, **kwargs)  # type: ignore[no-untyped-call]
+            active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+            given = dict(kwargs.pop("adapters", {}))
+            if active:
+                factors = [self._factors(name) for name in active]
+                given[self.parameter_name] = torch.cat([a for a, _ in factors], dim=1), torch.cat([b for _, b in factors], dim=2)
+            out: torch.Tensor = self.base_layer(x, *args, **kwargs, adapters=given)
+            return out
+
+        def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return A (E, R, inputs) and B (E, outputs, R) of an adapter, scaled; PEFT stores (E * R, inputs) and (outputs, R * E)."""
+            a: torch.Tensor = self.lora_A[name].weight  # type: ignore[assignment] # of nn.Linear
+            b: torch.Tensor = self.lora_B[name].weight  # type: ignore[assignment]
+            b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+            return a.reshape(self.num_experts, -1, a.shape[-1]), self.scaling[name] * b
+
+        def merge(self, *args: Any, **kwargs: Any) -> NoReturn:
+            """
+            Raises:
+                UnsupportedModelError: always.
+            """
+            raise UnsupportedModelError(MERGE)
+
+    return ParamWrapper
