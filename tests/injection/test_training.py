@@ -201,6 +201,20 @@ class TestAdapters:
         assert len(gates) == 10 and all(grad.norm() > 0 for grad in gates)
         assert model.eval().generate(ids(length=5, most=500), max_new_tokens=4, do_sample=False).shape == (2, 9)
 
+    def test_dropout_is_the_same_when_activations_are_computed_again(self) -> None:
+        given = ids(most=500)
+        model = self.adapted(optimize_and_load(demo_path(), "train", progress=False), target_modules="all-linear", lora_dropout=0.3)
+        model.enable_input_require_grads()
+        loss, expected = step(model, given)
+        expected = {name: grad.clone() for name, grad in expected.items()}
+        with torch.no_grad():
+            assert not torch.equal(model.eval()(input_ids=given, labels=given).loss, loss)
+        for use_reentrant in (True, False):
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            again, found = step(model, given)
+            assert torch.equal(loss, again)
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
     EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
     @pytest.mark.parametrize(
