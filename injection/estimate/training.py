@@ -1,8 +1,8 @@
 """The forecast of training LoRA adapters beside a plan's packed weights on the CPU: memory of a step, and tokens per second.
 
 Adapters are those of all linear layers but the head, in float32, with AdamW; the activations of each decoder layer are checkpointed at its
-input and computed again in the backward pass, one layer at a time. Bytes are those of tensors: glibc's allocator may keep several times as much
-of what was freed, unless MALLOC_MMAP_THRESHOLD_ is set (rules/guide/training.md).
+input and computed again in the backward pass, one layer at a time. Bytes are those of tensors: glibc's allocator may keep several times as
+much of what was freed, unless MALLOC_MMAP_THRESHOLD_ is set (rules/guide/training.md).
 """
 
 from __future__ import annotations
