@@ -82,7 +82,8 @@ def test_speed_by_hand(config_folder: Path) -> None:
 
 
 def test_rules_without_a_backward_pass_are_refused(run: Run, rules: Callable[[str], Path], config_folder: Path) -> None:
-    text = "rules:\n- {match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: int8, sparsity: {target: 0.5}}}}\n"
+    kwargs = "{weights: int8, sparsity: {target: 0.5, scope: routed}}"
+    text = f"rules:\n- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {kwargs}}}\n"
     done = run("plan", rules(text), "--model", config_folder, "--train")
     assert done.exit_code == 2 and "cannot be trained with these rules: model.layers.1.mlp.experts: " in done.stderr
     done = run("plan", "--model", config_folder, "--train", "--nodes", 2)
