@@ -87,7 +87,7 @@ API = {
         "Training",
         "LoRA adapters beside packed weights, by PEFT.",
         "moegraft.injection.lora",
-        [("injection/lora.py", "lora_config"), ("injection/lora.py", "load_adapter")],
+        [("injection/lora.py", name) for name in ("lora_config", "load_adapter", "check_adapter", "Adapters")],
     ),
     "api/plans": (
         "Plans and loaded models",

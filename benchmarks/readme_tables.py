@@ -141,7 +141,7 @@ def recurrent_models() -> str:
 @section
 def training() -> str:
     """Return the speed of a layer's experts forward and backward, and the losses beside the stock model."""
-    rows, losses = read("training"), read("training_loss")
+    rows, losses, of_model = read("training"), read("training_loss"), read("training_model")
     columns: Columns = {
         "": "provider",
         "weights": "weights",
@@ -156,11 +156,23 @@ def training() -> str:
     ends = [row for row in losses if row["held_after"]]
     body = [[row["provider"], *(by_step[row["provider"], step] for step in steps), row["held_before"], row["held_after"]] for row in ends]
     learned = table(["", *(f"step {step}" for step in steps), "held out, before", "after"], body)
+    whole: Columns = {
+        "": "provider",
+        "beside": "base",
+        "s, a step": "p50_s",
+        "tokens/s": "tokens_s",
+        "ratio": "ratio",
+        "GiB, loaded": "loaded_gib",
+        "peak": "peak_gib",
+        "loss": "loss",
+    }
     return (
         f"Forward and backward of one layer's experts of Qwen3-30B-A3B's shapes, {rows[0]['tokens']} tokens, {rows[0]['threads']} threads; "
         f"ratio: tokens/s over those of transformers with grouped products:\n\n{listed(rows, columns)}\n\n{provenance(rows)}\n\nLosses "
         f"of LoRA on all linear layers of the bundled model, bfloat16, means of ten steps of 512 tokens:\n\n{learned}\n\n"
-        f"{provenance(losses)}"
+        f"{provenance(losses)}\n\nSteps of a model of {of_model[0]['layers']} such layers, {of_model[0]['tokens']} tokens, bfloat16, LoRA "
+        "on attention (`experts`: and on the experts), activations checkpointed; ratio: tokens/s over those of the provider beside it; "
+        f"memory is RssAnon:\n\n{listed(of_model, whole)}\n\n{provenance(of_model)}"
     )
 
 

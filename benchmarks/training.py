@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                 # a layer of experts of Qwen3-30B-A3B's shapes; two minutes on two cores
     python benchmarks/training.py --parts loss    # 200 steps of LoRA on the bundled model; needs peft; three minutes
+    python benchmarks/training.py --parts model   # steps of a model of four such layers; needs peft, 5 GB of disk and 12 of memory
 
 - layer (`results/training.csv`): forward plus backward of one layer's frozen experts, with the gradients of hidden states and routing
   weights, as adapters of attention and router need them; beside transformers with bfloat16 weights. `ratio` is the median over rounds of
@@ -9,19 +10,30 @@
 - loss (`results/training_loss.csv`): AdamW on LoRA of all linear layers, on Tiny Shakespeare but for its last tenth, whose loss is measured
   before and after. The same batches and the same adapters at the start, beside the stock model in bfloat16. The bundled model was trained
   on this text: the curves are to be equal, and hardly fall.
+- model (`results/training_model.csv`): whole steps of AdamW on LoRA of all linear layers, with activations checkpointed, of a model with
+  Qwen3-30B-A3B's layers, four of its 48, and a vocabulary of 8,192, so that the head has no more than its share. Each provider is a process
+  that loads one checkpoint of random weights; steps alternate. `peak_gib` is the peak of anonymous memory (RssAnon) in a step, `loaded_gib`
+  that before the first one. A provider with `experts` has adapters of the experts as well.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu_experts import HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, draw_weights, pack, routings, stock
+from harness.checkpoints import write_checkpoint
+from harness.models import config_of
+from harness.peers import PeerProcess
 from harness.record import Recorder, parser
 from harness.rounds import alternate, median_ratio, percentiles
+from load_memory import rss_anon_bytes, sampled_peak
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -34,6 +46,8 @@ TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 BASE = "transformers-grouped_mm"
 WEIGHT_TYPES = ("bfloat16", "int8", "int4")
 LENGTH, BATCH, STEPS, SHOWN, HELD_BATCHES = 128, 4, 200, 10, 16
+MODEL_LAYERS, MODEL_VOCABULARY, ROW = 4, 8192, 1024  # of the part `model`; tokens of a row of its batch
+GIB = 1 << 30
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -141,10 +155,104 @@ def loss(steps: int) -> Iterator[dict[str, object]]:
         yield {"provider": name, "step": steps, "held_before": round(before, 4), "held_after": round(held(model), 4)}
 
 
+@dataclass(slots=True)
+class Trained:
+    """A provider's model with an adapter, in a process of its own."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    loaded_bytes: int
+
+    def step(self, tokens: int, number: int) -> float:
+        """Return the loss."""
+        ids = torch.randint(0, MODEL_VOCABULARY, (tokens // ROW, ROW), generator=torch.Generator().manual_seed(number))
+        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+@contextmanager
+def trained(provider: str, folder: Path) -> Iterator[Trained]:
+    from peft import LoraConfig, get_peft_model
+
+    from moegraft.injection.lora import lora_config
+
+    name, _, experts = provider.partition(" ")
+    options: dict[str, Any] = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+    if experts:
+        options["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(7)
+    before = rss_anon_bytes()
+    if name == "transformers":
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="grouped_mm")
+        adapted: Any = get_peft_model(model, LoraConfig(**options))
+    else:
+        weights = name.removeprefix("moegraft-")
+        model = optimize_and_load(folder, "train", vars={"weights": weights}, dtype=torch.bfloat16, progress=False)
+        adapted = get_peft_model(model, lora_config(model, **options))
+    loaded = rss_anon_bytes() - before
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    adapted.train()
+    learned = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    yield Trained(adapted, torch.optim.AdamW(learned, lr=1e-4), loaded)
+
+
+def timed_step(one: Trained, tokens: int, number: int) -> tuple[float, float]:
+    start = time.perf_counter()
+    loss = one.step(tokens, number)
+    return time.perf_counter() - start, loss
+
+
+def peak_step(one: Trained, tokens: int) -> tuple[int, int, int]:
+    """Return the bytes after loading and at the peak of a step, and the number of parameters that learn."""
+    with sampled_peak() as peak:
+        one.step(tokens, 0)
+    return one.loaded_bytes, peak[0], sum(each.numel() for each in one.model.parameters() if each.requires_grad)
+
+
+def whole_model(folder: Path, providers: list[str], tokens: int, rounds: int) -> Iterator[dict[str, object]]:
+    with ExitStack() as running:
+        peers = {name: running.enter_context(PeerProcess(name, trained, name, folder)) for name in providers}
+        bases = {name: peer.call(peak_step, tokens) for name, peer in peers.items()}
+        batches = {name: iter(range(1, 1 << 30)) for name in peers}  # the same for each provider
+
+        def measure(name: str) -> Callable[[], tuple[float, float]]:
+            return lambda: peers[name].call(timed_step, tokens, next(batches[name]))
+
+        taken = alternate({name: measure(name) for name in peers}, rounds)
+    rates = {name: [tokens / seconds for seconds, _ in each] for name, each in taken.items()}
+    for name, each in taken.items():
+        loaded, peak, learned = bases[name]
+        yield {
+            "provider": name,
+            "layers": MODEL_LAYERS,
+            "tokens": tokens,
+            "threads": torch.get_num_threads(),
+            "learned": learned,
+            "loaded_gib": round(loaded / GIB, 2),
+            "peak_gib": round(peak / GIB, 2),
+            **percentiles([seconds for seconds, _ in each], "s", 2),
+            "tokens_s": round(sorted(rates[name])[len(each) // 2], 1),
+            "base": providers[0],
+            "ratio": round(median_ratio(rates[name], rates[providers[0]]), 3),
+            "loss": round(each[-1][1], 4),
+        }
+
+
 def main() -> None:
     options = parser(__doc__, tokens=2048, rounds=8)
-    options.add_argument("--parts", nargs="+", choices=["layer", "loss"], default=["layer"])
+    options.add_argument("--parts", nargs="+", choices=["layer", "loss", "model"], default=["layer"])
     options.add_argument("--steps", type=int, default=STEPS, help="of the part `loss`")
+    options.add_argument("--providers", nargs="+", default=["transformers", "moegraft-int8"], help="of the part `model`, the base first")
+    options.add_argument("--folder", type=Path, help="for the checkpoint of the part `model`, which is kept; by default a temporary one")
     given = options.parse_args()
     if "layer" in given.parts:
         recorder = Recorder("training", write=given.write)
@@ -154,6 +262,15 @@ def main() -> None:
         recorder = Recorder("training_loss", ("torch", "transformers", "peft"), write=given.write)
         for row in loss(given.steps):
             recorder.add(row)
+    if "model" in given.parts:
+        recorder = Recorder("training_model", ("torch", "transformers", "peft"), replaces=["provider", "tokens", "base"], write=given.write)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = given.folder or Path(temporary)
+            if not (folder / "config.json").is_file():
+                folder.mkdir(exist_ok=True)
+                write_checkpoint(folder, config_of("qwen3-30b-a3b", MODEL_LAYERS, vocab_size=MODEL_VOCABULARY))
+            for row in whole_model(folder, given.providers, given.tokens, given.rounds):
+                recorder.add(row)
 
 
 if __name__ == "__main__":

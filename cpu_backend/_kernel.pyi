@@ -318,6 +318,28 @@ class Runtime:
             ValueError: wrong shape or order, an id out of range, an expert with a part that was never packed.
             RuntimeError: called in a forked child.
         """
+    def adapted_forward(
+        self,
+        experts: PackedExperts,
+        hidden_states: Array,
+        top_k_index: NDArray[np.int64],
+        top_k_weights: NDArray[np.float32],
+        out: Array,
+        *,
+        gate_up: Tensor | None = None,
+        activations: Tensor | None = None,
+    ) -> None:
+        """Compute `forward` of experts in the dense layout with low-rank adapters, whose own products the caller computes.
+
+        Rows of padded slots are neither read nor written.
+
+        Args:
+            gate_up: (T, K, 2I or, without a gate, I) float32, added to gate and up before the activation; the gate's rows come first.
+            activations: (T, K, I) float32, receives what the down projection multiplies.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `forward`.
+        """
     def submit(
         self,
         experts: PackedExperts,
@@ -473,10 +495,17 @@ class Runtime:
         gradient: Tensor,
         hidden_gradient: Tensor,
         weight_gradients: Tensor,
+        *,
+        gate_up: Tensor | None = None,
+        activation_gradients: Tensor | None = None,
+        activations: Tensor | None = None,
+        gate_up_gradients: Tensor | None = None,
     ) -> None:
-        """Compute the gradients of `forward`'s inputs; its activations are computed again, and the packed weights are constants.
+        """Compute the gradients of the inputs of `forward`, or of `adapted_forward`; activations are computed again, packed weights are
+        constants.
 
         Products with the weights' columns are in bfloat16 for bfloat16 activations and in float32 for others, whatever the weights' type.
+        Rows of padded slots are neither read nor written.
 
         Args:
             experts: in the dense layout.
@@ -484,6 +513,11 @@ class Runtime:
             gradient: (T, H), that of the output, in the dtype of `hidden_states`.
             hidden_gradient: (T, H), receives that of `hidden_states`, in its dtype.
             weight_gradients: (T, K) float32, receives those of `top_k_weights`, with zeros for padded slots.
+            gate_up: (T, K, 2I or, without a gate, I) float32, as in `adapted_forward`.
+            activation_gradients: (T, K, I) float32, added to the gradients of the activations before these are multiplied by the routing
+                weight: what adapters of the down projection pass back.
+            activations: (T, K, I) float32, receives the activations.
+            gate_up_gradients: (T, K, 2I or I) float32, receives the gradients of gate and up, routing weight included.
 
         Raises:
             TypeError, ValueError, RuntimeError: as `forward`; experts in the sparse layout.

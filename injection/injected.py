@@ -73,9 +73,7 @@ class Injection:
     @property
     def untrained(self) -> str | None:
         """Why the model cannot be trained, not even adapters beside its packed weights; None where it can."""
-        found = ((swap.module, swap.traits.untrained) for swap in self.plan.swaps)
-        reason = next((f"{path or 'the model'}: {reason}" for path, reason in found if reason is not None), None)
-        return "experts in several processes have no gradients; start one process" if self.context.expert_group is not None else reason
+        return self.plan.untrained
 
     @property
     def drafting(self) -> bool:

@@ -102,6 +102,13 @@ class Plan:
         """The bytes of the loaded model on each device, with everything that stays on the CPU."""
         return total_bytes([*(swap.footprint.by_device for swap in self.swaps), {"cpu": self.rest_bytes}])
 
+    @property
+    def untrained(self) -> str | None:
+        """Why the model cannot be trained, not even adapters beside its packed weights; None where it can."""
+        found = ((swap.module, swap.traits.untrained) for swap in self.swaps)
+        reason = next((f"{path or 'the model'}: {reason}" for path, reason in found if reason is not None), None)
+        return reason if self.shares is None else "experts in several processes have no gradients; start one process"
+
     def cache_form(self, config: PreTrainedConfig) -> QuantisedForm | None:
         """Return the form of a quantised key-value cache of a model with this config; None if it is in the model's dtype."""
         forms = (swap.traits.cache_form for swap in self.swaps)

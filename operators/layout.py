@@ -170,6 +170,17 @@ class ExpertsLayout:
         name = "down_proj" if matrix == "down" else "gate_up_proj" if self.gated else "up_proj"
         return f"{name}_bias" if bias else name
 
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of the module's parameters that hold matrices, in its own order."""
+        return self.parameter("up"), self.parameter("down")
+
+    def stored_shape(self, matrix: str) -> tuple[int, int, int]:
+        """Return the shape of one of `matrices` as the module stores it, all experts together."""
+        rows, columns = self.part_shape("down" if matrix == "down_proj" else "up")
+        rows *= 2 if self.gated and matrix != "down_proj" else 1
+        return (self.num_experts, columns, rows) if self.transposed else (self.num_experts, rows, columns)
+
     def cut(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
         """Return one expert's piece as a view of `stored`, that expert's slice of the stored parameter."""
         piece = stored if part.endswith("_bias") or not self.transposed else stored.T

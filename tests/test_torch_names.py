@@ -29,6 +29,7 @@ SINCE = {
     "torch._C._dispatch_has_kernel_for_dispatch_key": "2.4",
     "torch._C._len_torch_dispatch_stack": "2.4",
     "torch._C._pop_torch_dispatch_stack": "2.4",
+    "torch.compiler.disable": "2.1",
     "torch.compiler.is_compiling": "2.4",
     "torch.cuda.CUDAGraph": "2.4",
     "torch.cuda.Event": "2.4",

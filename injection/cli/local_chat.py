@@ -38,6 +38,9 @@ class ChatOptions:
     resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help="Continue a chat that /save FILE.safetensors wrote.")] = (
         None
     )
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="FOLDER", help="Answer with this LoRA adapter, as PEFT's save_pretrained wrote it.")
+    ] = None
     prefill_chunk: Annotated[
         int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Compute long prompts in chunks of this many tokens; 0: whole.")
     ] = 2048
@@ -80,8 +83,10 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
     terminal = open_terminal(quiet=options.quiet)
     if options.dry_run:
         with importing(terminal):
-            from moegraft.injection.cli.models import plan_only
+            from moegraft.injection.cli.models import check_adapters, plan_only
 
+        if options.adapter is not None:
+            check_adapters(model, {"": options.adapter})
         terminal.write(plan_only(model, terminal).describe() + "\n")
         return
     prompt = _prompt(options) if talks_to_user() else None
@@ -128,7 +133,10 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
         from moegraft.injection.cli.chat.session import Chat
         from moegraft.injection.cli.models import load_model
 
-    loaded = load_model(model, terminal)
+    loaded = load_model(model, terminal, adapters=None if options.adapter is None else {options.adapter: options.adapter})
+    if loaded.adapters is not None:
+        loaded.adapters.use(options.adapter)
+        terminal.notice(f"with the adapter {options.adapter}")
     conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
     if not conversation.has_template:
         terminal.notice("this model has no chat template: it continues the text that you type")

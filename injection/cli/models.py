@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from moegraft.operators.registry import OperatorRegistry, load_registry
 if TYPE_CHECKING:
     from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.estimate.measure import Measurements
+    from moegraft.injection.lora import Adapters
 
 MAX_TOKEN_CHARACTERS = 32  # characters per token of a text, on average
 # PyTorch keeps what oneDNN prepares for a matrix product in two caches of 1024 entries, here half a MiB for each number of rows, and so for
@@ -45,6 +47,7 @@ class LoadedModel:
         name: as the user names it.
         rules: the rule file, as the user names it.
         placement: returns lines of text on what runs where.
+        adapters: beside the model's weights; none of them is used before `adapters.use`.
     """
 
     name: str
@@ -52,6 +55,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     placement: Callable[[], list[str]]
     rules: str = DEFAULT_RULES
+    adapters: Adapters | None = None
 
     @property
     def context_tokens(self) -> int | None:
@@ -70,13 +74,18 @@ def plan_only(options: ModelOptions, terminal: Terminal) -> Plan:
     return optimize_and_load(model_of(options), options.rules, dry_run=True, progress=terminal.progress, **_load_arguments(options))
 
 
-def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None) -> LoadedModel:
+def load_model(
+    options: ModelOptions, terminal: Terminal, rules: RuleFile | None = None, adapters: Mapping[str, str] | None = None
+) -> LoadedModel:
     """Load a model and its tokenizer; `rules` replace those that the options name.
 
     In a process that holds experts for another one's model, compute for that process and exit when it ends.
 
+    Args:
+        adapters: folders of LoRA adapters, by the name of each.
+
     Raises:
-        MoegraftError: the model, its tokenizer or the rules cannot be used.
+        MoegraftError: the model, its tokenizer, the rules or an adapter cannot be used.
     """
     quiet_libraries()
     for name, capacity in MATRIX_CACHES.items():
@@ -85,6 +94,8 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         torch.set_num_threads(options.threads)
     with terminal.stage("reading the tokenizer"):
         tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
+    if adapters and talks_to_user():
+        check_adapters(options, adapters)
     progress: bool | ProgressLine = talks_to_user() and terminal.progress
     arguments = _load_arguments(options) if rules is None else {**_load_arguments(options), "vars": None}
     model = optimize_and_load(model_of(options), rules or rules_of(options), progress=progress, **arguments)
@@ -97,7 +108,29 @@ def load_model(options: ModelOptions, terminal: Terminal, rules: RuleFile | None
         raise typer.Exit
     if not talks_to_user():
         raise OptionsError("'parallel: {shares: none}' gives each process a whole model, and this program needs one: start one process")
-    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, _name_of(rules_of(options)))
+    beside = None
+    if adapters:
+        from moegraft.injection.lora import Adapters
+
+        with terminal.stage("reading adapters"):
+            beside = Adapters(model, adapters)
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, _name_of(rules_of(options)), beside)
+
+
+def check_adapters(options: ModelOptions, adapters: Mapping[str, str]) -> None:
+    """Compare adapters with the model before weights are read.
+
+    Raises:
+        OptionsError: PEFT is not installed.
+        CheckpointError, UnsupportedModelError: one is damaged, or not for this model.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise OptionsError("--adapter needs PEFT, which is not installed: pip install 'moegraft[train]'")
+    from moegraft.injection.lora import check_adapter
+
+    skeleton = open_meta_model(options).skeleton
+    for folder in adapters.values():
+        check_adapter(folder, skeleton)
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:

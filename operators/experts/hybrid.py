@@ -21,8 +21,9 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
-from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts
+from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts, kernel_inputs
 from moegraft.operators.experts.forecast import SharedSlots
+from moegraft.operators.experts.low_rank import Factors, adapted_experts
 from moegraft.operators.experts.packed_cache import check_folder
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
@@ -301,7 +302,51 @@ class HybridExperts(Operator):
         loaded = LoadedLayer(self._engine_number, self.on_cpu.packed, self.sparsity, router, self.options.defer, attach)
         self._engines.ready(loaded)
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    @property
+    def qweight(self) -> torch.Tensor:
+        """An empty tensor on the CPU: PEFT places adapters by this name, which quantised layers of others have."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the stock module stores its matrices with inputs first, as its own attribute of this name."""
+        return self.layout.transposed
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, of which packed experts have none.
+
+        Without `recurse`, which is how PEFT looks for `target_parameters`, yield the stock module's matrices as parameters without memory,
+        if they can have adapters.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        for name in self.layout.matrices if self._untrained() is None else ():
+            yield name, nn.Parameter(torch.zeros(()).expand(self.layout.stored_shape(name)), requires_grad=False)
+
+    def _untrained(self) -> str | None:
+        """Return why experts have neither gradients nor adapters; None where they do."""
+        return "experts in several processes have no gradients" if self._divided else self.traits(self.options).untrained
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Mapping[str, Factors] | None = None,
+    ) -> torch.Tensor:
+        """Compute the experts.
+
+        Args:
+            adapters: the factors of low-rank adapters by the name of the stock module's matrix, such as `down_proj`: A (E, R, inputs) and
+                B (E, outputs, R), scaled.
+
+        Raises:
+            UnsupportedModelError: adapters of experts that the CPU does not compute alone, or with sparsity.
+        """
+        if adapters:
+            adapted: torch.Tensor = self._adapted(hidden_states, top_k_index, top_k_weights, adapters)
+            return adapted
         # A recorded step sends messages again only if they are part of an operation.
         messages = self._divided and torch._C._len_torch_dispatch_stack() > 0
         if messages or torch.compiler.is_compiling() or needs_gradient(hidden_states, top_k_weights):
@@ -322,10 +367,25 @@ class HybridExperts(Operator):
         Raises:
             UnsupportedModelError: sparsity, GPUs or other processes take part in the forward pass.
         """
-        untrained = "experts in several processes have no gradients" if self._divided else self.traits(self.options).untrained
+        untrained = self._untrained()
         if untrained is not None:
             raise UnsupportedModelError(f"{self.name} has no backward pass: {untrained}")
         return self.on_cpu.gradients(gradient, hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _adapted(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapters: Mapping[str, Factors]
+    ) -> torch.Tensor:
+        untrained = self._untrained()
+        if untrained is not None:
+            raise UnsupportedModelError(f"{self.name} has no adapters of experts: {untrained}")
+        cpu, layout = self.on_cpu, self.layout
+        assert cpu.packed is not None, "weights are loaded before adapters are"
+        gate_up, down = adapters.get(layout.parameter("up")), adapters.get("down_proj")
+        if gate_up is not None and layout.gated:  # the kernel has the gate's rows first
+            gate_up = gate_up[0], torch.cat([gate_up[1][:, layout.rows(part)] for part in ("gate", "up")], dim=1)
+        call = hidden_states, top_k_index, top_k_weights
+        return adapted_experts(cpu.runtime, cpu.packed, partial(kernel_inputs, cpu.draft), call, gate_up, down)
 
     def extra_repr(self) -> str:
         layout = self.layout

@@ -94,6 +94,20 @@ struct Call {
   ForwardArgs args;
 };
 
+// What adapters add to a call, and what they need of it.
+struct Added {
+  explicit Added(const Call& call)
+      : gate_up(values(call.ids.size() * rows_of(call), 15)),
+        activation_gradients(values(call.ids.size() * neurons_of(call), 17)),
+        activations(activation_gradients.size()),
+        gate_up_gradients(gate_up.size()) {}
+  static std::size_t neurons_of(const Call& call) { return static_cast<std::size_t>(call.args.experts->shape().intermediate); }
+  static std::size_t rows_of(const Call& call) { return neurons_of(call) * (call.args.experts->shape().gated ? 2 : 1); }
+  AdapterTerms terms() { return {gate_up.data(), activation_gradients.data(), activations.data(), gate_up_gradients.data()}; }
+
+  std::vector<float> gate_up, activation_gradients, activations, gate_up_gradients;
+};
+
 // The gradients of a call's inputs, from values as those of its output.
 struct Gradients {
   explicit Gradients(const Call& call, ActivationType activations = ActivationType::kFloat32)
@@ -159,6 +173,14 @@ void every_path(const std::string& isa) {
           for (const auto* found : {&gradients.of_hidden, &gradients.of_weights})
             for (const float value : *found) expect(std::isfinite(value), "finite gradients");
           if (plain) runtime.experts_gradient(halves.args);
+          Added added(call);
+          call.args.terms = gradients.args.terms = added.terms();
+          runtime.forward(call.args);
+          for (const float value : call.out) expect(std::isfinite(value), "finite output with adapters");
+          runtime.experts_gradient(gradients.args);
+          for (const auto* found : {&gradients.of_hidden, &gradients.of_weights, &added.activations, &added.gate_up_gradients})
+            for (const float value : *found) expect(std::isfinite(value), "finite gradients with adapters");
+          call.args.terms = {};
         }
         call.args.activations =
             ActivationType::kBFloat16;  // the arrays are twice as long as needed when read as halves; only crashes matter here
@@ -611,6 +633,16 @@ void agrees_with_scalar(const std::string& isa) {
     scalar.experts_gradient(expected_gradients.args);
     expect_close(gradients.of_hidden, expected_gradients.of_hidden, limit, "gradients of hidden states");
     expect_close(gradients.of_weights, expected_gradients.of_weights, limit, "gradients of routing weights");
+    Added added(call), expected_added(expected);
+    call.args.terms = gradients.args.terms = added.terms();
+    expected.args.terms = expected_gradients.args.terms = expected_added.terms();
+    vector.forward(call.args);
+    scalar.forward(expected.args);
+    expect_close(call.out, expected.out, limit, "experts with adapters");
+    vector.experts_gradient(gradients.args);
+    scalar.experts_gradient(expected_gradients.args);
+    expect_close(added.activations, expected_added.activations, limit, "activations with adapters");
+    expect_close(added.gate_up_gradients, expected_added.gate_up_gradients, limit, "gradients of gate and up");
   };
   for (int index = 0; index < kWeightTypes; ++index) {
     const auto type = static_cast<WeightType>(index);

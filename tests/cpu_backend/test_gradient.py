@@ -8,6 +8,7 @@ import torch
 from support.kernel_cases import WEIGHT_TYPES, Layer, as_array, make_batch, make_layer, make_stored_layer
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, PackedLinear, Runtime, activations
+from moegraft.operators.reference import reference_gate
 from moegraft.operators.weight_formats import STORED_FORMATS
 
 SHAPES = [
@@ -128,6 +129,69 @@ def test_padded_slots_have_no_gradient(runtime: Runtime) -> None:
     assert not routing[:, 1].any() and routing[2, 0] == 0 and not routing[4].any()
 
 
+def check_adapters(runtime: Runtime, layer: Layer, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], least: float) -> None:
+    """Compare a pass with what adapters add to gate and up, and to the activations' gradients, with autograd through the formula."""
+    x, index, weights = batch
+    shape, generator = layer.shape, torch.Generator().manual_seed(6)
+    parts = ("gate", "up") if shape.gated else ("up",)
+    gate_up = torch.randn(*index.shape, shape.intermediate * len(parts), generator=generator)
+    added = torch.randn(*index.shape, shape.intermediate, generator=generator)
+    gradient = torch.randn(x.shape, generator=generator).to(x.dtype)
+    leaves = [each.double().requires_grad_() for each in (x, gate_up, weights)]
+    rows = dict(zip(parts, leaves[1].chunk(len(parts), dim=-1), strict=True))
+    real = [place for place in torch.cartesian_prod(*map(torch.arange, index.shape)).tolist() if 0 <= index[*place] < shape.num_experts]
+    expected, objective = torch.zeros(x.shape, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    activations = torch.zeros(added.shape, dtype=torch.float64)
+    for token, place in real:
+        expert = int(index[token, place])
+        biases = {part: each[expert].double() for part, each in layer.biases.items()}
+        seen = {part: each[expert].double() for part, each in layer.seen.items()}
+        found = {part: seen[part] @ leaves[0][token] + rows[part][token, place] + biases.get(part, 0) for part in parts}
+        neurons = reference_gate(layer.spec, found.get("gate"), found["up"])
+        share, down = leaves[2][token, place], seen["down"] @ neurons + biases.get("down", 0)
+        expected[token] += (share * down).detach()
+        objective = objective + share * ((down @ gradient[token].double()) + neurons @ added[token, place].double())
+        activations[token, place] = neurons.detach()
+    objective.backward()
+    out, given = torch.full_like(x, float("nan")), torch.zeros_like(added)
+    runtime.adapted_forward(layer.packed, as_array(x), index.numpy(), weights.numpy(), as_array(out), gate_up=gate_up, activations=given)
+    pairs = [(out, expected), (given, activations)]
+    results = torch.full_like(x, float("nan")), torch.full_like(weights, float("nan")), torch.zeros_like(added), torch.zeros_like(gate_up)
+    exchanged = {"gate_up": gate_up, "activation_gradients": added, "activations": results[2], "gate_up_gradients": results[3]}
+    runtime.experts_gradient(layer.packed, x, index, weights, gradient, *results[:2], **exchanged)
+    pairs += zip(results, (leaves[0].grad, leaves[2].grad, activations, leaves[1].grad), strict=True)
+    for mine, wanted in pairs:
+        assert wanted is not None and mine.isfinite().all()
+        assert cosine(mine, wanted) >= least
+        assert abs(float(mine.double().norm() / wanted.norm()) - 1) <= 2 * (1 - least) ** 0.5
+
+
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize("shape", [(7, 4, 8, 72, 40), (3, 2, 4, 33, 17), (70, 3, 5, 128, 64)], ids=str)
+def test_what_adapters_add(runtime: Runtime, weight_type: str, shape: tuple[int, ...]) -> None:
+    tokens, top_k, num_experts, hidden, intermediate = shape
+    layer = make_layer(weight_type, num_experts, hidden, intermediate)
+    batch = make_batch(tokens, top_k, layer)
+    batch[1][0, 1] = -1  # a padded slot
+    check_adapters(runtime, layer, batch, 0.999 if weight_type.startswith("int") else COSINE[weight_type])
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_what_adapters_add_to_other_gates(runtime: Runtime, gated: bool) -> None:
+    specs = [GateSpec("silu", alpha=1.702, gate_limit=1.0, up_limit=1.5, up_offset=1.0)] if gated else [GateSpec("relu2"), GateSpec("silu")]
+    for spec in specs:
+        layer = make_layer("float32", 3, 48, 40, gated=gated, bias=True, spec=spec)
+        check_adapters(runtime, layer, make_batch(6, 2, layer), COSINE["float32"])
+
+
+def test_adapters_of_several_passes_and_of_half_activations(runtime: Runtime) -> None:
+    layer = make_layer("float32", 3, 32, 32)
+    check_adapters(runtime, layer, make_batch(2050, 1, layer), COSINE["float32"])
+    for dtype in (torch.float16, torch.bfloat16):
+        layer = make_layer("int8", 4, 136, 72)
+        check_adapters(runtime, layer, make_batch(40, 3, layer, dtype), 0.999)
+
+
 def test_no_tokens_and_more_than_a_pass_has(runtime: Runtime) -> None:
     layer = make_layer("float32", 3, 32, 32)
     check(runtime, layer, make_batch(2049, 2, layer), COSINE["float32"])
@@ -181,5 +245,11 @@ def test_arguments_are_checked(runtime: Runtime) -> None:
         gradients(runtime, layer.packed, batch, torch.ones(4, 64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="is used before its"):
         gradients(runtime, PackedExperts(layer.shape, GateSpec(), "float32"), batch, torch.ones(4, 64))
+    with pytest.raises(ValueError, match=r"gate_up: expected shape \(4, 2, 128\)"):
+        arrays = as_array(batch[0]), batch[1].numpy(), batch[2].numpy(), as_array(torch.empty_like(batch[0]))
+        runtime.adapted_forward(layer.packed, *arrays, gate_up=torch.zeros(4, 2, 64))
+    with pytest.raises(ValueError, match="adapted_forward: expected experts in the dense layout"):
+        few = make_batch(4, 2, make_layer(hidden=32))
+        runtime.adapted_forward(sparse, as_array(few[0]), few[1].numpy(), few[2].numpy(), as_array(torch.empty_like(few[0])))
     with pytest.raises(ValueError, match="before the weights were packed"):
         runtime.linear_gradient(PackedLinear(32, 32, "int8"), torch.ones(2, 32), torch.ones(2, 32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,121 @@ class TestAdapters:
         gates = [grad for name, grad in found.items() if ".mlp.gate." in name]
         assert len(gates) == 10 and all(grad.norm() > 0 for grad in gates)
         assert model.eval().generate(ids(length=5, most=500), max_new_tokens=4, do_sample=False).shape == (2, 9)
+
+    def test_dropout_is_the_same_when_activations_are_computed_again(self) -> None:
+        given = ids(most=500)
+        model = self.adapted(optimize_and_load(demo_path(), "train", progress=False), target_modules="all-linear", lora_dropout=0.3)
+        model.enable_input_require_grads()
+        loss, expected = step(model, given)
+        expected = {name: grad.clone() for name, grad in expected.items()}
+        with torch.no_grad():
+            assert not torch.equal(model.eval()(input_ids=given, labels=given).loss, loss)
+        for use_reentrant in (True, False):
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            again, found = step(model, given)
+            assert torch.equal(loss, again)
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+    @pytest.mark.parametrize(
+        ("rules", "dtype", "least"),
+        [("cpu-exact", torch.float32, 0.99999), ("train", torch.float32, 0.999), ("train", torch.bfloat16, 0.999)],
+        ids=str,
+    )
+    def test_adapters_of_experts_learn_as_beside_the_stock_model(self, rules: str, dtype: torch.dtype, least: float) -> None:
+        """Own matrices for each expert, with checkpointing of activations as well."""
+        given, options = ids(length=64, most=500), {"target_parameters": self.EXPERTS, "target_modules": ["q_proj"]}
+        expected_loss, expected = step(
+            self.adapted(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32), **options), given
+        )
+        model = self.adapted(optimize_and_load(demo_path(), rules, dtype=dtype, progress=False), **options)
+        loss, found = step(model, given)
+        assert found.keys() == expected.keys() and sum(".experts." in name for name in found) == 20
+        assert cosine(found, expected) > least
+        for part in ("base_layer.lora_A", "base_layer.lora_B", "experts.lora_A", "experts.lora_B"):  # gate and up, then down
+            assert cosine({name: found[name] for name in found if part in name}, expected) > least
+        assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5 if rules == "cpu-exact" else 0.01)
+        found = {name: grad.clone() for name, grad in found.items()}
+        for use_reentrant in (True, False):
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            again, recomputed = step(model, given)
+            assert torch.equal(loss, again)
+            assert all(torch.equal(recomputed[name], found[name]) for name in found)
+
+    @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "nemotron_h", "deepseek_v3"])
+    def test_experts_of_other_forms_have_adapters(self, model_type: str, tmp_path: Path) -> None:
+        """Stored with inputs first, gate and up interleaved, with biases, without gates."""
+        stock = build_model(case_of(model_type))
+        stock.save_pretrained(tmp_path)
+        matrices = {name.rpartition(".")[2] for name, each in stock.named_parameters() if ".experts." in name and each.ndim == 3}
+        options = {"target_parameters": [f"experts.{name}" for name in sorted(matrices) if "bias" not in name], "target_modules": []}
+        expected_loss, expected = step(self.adapted(stock, **options), ids())
+        loss, found = step(self.adapted(optimize_and_load(tmp_path, "cpu-exact", progress=False), **options), ids())
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+        assert found.keys() == expected.keys() and len(found) >= 4
+        assert cosine(found, expected) > 0.99999
+
+    def test_adapters_of_one_matrix_and_two_at_once(self, tmp_path: Path) -> None:
+        from peft import PeftModel
+
+        from moegraft.injection.lora import load_adapter
+
+        given = ids(batch=1, length=9, most=500)
+        for number, targets in enumerate((self.EXPERTS[:1], self.EXPERTS[1:], self.EXPERTS)):
+            folders = [tmp_path / f"{number}{each}" for each in range(2)]
+            models = []
+            for folder, rank in zip(folders, (4, 2), strict=True):
+                made = optimize_and_load(demo_path(), "train", dtype=torch.float32, progress=False)
+                models.append(self.adapted(made, target_modules=[], target_parameters=targets, r=rank))
+                for name, parameter in models[-1].named_parameters():
+                    if "lora_B" in name:
+                        torch.nn.init.normal_(parameter, 0, 0.3)
+                models[-1].save_pretrained(folder)
+            exact = load_adapter(optimize_and_load(demo_path(), "cpu-exact", dtype=torch.float32, progress=False), folders[0])
+            load_adapter(exact, folders[1], name="second")
+            stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32), folders[0])
+            stock.load_adapter(folders[1], "second")
+            seen = []
+            with torch.no_grad():
+                for active in ("default", "second", ["default", "second"]):
+                    for model in (exact, stock):
+                        model.base_model.set_adapter(active)
+                    seen.append(exact(given).logits)
+                    torch.testing.assert_close(seen[-1], stock(given).logits, rtol=1e-3, atol=1e-3)
+                with exact.disable_adapter():
+                    seen.append(exact(given).logits)
+            assert all(float((one - other).norm() / one.norm()) > 1e-3 for one, other in pairwise(seen))
+            options: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+            for active in ("default", "second"):
+                exact.set_adapter(active), stock.set_adapter(active)
+                assert torch.equal(exact.generate(given, **options), stock.generate(given, **options))
+
+    def test_experts_without_gradients_have_no_adapters(self, tmp_path: Path) -> None:
+        from moegraft.injection.lora import load_adapter
+
+        folder, rules = tmp_path / "adapter", tmp_path / "rules.yaml"
+        self.adapted(AutoModelForCausalLM.from_pretrained(demo_path()), target_parameters=self.EXPERTS).save_pretrained(folder)
+        kwargs, _ = REFUSED["sparsity"]
+        rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, {kwargs}}}\n")
+        with pytest.raises(UnsupportedModelError, match="has no place for 20 tensors"):
+            load_adapter(optimize_and_load(demo_path(), rules, progress=False), folder)
+
+    def test_all_linear_leaves_out_what_peft_takes_for_experts(self, caplog: pytest.LogCaptureFixture) -> None:
+        from moegraft.injection.lora import lora_config
+
+        model = optimize_and_load(build_model(case_of("deepseek_v3")), "cpu-exact", progress=False)
+        config = lora_config(model, target_modules="all-linear")
+        asked = set(config.target_modules or ())
+        linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+        left_out = linears - asked
+        assert asked < linears and left_out and all("shared_experts" in name or ".mlp." in name for name in left_out)
+        assert f"{len(left_out)} linear layers get no adapters: for this family PEFT takes the names" in caplog.text
+        adapted = self.adapted(model, target_modules="all-linear")
+        assert {name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name} == {
+            f"base_model.model.{name}" for name in asked
+        }
 
     def test_saved_adapters_load_with_and_without_injection(self, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
         from peft import PeftModel

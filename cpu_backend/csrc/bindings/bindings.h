@@ -151,7 +151,12 @@ void linear_gradient(Runtime& runtime, const PackedLinear& linear, pybind11::han
 struct ExpertsGradientCall {
   pybind11::handle hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients;
 };
-void experts_gradient(Runtime& runtime, const PackedExperts& experts, const ExpertsGradientCall& call);
+// Those of low-rank adapters, each a tensor or None.
+struct AdapterCall {
+  pybind11::handle gate_up, activation_gradients, activations, gate_up_gradients;
+  AdapterTerms checked(const ExpertsShape& shape, std::int64_t tokens, std::int64_t top_k) const;
+};
+void experts_gradient(Runtime& runtime, const PackedExperts& experts, const ExpertsGradientCall& call, const AdapterCall& adapters);
 void norm(Runtime& runtime, const PyNorm& norm, pybind11::handle x, pybind11::handle weight_or_none, pybind11::handle out,
           pybind11::handle gate_or_none);
 

@@ -91,8 +91,13 @@ class PyRuntime {
 
   Runtime& get() { return *runtime_; }
 
-  void forward(const ForwardCall& call) {
-    const ForwardArgs args = call.checked();
+  void forward(const ForwardCall& call, const AdapterCall* adapters = nullptr) {
+    ForwardArgs args = call.checked();
+    if (adapters != nullptr) {
+      if (args.experts->kind() == LayoutKind::kSparse)
+        raise_value_error("adapted_forward: expected experts in the dense layout, found the sparse one");
+      args.terms = adapters->checked(args.experts->shape(), args.tokens, args.top_k);
+    }
     py::gil_scoped_release release;
     runtime_->forward(args);
   }
@@ -178,6 +183,12 @@ void bind_runtime(py::module_& module) {
               const py::object& acted) {
              self.forward({experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, acted});
            })
+      .def("adapted_forward", "experts, hidden_states, top_k_index, top_k_weights, out, *, gate_up=None, activations=None",
+           [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
+              const py::array& top_k_weights, const py::array& out, const py::object& gate_up, const py::object& activations) {
+             const AdapterCall adapters = {gate_up, py::none(), activations, py::none()};
+             self.forward({experts, hidden_states, top_k_index, top_k_weights, out, 0.0f, py::none(), py::none()}, &adapters);
+           })
       .def("submit", kForward,
            [](PyRuntime& self, const py::object& experts, const py::array& hidden_states, const py::array& top_k_index,
               const py::array& top_k_weights, const py::array& out, float threshold, const py::object& neuron_counts,
@@ -191,11 +202,15 @@ void bind_runtime(py::module_& module) {
            [](PyRuntime& self, const PackedLinear& packed, py::handle gradient, py::handle out) {
              linear_gradient(self.get(), packed, gradient, out);
            })
-      .def("experts_gradient", "experts, hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients",
+      .def("experts_gradient",
+           "experts, hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients, *, gate_up=None, "
+           "activation_gradients=None, activations=None, gate_up_gradients=None",
            [](PyRuntime& self, const PyExperts& packed, py::handle hidden_states, py::handle top_k_index, py::handle top_k_weights,
-              py::handle gradient, py::handle hidden_gradient, py::handle weight_gradients) {
+              py::handle gradient, py::handle hidden_gradient, py::handle weight_gradients, py::handle gate_up,
+              py::handle activation_gradients, py::handle activations, py::handle gate_up_gradients) {
              experts_gradient(self.get(), *packed.experts,
-                              {hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients});
+                              {hidden_states, top_k_index, top_k_weights, gradient, hidden_gradient, weight_gradients},
+                              {gate_up, activation_gradients, activations, gate_up_gradients});
            })
       .def("norm", "norm, x, weight, out, gate=None",
            [](PyRuntime& self, const PyNorm& spec, py::handle x, py::handle weight, py::handle out, py::handle gate) {

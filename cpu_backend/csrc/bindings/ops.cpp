@@ -118,7 +118,21 @@ void linear_gradient(Runtime& runtime, const PackedLinear& linear, py::handle gr
   runtime.linear_gradient(args);
 }
 
-void experts_gradient(Runtime& runtime, const PackedExperts& experts, const ExpertsGradientCall& call) {
+AdapterTerms AdapterCall::checked(const ExpertsShape& shape, std::int64_t tokens, std::int64_t top_k) const {
+  const auto values = [&](py::handle given, const char* name, std::int64_t rows, bool written) -> float* {
+    if (given.is_none()) return nullptr;
+    const TensorView view(given, name);
+    view.require_float(ActivationType::kFloat32);
+    view.require_shape({tokens, top_k, rows});
+    if (written) view.require_writable();
+    return reinterpret_cast<float*>(view.data());
+  };
+  const std::int64_t gate_up_rows = shape.intermediate * (shape.gated ? 2 : 1);
+  return {values(gate_up, "gate_up", gate_up_rows, false), values(activation_gradients, "activation_gradients", shape.intermediate, false),
+          values(activations, "activations", shape.intermediate, true), values(gate_up_gradients, "gate_up_gradients", gate_up_rows, true)};
+}
+
+void experts_gradient(Runtime& runtime, const PackedExperts& experts, const ExpertsGradientCall& call, const AdapterCall& adapters) {
   if (experts.kind() == LayoutKind::kSparse)
     raise_value_error("experts_gradient: expected experts in the dense layout, found the sparse one");
   const TensorView x(call.hidden_states, "hidden_states"), index(call.top_k_index, "top_k_index"),
@@ -149,7 +163,8 @@ void experts_gradient(Runtime& runtime, const PackedExperts& experts, const Expe
                                     reinterpret_cast<float*>(weight_gradients.data()),
                                     type,
                                     tokens,
-                                    static_cast<int>(top_k)};
+                                    static_cast<int>(top_k),
+                                    adapters.checked(experts.shape(), tokens, top_k)};
   py::gil_scoped_release release;
   runtime.experts_gradient(args);
 }

@@ -25,6 +25,10 @@ void check_packed(const PackedExperts& experts, const std::vector<Segment>& segm
                                   experts.missing_parts(segment.expert) + " was packed");
 }
 
+AdapterTerms terms_from(const AdapterTerms& terms, std::size_t slot, const ExpertsShape& shape) {
+  return terms.from(slot, shape.intermediate * (shape.gated ? 2 : 1), shape.intermediate);
+}
+
 constexpr std::int64_t kSingleThreadElements = std::int64_t{1} << 15;  // a smaller norm is finished before another thread could start
 
 }  // namespace
@@ -49,7 +53,8 @@ void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, c
     routing_.group(view, experts.shape().num_experts, job.segment_pairs(), static_cast<int>(first));
     check_packed(experts, routing_.segments());
     const std::size_t offset = row_bytes * static_cast<std::size_t>(first);
-    job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<std::byte*>(args.out) + offset, tokens, &routing_},
+    job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<std::byte*>(args.out) + offset, tokens, &routing_,
+                 terms_from(args.terms, slot, experts.shape())},
                 {&records_, &lanes_, &neurons_, private_.data()});
     pool_.run(job, shared);
   }
@@ -95,7 +100,8 @@ void Engine::experts_gradient(const ExpertsGradientArgs& args, const OpenMp* sha
                    job.segment_pairs(), static_cast<int>(first));
     check_packed(experts, routing_.segments());
     job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<const std::byte*>(args.gradient) + offset,
-                 static_cast<std::byte*>(args.hidden_gradient) + offset, args.weight_gradients + slot, tokens, &routing_},
+                 static_cast<std::byte*>(args.hidden_gradient) + offset, args.weight_gradients + slot, tokens, &routing_,
+                 terms_from(args.terms, slot, experts.shape())},
                 {&records_, &lanes_, &neurons_, private_.data()});
     pool_.run(job, shared);
     job.finish();

@@ -30,6 +30,7 @@ struct ForwardArgs {
   float threshold;                    // of |act(gate)|, sparse layouts only
   std::int64_t* neuron_counts = nullptr;  // see SparseArgs
   float* acted = nullptr;                 // see SparseArgs
+  AdapterTerms terms = {};                // dense layouts only
 };
 
 struct LinearArgs {
@@ -52,6 +53,7 @@ struct ExpertsGradientArgs {
   ActivationType activations;         // of all (tokens, hidden)
   std::int64_t tokens;
   int top_k;
+  AdapterTerms terms = {};
 };
 
 // Scratch memory is kept between calls and grows to the largest batch so far.

@@ -415,6 +415,7 @@ void ExpertsGradientJob::differentiate(int group, std::size_t index, const std::
     const std::byte* at = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(block);
     const bool last = block + 1 == layout_.gate_up_blocks;
     product.multiply(at, last ? at : at + layout_.gate_up_block_bytes, !last, mine.hidden, mine.gate_up[b], mine.expanded);
+    if (batch_.terms.gate_up != nullptr) add_terms(batch_.terms.gate_up, shape, product, pairs, segment.pairs, block, mine.gate_up[b]);
   }
   down.multiply(panel, panel, false, mine.gradient, mine.down, mine.expanded);
 
@@ -442,22 +443,33 @@ void ExpertsGradientJob::differentiate(int group, std::size_t index, const std::
   for (int i = 0; i < segment.pairs; ++i) {
     float* given = mine.down + static_cast<std::size_t>(down.row_of(i)) * kBlockRows;
     std::fill(given + present, given + kGroup, 0.0f);
+    const AdapterTerms terms = batch_.terms.from(static_cast<std::size_t>(pairs[i].slot), shape.intermediate * blocks, shape.intermediate);
+    if (terms.activation_gradients != nullptr)
+      for (int n = 0; n < present; ++n) given[n] += terms.activation_gradients[group * kGroup + n];
     float *gate = mine.gate + i * kGroup, *up = mine.up + i * kGroup;
     const float *value = mine.value + i * kGroup, *slope = mine.slope + i * kGroup, weight = pairs[i].weight;
-    float products[kGroup];
+    float activations[kGroup], products[kGroup];
     for (int n = 0; n < kGroup; ++n) {
       const float of_neuron = given[n] * weight;
       if (!shape.gated) {
+        activations[n] = value[n];
         products[n] = given[n] * value[n];
         up[n] = of_neuron * slope[n];
         continue;
       }
       const float factor = std::max(-up_limit, std::min(up_limit, up[n])) + up_offset, acted = std::min(value[n], act_limit);
+      activations[n] = acted * factor;
       products[n] = given[n] * acted * factor;
       gate[n] = value[n] <= act_limit && gate[n] <= gate_limit ? of_neuron * factor * slope[n] : 0.0f;
       up[n] = std::fabs(up[n]) <= up_limit ? of_neuron * acted : 0.0f;
     }
     for (const float product_of_neuron : products) shares[i] += product_of_neuron;
+    if (terms.activations != nullptr) std::copy_n(activations, present, terms.activations + group * kGroup);
+    if (terms.gate_up_gradients != nullptr) {
+      float* rows = terms.gate_up_gradients + group * kGroup;
+      if (shape.gated) std::copy_n(gate, present, rows);
+      std::copy_n(up, present, rows + (shape.gated ? shape.intermediate : 0));
+    }
   }
   // Gate and up rows stand in blocks of 16 and 16, as they are packed.
   auto* const records = reinterpret_cast<std::uint32_t*>(scratch_.neurons->data()) + starts_[index];

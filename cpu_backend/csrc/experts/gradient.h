@@ -100,6 +100,7 @@ struct GradientBatch {
   float* weight_gradients;  // (tokens, top_k), zeros
   int tokens;
   const Routing* routing;
+  AdapterTerms terms = {};
 };
 
 // The backward pass of the routed experts of one layer in the dense layout. It keeps nothing of the forward pass, whose gate and up

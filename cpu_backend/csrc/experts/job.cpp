@@ -15,6 +15,18 @@ std::size_t whole_lines(std::size_t words) { return (words + 15) / 16 * 16; }
 
 }  // namespace
 
+void add_terms(const float* terms, const ExpertsShape& shape, const SegmentProduct& product, const Pair* pairs, int count, int block,
+               float* out) {
+  const int width = shape.gated ? kGroup / 2 : kGroup, first = block * width, present = std::min(width, shape.intermediate - first);
+  const std::size_t rows = static_cast<std::size_t>(shape.intermediate) * (shape.gated ? 2 : 1);
+  for (int i = 0; i < count; ++i) {
+    const float* added = terms + static_cast<std::size_t>(pairs[i].slot) * rows + first;
+    float* row = out + static_cast<std::size_t>(product.row_of(i)) * kBlockRows;
+    for (int part = 0; part < (shape.gated ? 2 : 1); ++part, added += shape.intermediate, row += width)
+      for (int n = 0; n < present; ++n) row[n] += added[n];
+  }
+}
+
 struct ExpertsJob::Worker {
   Worker(std::byte* memory, std::size_t gathered_words, std::size_t rows)
       : gathered(reinterpret_cast<std::uint32_t*>(memory)),
@@ -159,6 +171,7 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
     const std::byte* block = expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(index);
     const std::byte* next = index + 1 < layout_.gate_up_blocks ? block + layout_.gate_up_block_bytes : nullptr;
     product.multiply(block, next, true, records, mine.out, mine.expanded);
+    if (batch_.terms.gate_up != nullptr) add_terms(batch_.terms.gate_up, shape, product, pairs, segment.pairs, index, mine.out);
     for (int i = 0; i < product.tiling().count(); ++i) {
       const Tile tile = product.tiling()[i];
       kernels_.gate({&experts_.gate(), mine.out + product.first_row(i) * kBlockRows, gate_bias ? gate_bias + b * width : nullptr,
@@ -172,6 +185,11 @@ void ExpertsJob::compute_neurons(int unit, Worker& mine) {
   // Padded neurons come from padded rows, in which an infinite activation would leave a NaN.
   for (int i = 0; i < segment.pairs && present < kGroup; ++i)
     std::memset(mine.neurons + i * kBlockRows + present, 0, sizeof(float) * static_cast<std::size_t>(kGroup - present));
+  if (batch_.terms.activations != nullptr)
+    for (int i = 0; i < segment.pairs; ++i)
+      std::memcpy(batch_.terms.activations + static_cast<std::size_t>(pairs[i].slot) * static_cast<std::size_t>(shape.intermediate) +
+                      group * kGroup,
+                  mine.neurons + i * kBlockRows, sizeof(float) * static_cast<std::size_t>(present));
   down.encode(mine.neurons, group, neuron_records);
 }
 

@@ -33,6 +33,7 @@ struct ExpertsBatch {
   std::byte* out;
   int tokens;
   const Routing* routing;
+  AdapterTerms terms = {};
 };
 
 struct ExpertsScratch {
@@ -41,6 +42,10 @@ struct ExpertsScratch {
   AlignedMemory* neurons;
   AlignedMemory* workers;  // one per worker
 };
+
+// Adds what adapters add to gate and up of `count` pairs to their product with a block, (rows, 32).
+void add_terms(const float* terms, const ExpertsShape& shape, const SegmentProduct& product, const Pair* pairs, int count, int block,
+               float* out);
 
 class ExpertsJob final : public Job {
  public:

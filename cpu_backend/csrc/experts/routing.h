@@ -49,6 +49,21 @@ class Tiling {
   int longer_;
 };
 
+// What low-rank adapters of the experts add to a pass, and what they need of it: rows by slot, null where there is none. Padded slots are
+// neither read nor written.
+struct AdapterTerms {
+  const float* gate_up = nullptr;  // (slots, gate and up rows): added before the activation; all rows of the gate first
+  const float* activation_gradients = nullptr;  // (slots, intermediate): added to those of the activations, without the routing weight
+  float* activations = nullptr;  // (slots, intermediate): receives what the down projection multiplies
+  float* gate_up_gradients = nullptr;  // (slots, gate and up rows): receives those of gate and up
+
+  AdapterTerms from(std::size_t slot, int gate_up_rows, int intermediate) const {
+    const auto moved = [=](auto* array, int rows) { return array == nullptr ? nullptr : array + slot * static_cast<std::size_t>(rows); };
+    return {moved(gate_up, gate_up_rows), moved(activation_gradients, intermediate), moved(activations, intermediate),
+            moved(gate_up_gradients, gate_up_rows)};
+  }
+};
+
 struct RoutingView {
   const std::int64_t* ids;  // (tokens, top_k)
   const float* weights;  // (tokens, top_k)

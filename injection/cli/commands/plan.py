@@ -16,6 +16,7 @@ from moegraft.injection.cli.options import (
     LinkBandwidthOption,
     ModelOption,
     ModelOptions,
+    OptionsError,
     RamOption,
     RulesArgument,
     TrustOption,
@@ -23,11 +24,12 @@ from moegraft.injection.cli.options import (
     parse_sizes,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
-from moegraft.operators.errors import human_bytes
+from moegraft.operators.errors import UnsupportedModelError, human_bytes
 
 if TYPE_CHECKING:
-    from moegraft.injection.estimate.forecast import DividedForecast, Forecast
-    from moegraft.injection.estimate.memory import GpuMemory
+    from moegraft.injection.estimate.forecast import DividedForecast, Forecast, TargetMachine
+    from moegraft.injection.estimate.memory import GpuMemory, PlannedModel
+    from moegraft.injection.estimate.training import TrainingLoad
     from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.planning import Plan
 
@@ -52,6 +54,10 @@ def plan(
         float | None,
         typer.Option("--network", metavar="GBIT/S", min=0.01, help="Bandwidth between these machines; by default as measured, or 10."),
     ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
+    ] = False,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=1, help="Of these adapters, on all linear layers but the head.")] = 16,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -65,13 +71,20 @@ def plan(
     from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import divided_forecast, forecast
-    from moegraft.injection.estimate.memory import Workload
+    from moegraft.injection.estimate.memory import PlannedModel, Workload
+    from moegraft.injection.estimate.training import TrainingLoad
     from moegraft.injection.planning import plan as make_plan
 
     target = target_machine(store.load(), ram=ram, gpu_memory=gpu_memory, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
     meta_model, rule_file, registry = model_and_rules(options)
     planned = make_plan(meta_model, rule_file, registry=registry)
     workload = Workload(context, batch, min(prompt, context))
+    if train:
+        if nodes is not None:
+            raise OptionsError("--train plans for one machine: experts in several processes have no gradients; remove --nodes")
+        if not _write_training(TrainingLoad(batch, prompt, rank), PlannedModel(meta_model, planned, registry), target, json=json):
+            raise typer.Exit(FINDINGS)
+        return
     if nodes is not None:
         memory = node_memory(nodes, target.available_bytes)
         divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, store.load_network())
@@ -112,6 +125,45 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
         lines += [f"it does not fit: {gap_text(figures)}; changes that would make it fit:"]
         lines += [f"  - {sentence}" for sentence in figures.would_fit]
     terminal.write("\n".join(lines) + "\n")
+
+
+def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMachine, *, json: bool) -> bool:
+    """Write the figures of training; return whether the memory is enough.
+
+    Raises:
+        UnsupportedModelError: the rules have operators without a backward pass.
+    """
+    from moegraft.injection.estimate.forecast import tokens_text
+    from moegraft.injection.estimate.training import training_forecast
+
+    untrained = planned.plan.untrained
+    if untrained is not None:
+        raise UnsupportedModelError(f"this model cannot be trained with these rules: {untrained}")
+    figures, terminal = training_forecast(planned, load, target.measured), open_terminal()
+    fits = figures.peak <= target.available_bytes
+    if json:
+        sums = {"step": figures.step, "peak": figures.peak, "available": target.available_bytes}
+        write_json(terminal, {"ok": fits, **asdict(figures), **sums})
+        return fits
+    rows = [
+        ("weights", human_bytes(figures.weights), f"frozen; with {human_bytes(figures.program)} of Python and its libraries"),
+        ("adapters", human_bytes(figures.adapters), f"{figures.parameters:,} parameters of rank {load.rank}, gradients and AdamW"),
+        ("checkpoints", human_bytes(figures.checkpoints), f"of activations, {load.batch} x {load.length:,} tokens"),
+        ("backward pass", human_bytes(max(figures.layer, figures.head)), "of one layer" if figures.layer > figures.head else "of the head"),
+        ("peak", human_bytes(figures.peak), ""),
+        ("free", human_bytes(target.available_bytes), ""),
+    ]
+    speed = "speed: not predicted: this machine's rates are not measured; run: moegraft doctor --measure"
+    if figures.missing:
+        speed = f"speed: not predicted: no rate is measured for {', '.join(figures.missing)}"
+    elif figures.tokens_s is not None:
+        speed = f"predicted: {tokens_text(figures.tokens_s)}"
+    lines = [f"{planned.meta_model.model_class} by {planned.plan.files[0]}, training", *columns(rows, right=(1,)), speed]
+    if not fits:
+        needed, free = human_bytes(figures.peak), human_bytes(target.available_bytes)
+        lines.append(f"it does not fit: {needed} are needed and {free} are free; give fewer tokens in a step, or a smaller weight type")
+    terminal.write("\n".join(lines) + "\n")
+    return fits
 
 
 def node_memory(nodes: str, own: int) -> tuple[int, ...]:

@@ -71,6 +71,10 @@ class ServeOptions:
         list[str] | None,
         _option("--served-model-name", "NAME", "Name of the model in requests; may be repeated. '*': any name is answered as well."),
     ] = None
+    adapter: Annotated[
+        list[str] | None,
+        _option("--adapter", "NAME=FOLDER", "LoRA adapter, which answers requests for the model NAME; may be repeated."),
+    ] = None
     allow_origin: Annotated[
         list[str] | None,
         _option("--allow-origin", "ORIGIN", "Site whose pages may call the server, as https://example.org; may be repeated. '*': any."),
@@ -86,6 +90,23 @@ class ServeOptions:
             raise ValueError("--api-key is empty; give a key, or leave it out")
         if self.api_key is not None and not all("!" <= sign <= "~" for sign in self.api_key):
             raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
+        self.adapters()
+
+    def adapters(self) -> dict[str, str]:
+        """Return the folders of adapters by name.
+
+        Raises:
+            ValueError: one is not NAME=FOLDER, or two have one name.
+        """
+        pairs = [text.partition("=") for text in self.adapter or ()]
+        wrong = next(("".join(pair) for pair in pairs if not (pair[0].strip() and pair[2])), None)
+        if wrong is not None:
+            raise ValueError(f"--adapter {wrong}: give NAME=FOLDER, as in --adapter poems=./adapters/poems")
+        names = [name for name, _, _ in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"--adapter {twice} is given twice; give each adapter a name of its own")
+        return {name: folder for name, _, folder in pairs}
 
 
 @user_errors(PROGRAM, together=True)
@@ -121,7 +142,7 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
             batch_invariant=options.batch_invariant,
             strict=options.strict,
         )
-        loaded = load_model(model, terminal)
+        loaded = load_model(model, terminal, adapters=options.adapters())
         injection = injection_of(loaded.model)
         group = None if injection is None else injection.context.expert_group
         service = Service(loaded, limits, options.served_model_name or ())

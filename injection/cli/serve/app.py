@@ -298,15 +298,15 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model, under each of its names."""
-        names = service.names
+        """The model, under each of its names, and its adapters."""
+        names = service.names + service.adapter_names
         pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in names], **pages})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        """The model by its id."""
-        service.require_model(model_id)
+        """The model, or an adapter, by its id."""
+        service.adapter_of(model_id)
         return JSONResponse(_model(service, model_id))
 
     @app.get("/v1/status")
@@ -406,7 +406,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer, o
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """Return a model as OpenAI and Anthropic describe one, with vLLM's name for its context."""
+    """Return a model as OpenAI and Anthropic describe one, with vLLM's names for its context and for the model of an adapter."""
     return {
         "id": name,
         "object": "model",
@@ -416,6 +416,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        **({"parent": service.model_id} if name in service.adapter_names else {}),
     }
 
 
@@ -532,7 +533,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     # Not by the stream itself, which never starts if the client leaves before it.
     parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
-    name, headers = service.model_id, {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+    name, headers = jobs[0].adapter or service.model_id, {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
     reply: Reply | ResponseReply | MessageReply
     if asked.kind == "response":
         reply = ResponseReply(asked, name, choices[0])

@@ -68,6 +68,9 @@ class Engine:
     Clients take turns; the requests of one start in the order in which they came, each as soon as its prompt and its longest answer fit
     into memory. None overtakes the next in turn, so that a long request waits for no longer than the running answers take.
 
+    Requests that run at one time have one adapter. Where the next in turn has another one, it waits until all of them have ended; those
+    that wait for its adapter then start with it, before others in turn, and none of its adapter comes after them before the others' turn.
+
     A request that fails ends alone; if a forward pass fails, all requests in it end. The engine continues after both. If its thread has to
     end, all running and waiting requests fail, and later ones are refused.
 
@@ -76,16 +79,25 @@ class Engine:
         max_client: requests of one client that may wait.
         counts: returns the model's work so far; called between steps.
         metrics: observes starts, steps and ends of requests.
+        use_adapter: lets an adapter compute, or none; called while no request runs. None where there are no adapters.
     """
 
     def __init__(
-        self, decoder: Decoder, *, max_queue: int, max_client: int | None = None, counts: Callable[[], Counts], metrics: Metrics
+        self,
+        decoder: Decoder,
+        *,
+        max_queue: int,
+        max_client: int | None = None,
+        counts: Callable[[], Counts],
+        metrics: Metrics,
+        use_adapter: Callable[[str | None], None] | None = None,
     ) -> None:
         self._decoder = decoder
         self._max_queue = max_queue
         self._max_client = max_queue if max_client is None else max_client
         self._counts = counts
         self._metrics = metrics
+        self._use_adapter = use_adapter
         self._before: dict[Job, Counts] = {}  # the model's work when each job started
         self._queues: OrderedDict[str, deque[Job]] = OrderedDict()  # by client, none empty; the next in turn first
         self._wake = threading.Condition()
@@ -265,21 +277,34 @@ class Engine:
             while not self._closing and not self._queues and not self._decoder.jobs:
                 self._wake.wait()
             self._drop_cancelled()
-            while self._queues:
-                client, queue = next(iter(self._queues.items()))
-                job = queue[0]  # in the queue until it is admitted, so that it ends with the queue if the thread fails
-                if not self._decoder.fits(job):
-                    break
+            begins = not self._decoder.jobs  # a batch, in which requests of its adapter come before others in turn
+            while (job := self._next(begins)) is not None and self._decoder.fits(job):
+                # In the queue until it is admitted, so that it ends with the queue if the thread fails.
                 with job.failing_alone():
+                    if self._use_adapter is not None and not self._decoder.jobs:
+                        self._use_adapter(job.adapter)
                     self._decoder.admit(job)
-                queue.popleft()
-                if queue:
-                    self._queues.move_to_end(client)
+                self._queues[job.client].remove(job)
+                if self._queues[job.client]:
+                    self._queues.move_to_end(job.client)
                 else:
-                    del self._queues[client]
+                    del self._queues[job.client]
                 if job.ending is not None:
                     self._settle(job)
             return not self._closing
+
+    def _next(self, begins: bool) -> Job | None:
+        """Return the waiting request that starts next if it fits, None where it waits for those of another adapter.
+
+        Args:
+            begins: whether the running requests, if any, have been started just now.
+        """
+        heads = [queue[0] for queue in self._queues.values()]
+        running = self._decoder.jobs
+        if not heads or not running or heads[0].adapter == running[0].adapter:
+            return next(iter(heads), None)
+        same = (job for queue in self._queues.values() for job in queue if job.adapter == running[0].adapter)
+        return next(same, None) if begins else None
 
     def _drop_cancelled(self) -> None:
         """Remove waiting requests whose clients have left."""

@@ -155,6 +155,7 @@ class Job:
         constraint: the grammar that the answer follows.
         client: who asks; the engine lets clients take turns.
         scope: whose the conversation is: its cache is used again for requests of this scope only.
+        adapter: beside the model's weights; None for the model itself. All jobs that run at one time have the same.
     """
 
     def __init__(
@@ -169,12 +170,14 @@ class Job:
         constraint: Constraint | None = None,
         client: str = "",
         scope: str = "",
+        adapter: str | None = None,
     ) -> None:
         self.ask = ask
         self.listener = listener
         self.constraint = constraint
         self.client = client
         self.scope = scope
+        self.adapter = adapter
         self.token_ids = list(ask.token_ids)  # prompt and answer
         self.seed = random.SystemRandom().getrandbits(63) if ask.seed is None else ask.seed
         self.random = random.Random(self.seed)

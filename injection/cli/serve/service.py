@@ -81,6 +81,7 @@ class Service:
 
     Attributes:
         names: of the model in requests; the first is that of the answers.
+        adapter_names: of adapters in requests, which answer instead of the model itself.
         created: when the model was loaded, in Unix seconds.
         fingerprint: is the same where the version, the model and the placement of its operators are.
 
@@ -88,7 +89,7 @@ class Service:
         names: the model's own name if there are none.
 
     Raises:
-        OptionsError: answers of this model depend on time, against `limits.batch_invariant`.
+        OptionsError: answers of this model depend on time, against `limits.batch_invariant`, or an adapter has a name of the model.
     """
 
     def __init__(self, loaded: LoadedModel, limits: Limits, names: Sequence[str] = ()) -> None:
@@ -98,6 +99,10 @@ class Service:
         self.names = tuple(name for name in names if name != ANY_MODEL) or (own,)
         self._any_name = ANY_MODEL in names
         self.model_id = self.names[0]
+        self.adapter_names = () if loaded.adapters is None else loaded.adapters.names
+        taken = next((name for name in self.adapter_names if name in (*self.names, ANY_MODEL)), None)
+        if taken is not None:
+            raise OptionsError(f"--adapter {taken}: the model itself has this name in requests; give the adapter another")
         self._reported: set[str] = set()  # parameters that are ignored
         self.created = int(time.time())
         self.placement = loaded.placement()  # before any request; the work of operators is in their statistics
@@ -117,6 +122,7 @@ class Service:
                 max_client=limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8)),
                 counts=partial(work_counts, loaded.model),
                 metrics=self.metrics,
+                use_adapter=None if loaded.adapters is None else loaded.adapters.use,
             )
             self._changed = changed.pop_all()
 
@@ -190,8 +196,9 @@ class Service:
         Raises:
             RequestError: the request names another model, exceeds a limit, or asks for what this model cannot do.
         """
-        if request.model is not None:
-            self.require_model(request.model)
+        adapter = None if request.model is None else self.adapter_of(request.model)
+        # Keys and values belong to the adapter that has computed them. No header has a newline.
+        scope = scope if adapter is None else f"{adapter}\n{scope}"
         if request.ignored and self.limits.strict:
             raise RequestError(
                 400, f"{', '.join(request.ignored)}: no effect on this server", code="unsupported_parameter", param=request.ignored[0]
@@ -227,6 +234,7 @@ class Service:
                 constraint=None if form is None else form.copy() if index else form,
                 client=client,
                 scope=scope,
+                adapter=adapter,
             )
             before = ""
             if request.echo:
@@ -235,14 +243,18 @@ class Service:
             made.append(Choice(request.kind, index, job, tokenizer, parser, before))
         return made
 
-    def require_model(self, name: str) -> None:
-        """
+    def adapter_of(self, name: str) -> str | None:
+        """Return the adapter that a request for the model `name` asks for, None for the model itself.
+
         Raises:
-            RequestError: this server's model has another name.
+            RequestError: neither the model nor an adapter has this name.
         """
+        if name in self.adapter_names:
+            return name
         if name not in self.names and not self._any_name:
-            known = " and ".join(map(repr, self.names))
+            known = " and ".join(map(repr, (*self.names, *self.adapter_names)))
             raise RequestError(404, f"unknown model {name[:80]!r}; this server has {known}", code="model_not_found")
+        return None
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
         """Return the form that an answer has to follow, after its reasoning.
@@ -282,7 +294,7 @@ class Service:
             RequestError: as `choices` does.
         """
         if request.model is not None:
-            self.require_model(request.model)
+            self.adapter_of(request.model)
         return sum(map(len, self._prompts(request)[1]))
 
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:

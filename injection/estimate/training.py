@@ -1,0 +1,148 @@
+"""The forecast of training LoRA adapters beside a plan's packed weights on the CPU: memory of a step, and tokens per second.
+
+Adapters are those of all linear layers but the head, in float32, with AdamW; the activations of each decoder layer are checkpointed at its
+input and computed again in the backward pass, one layer at a time. Bytes are those of tensors: glibc's allocator may keep several times as
+much of what was freed, unless MALLOC_MMAP_THRESHOLD_ is set (rules/guide/training.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil
+from torch import nn
+
+from moegraft.injection.estimate.forecast import Work, missing_rates, work_of
+from moegraft.injection.estimate.measure import Measurements
+from moegraft.injection.estimate.memory import PlannedModel
+from moegraft.injection.planning import LAYER
+from moegraft.operators.layout import experts_per_token, read_layout
+from moegraft.operators.structure import kinds
+
+FLOAT = 4  # bytes of a float32
+# Of an adapter's parameters: themselves, their gradients, and AdamW's two moments.
+KEPT_PER_PARAMETER = 4 * FLOAT
+# Of a layer's vectors of the hidden size, in float32: the residual stream, the inputs of norms, what they are multiplied by, and gradients.
+LAYER_WIDTHS = 8
+# A backward pass takes so many times a forward pass's time. Of experts in packed types, backward_ms over forward_ms in
+# benchmarks/results/training.csv is 2.5 (bfloat16) to 3.1 (int4); of frozen linear layers, one product of the same size in bfloat16.
+BACKWARD = {"experts": 3.0, "linear": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoad:
+    """Steps of `batch` rows of `length` tokens, with adapters of rank `rank`."""
+
+    batch: int
+    length: int
+    rank: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForecast:
+    """Bytes in host memory and speed of training.
+
+    Attributes:
+        parameters: of the adapters, which learn.
+        weights: of operators and of what is not replaced.
+        program: of Python and its libraries.
+        adapters: their parameters, gradients and the optimiser's state.
+        checkpoints: the inputs of all layers of one step.
+        layer: what the backward pass of one layer holds, the kernels' memory included.
+        head: the logits of one step and what their gradients take.
+        tokens_s: None where `missing` weight types have no measured rate, or none are measured.
+    """
+
+    load: TrainingLoad
+    parameters: int
+    weights: int
+    program: int
+    adapters: int
+    checkpoints: int
+    layer: int
+    head: int
+    tokens_s: float | None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """What a step holds beyond weights and adapters, at most: the head's memory is free again before the last layer's is taken."""
+        return self.checkpoints + max(self.layer, self.head)
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.program + self.adapters + self.step
+
+
+def training_forecast(planned: PlannedModel, load: TrainingLoad, measured: Measurements | None) -> TrainingForecast:
+    """Predict the memory and the speed of training.
+
+    Raises:
+        UnsupportedModelError: the config does not give the number of experts per token.
+    """
+    meta_model = planned.meta_model
+    skeleton, itemsize = meta_model.skeleton, meta_model.dtype.itemsize
+    head = skeleton.get_output_embeddings()
+    linears = {path: module for path, module in skeleton.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    parameters = sum(load.rank * (module.in_features + module.out_features) for module in linears.values())
+    hidden = int(getattr(meta_model.source.config.get_text_config(), "hidden_size", 0))
+    layers = _layer_bytes(planned, linears, load, hidden)
+    vocabulary = 0 if head is None else int(head.weight.shape[0])  # type: ignore[union-attr] # an embedding or a linear layer
+    tokens_s, missing = _tokens_s(planned, load, measured)
+    return TrainingForecast(
+        load=load,
+        parameters=parameters,
+        weights=planned.plan.bytes_by_device.get("cpu", 0),
+        program=psutil.Process().memory_info().rss,  # this process has loaded the same libraries and no weights
+        adapters=KEPT_PER_PARAMETER * parameters,
+        checkpoints=len(layers) * load.tokens * hidden * itemsize,
+        layer=max(layers.values(), default=0),
+        # Logits, their logarithms of softmax, and two gradients in float32, of which one is cast.
+        head=load.tokens * vocabulary * (itemsize + 3 * FLOAT),
+        tokens_s=tokens_s,
+        missing=missing,
+    )
+
+
+def _layer_bytes(planned: PlannedModel, linears: Mapping[str, nn.Linear], load: TrainingLoad, hidden: int) -> dict[str, int]:
+    """Return the bytes that the backward pass of each decoder layer holds, by the beginning of its path."""
+    itemsize = planned.meta_model.dtype.itemsize
+    found: dict[str, int] = {}
+    for path, module in planned.meta_model.skeleton.named_modules():
+        match = LAYER.search(f"{path}.")
+        if match is None:
+            continue
+        per_token = 0
+        if path in linears:  # of the adapter: its input in float32, both products; and the layer's own output
+            per_token = module.in_features * FLOAT + 2 * module.out_features * FLOAT + module.out_features * itemsize + load.rank * FLOAT
+        elif "experts" in kinds(path, module, planned.meta_model.skeleton):
+            layout = read_layout(module)
+            # Of the kernels: gradients of gate and up for each of a token's experts, in front of the products with transposed weights.
+            per_token = experts_per_token(planned.meta_model.source.config) * layout.intermediate * (2 if layout.gated else 1) * itemsize
+        layer = path[: match.end() - 1]
+        found.setdefault(layer, load.tokens * LAYER_WIDTHS * hidden * FLOAT)
+        found[layer] += load.tokens * per_token
+    return found
+
+
+def _tokens_s(planned: PlannedModel, load: TrainingLoad, measured: Measurements | None) -> tuple[float | None, tuple[str, ...]]:
+    if measured is None:
+        return None, ()
+    works = work_of(planned)
+    missing = missing_rates(works, measured)
+    if missing:
+        return None, missing
+    return load.tokens / sum(_step_seconds(works, planned, load, measured)), ()
+
+
+def _step_seconds(works: list[Work], planned: PlannedModel, load: TrainingLoad, measured: Measurements) -> Iterator[float]:
+    """Yield the times of a step: each layer's forward pass twice, as checkpoints have it computed again, and its backward pass."""
+    layers = int(getattr(planned.meta_model.source.config.get_text_config(), "num_hidden_layers", 0))
+    yield 3 * layers * measured.layer_overhead_ms / 1e3
+    for work in works:
+        yield (2 + BACKWARD[work.kind]) * work.seconds(measured, load.tokens)
