@@ -75,8 +75,10 @@ UNITS = {
     ),
     # These sources and the instruction sets' include the descriptions of formats; the units above do not.
     "formats": (
-        ["formats/*.cpp", "attention/*.cpp"]
-        + ["experts/block_layout.cpp", "experts/gradient.cpp", "experts/routing.cpp", "simd/scalar.cpp"],
+        [
+            *("formats/*.cpp", "attention/*.cpp", "simd/scalar.cpp"),
+            *("experts/block_layout.cpp", "experts/gradient.cpp", "experts/routing.cpp"),
+        ],
         ["-ffp-contract=off"],
     ),
 }

@@ -41,6 +41,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "guide/training": "rules/guide/training.md",
         "guide/formats": "rules/guide/formats.md",
         "guide/server": "rules/guide/server.md",
+        "guide/agents": "rules/guide/agents.md",
         "guide/several-machines": "rules/guide/several-machines.md",
         "guide/replicas": "rules/guide/replicas.md",
         "guide/families": "rules/guide/families.md",

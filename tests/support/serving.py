@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from typing import Any
 from urllib.request import urlopen
 
@@ -152,6 +154,18 @@ def scripted(
             yield server
     finally:
         hook.remove()
+
+
+def call(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+    """The status, headers and JSON of an answer."""
+    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=PATIENCE_S)
+    given = {} if body is None else {"Content-Type": "application/json"}
+    connection.request(method, path, None if body is None else json.dumps(body), given | headers)
+    reply = connection.getresponse()
+    text = reply.read()
+    connection.close()
+    is_json = reply.headers.get("content-type", "").startswith("application/json")
+    return reply.status, {name.lower(): value for name, value in reply.headers.items()}, json.loads(text) if is_json else text
 
 
 def calls_as(opening: dict[str, str], close: str, function: Any) -> dict[str, Any]:

@@ -365,6 +365,21 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
+class OpenAITool(Lenient):
+    """A tool that OpenAI runs, or a form of tools of its models, which agents send unasked: the model is not told of it."""
+
+    type: Literal[
+        "web_search",
+        "web_search_preview",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "computer_use_preview",
+        "mcp",
+        "namespace",
+    ]
+
+
 class ToolName(Lenient):
     name: Text
 
@@ -565,7 +580,8 @@ class ResponseBody(Options):
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    tools: list[FlatTool] | None = None
+    tools: list[Annotated[FlatTool | OpenAITool, Field(discriminator="type")]] | None = None
+    """Those that OpenAI runs are ignored, which the answer's header X-Moegraft-Ignored reports; refused with --strict."""
     tool_choice: Choosing | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[
@@ -579,6 +595,7 @@ class ResponseBody(Options):
     top_logprobs: Annotated[Any, Off(None, 0)] = None
     include: NoEffect = None
     max_tool_calls: NoEffect = None
+    client_metadata: NoEffect = None
     reasoning: ReasoningOptions | None = None
     stream_options: NoEffect = None
 
@@ -587,13 +604,16 @@ class ResponseBody(Options):
         Raises:
             RequestError: parameters contradict each other, or the conversation has nothing to answer.
         """
-        tools = tool_options(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        functions = [tool for tool in self.tools or [] if isinstance(tool, FlatTool)]
+        tools = tool_options(functions, self.tool_choice, self.parallel_tool_calls)
+        shared = self._shared()
+        shared["ignored"] += tuple(f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, OpenAITool))
         form = self.text.format if self.text else None
         if not (messages := self._messages()):
             raise RequestError(400, "input: there is nothing to answer", param="input")
         return Request(
             kind="response",
-            **self._shared(),
+            **shared,
             messages=messages,
             truncate=self.truncation == "auto",
             max_tokens=self.max_output_tokens,

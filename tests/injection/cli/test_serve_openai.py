@@ -6,7 +6,6 @@ import copy
 import json
 import time
 from collections.abc import Iterator
-from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support.serving import CALL, PATIENCE_S, SCHEMA, WEATHER, Server, ask, messages, openai, scripted, serving
+from support.serving import CALL, SCHEMA, WEATHER, Server, ask, call, messages, openai, scripted, serving
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.service import Limits
@@ -28,18 +27,6 @@ from moegraft.injection.cli.serve.service import Limits
 def server(loaded: LoadedModel) -> Iterator[Server]:
     with serving(loaded) as found:
         yield found
-
-
-def call(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
-    """The status, headers and JSON of an answer."""
-    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=PATIENCE_S)
-    given = {} if body is None else {"Content-Type": "application/json"}
-    connection.request(method, path, None if body is None else json.dumps(body), given | headers)
-    reply = connection.getresponse()
-    text = reply.read()
-    connection.close()
-    is_json = reply.headers.get("content-type", "").startswith("application/json")
-    return reply.status, {name.lower(): value for name, value in reply.headers.items()}, json.loads(text) if is_json else text
 
 
 def test_the_last_message_is_continued(server: Server, loaded: LoadedModel) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.serving import CALL, SCHEMA, WEATHER, Server, ask, openai, scripted, serving
+from support.serving import CALL, SCHEMA, WEATHER, Server, ask, call, openai, scripted, serving
 
 from moegraft.injection.cli.models import LoadedModel
 
@@ -110,13 +110,22 @@ def test_text_follows_a_schema(server: Server) -> None:
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input.*item_reference"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "call_id: Field required"),
         ({"input": []}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"tools": [{"type": "shell"}]}, "tools.0: Input tag 'shell' found"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"input": [{"type": "reasoning", "content": [{"text": "x"}]}]}, "input: there is nothing to answer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(server: Server, options: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         respond(server, "hello", extra_body=options)
+
+
+def test_tools_that_openai_runs_are_left_out_and_reported(server: Server) -> None:
+    """As the coding agent Codex sends them beside its own, unasked."""
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": []}]
+    asked = {"input": "hello", "max_output_tokens": 2, "tools": tools, "client_metadata": {"turn": "1"}}
+    status, headers, _ = call(server, "POST", "/v1/responses", asked)
+    assert (status, headers["x-moegraft-ignored"]) == (200, "tools.web_search, tools.namespace")
 
 
 def test_nothing_is_stored(server: Server) -> None:
