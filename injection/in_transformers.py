@@ -304,6 +304,14 @@ def _card(model: PreTrainedModel, injection: Injection, *, packed: bool) -> str:
     base = str(model.config.name_or_path)
     known = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()
     about = f"base_model: {base}\n" if known else ""
+    beside = ""
+    if injection.verifications:
+        found = injection.verifications[-1]
+        beside = (
+            f"\nBeside the stock model, over {found.positions} positions of a text: KL divergence {found.kl_nats:.4f} nats, the same "
+            f"most likely token in {found.top1_agreement:.1%}, perplexity {found.injected_perplexity:.3f} "
+            f"(stock {found.stock_perplexity:.3f}).\n"
+        )
     return f"""---
 library_name: transformers
 tags: [moegraft]
@@ -316,7 +324,7 @@ tags: [moegraft]
 ```
 {injection.plan.describe()}
 ```
-
+{beside}
 ```python
 from moegraft.injection import MoegraftConfig  # registers the method
 from transformers import AutoModelForCausalLM

@@ -10,9 +10,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
@@ -27,6 +27,9 @@ from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.timeline import Timeline
 
+if TYPE_CHECKING:
+    from moegraft.injection.verify import LogitsError
+
 
 @dataclass(frozen=True, slots=True)
 class Injection:
@@ -36,12 +39,14 @@ class Injection:
         operators: by the path of the module that the operator replaced or works in; the empty path is for an operator of kind `model`.
         context: the state that the operators share.
         stock_folder: the folder of the stock checkpoint; None for a model from memory, a GGUF file or a quantised checkpoint.
+        verifications: the logits beside the stock model's, as often as `verify` has compared them; a model card has the last ones.
     """
 
     plan: Plan
     operators: Mapping[str, Operator]
     context: InjectionContext
     stock_folder: Path | None = None
+    verifications: list[LogitsError] = field(default_factory=list)
 
     @property
     def replacing(self) -> dict[str, Operator]:

@@ -145,7 +145,7 @@ class Verification:
 
 
 def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Verification:
-    """Compare an injected model with the stock model of its checkpoint.
+    """Compare an injected model with the stock model of its checkpoint; a card that is saved with the model then states the outcome.
 
     Args:
         model: from `optimize_and_load`.
@@ -165,11 +165,12 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     decode_loss = next((loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None), None)
     injected_logits = logits_of(model, ids) if decode_loss is None else decoded_logits_of(model, ids)
     replaced = [swap.module for swap in injection.plan.swaps if not swap.in_place]
+    injection.verifications.append(compare_logits(stock_logits, injected_logits, ids))
     return Verification(
         tokens=len(ids),
         layers=tuple(layers[path] for path in replaced if path in layers),
         unreached=tuple(path for path in replaced if path not in layers),
-        logits=compare_logits(stock_logits, injected_logits, ids),
+        logits=injection.verifications[-1],
         left_out=achieved(total_counts(sparse) - before) if any(layer.threshold for layer in sparse) else None,
         decode_loss=decode_loss,
     )

@@ -31,6 +31,8 @@ from transformers.distributed import DistributedConfig
 
 from moegraft.injection import MoegraftConfig, build_meta_model, optimize_and_load, read_rules
 from moegraft.injection.demo import demo_path
+from moegraft.injection.meta_model import find_model
+from moegraft.injection.verify import verify
 from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.registry import load_registry
 from moegraft.rules import shipped_rules
@@ -227,6 +229,17 @@ def test_a_card_names_a_base_model_of_the_hub(folder: Path, tmp_path: Path) -> N
     (tmp_path / "README.md").write_text("mine")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_a_card_states_what_verify_has_found(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, "cpu")
+    model.save_pretrained(tmp_path / "before")
+    found = verify(model, find_model(folder), torch.arange(3, 30)).logits
+    model.save_pretrained(tmp_path / "after")
+    before, after = ((tmp_path / name / "README.md").read_text() for name in ("before", "after"))
+    assert "KL" not in before
+    assert f"over {found.positions} positions of a text: KL divergence {found.kl_nats:.4f} nats" in after
+    assert f"perplexity {found.injected_perplexity:.3f} (stock {found.stock_perplexity:.3f})" in after
 
 
 @pytest.mark.parametrize("has_card", [False, True])
