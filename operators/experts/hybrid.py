@@ -324,6 +324,12 @@ class HybridExperts(Operator):
         for name in self.layout.matrices if self._untrained() is None else ():
             yield name, nn.Parameter(torch.zeros(()).expand(self.layout.stored_shape(name)), requires_grad=False)
 
+    def __getattr__(self, name: str) -> Any:
+        layout = self.__dict__.get("layout")
+        if layout is not None and name in layout.matrices:  # PEFT's own configuration, whose layers read the parameter
+            raise AttributeError(f"packed experts have no parameter {name}: make the adapter's configuration by moegraft.injection.lora")
+        return super().__getattr__(name)
+
     def _untrained(self) -> str | None:
         """Return why experts have neither gradients nor adapters; None where they do."""
         return "experts in several processes have no gradients" if self._divided else self.traits(self.options).untrained

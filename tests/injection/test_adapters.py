@@ -265,3 +265,10 @@ def test_a_saved_chat_is_not_resumed_with_another_adapter(folders: dict[str, Pat
 
     assert len({identity(name) for name in (None, "first", "second")}) == 3
     assert identity("first") == identity("first")
+
+
+def test_a_configuration_of_pefts_own_names_the_way() -> None:
+    """For this family PEFT takes `gate_proj` for the experts' fused matrices, which its own layers would read."""
+    model: Any = optimize_and_load(demo_path(), "cpu", progress=False)
+    with pytest.raises(AttributeError, match=r"packed experts have no parameter gate_up_proj: .* by moegraft\.injection\.lora"):
+        model.add_adapter(LoraConfig(target_modules=["gate_proj", "up_proj"]))

@@ -43,16 +43,6 @@ struct RowIndexes {
   }
 };
 
-// Adds the products of the columns from `first` on, which are no whole vector. Few heads have any, so that rows share this function.
-template <ActivationType Type>
-__attribute__((noinline)) void add_score_columns(const ScoreArgs& args, const std::byte* key, int first, const int* rows, int count,
-                                                 float* scores) {
-  for (int d = first; d < args.dim; ++d) {
-    const float column = element_as_float<Type>(key + (Type == ActivationType::kFloat32 ? 4 : 2) * d);
-    for (int i = 0; i < count; ++i) scores[i] += column * args.query[rows[i] * args.query_stride + d];
-  }
-}
-
 template <class T, ActivationType Type, int N>
 inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const std::byte* key, float* scores) {
   using F = typename T::F;
@@ -76,7 +66,10 @@ inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const st
   }
 #pragma GCC unroll 2
   for (int r = 0; r < kPadded; r += 4) T::store_four_sums(scores + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
-  if (d < args.dim) add_score_columns<Type>(args, key, d, rows.of, N, scores);
+  for (; d < args.dim; ++d) {
+    const float column = element_as_float<Type>(key + kBytes * d);
+    for (int r = 0; r < N; ++r) scores[r] += column * args.query[rows.of[r] * args.query_stride + d];
+  }
 }
 
 template <class T, ActivationType Type, int N = kAttentionRows>
@@ -125,16 +118,6 @@ inline void mix_columns(const MixArgs& args, const RowIndexes<N>& rows, int d) {
     for (int v = 0; v < V; ++v) T::store(args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth, sums[r][v]);
 }
 
-// Adds the weighted values to the columns from `first` on, which are no whole vector.
-template <ActivationType Type>
-__attribute__((noinline)) void mix_last_columns(const MixArgs& args, int first) {
-  for (int d = first; d < args.dim; ++d)
-    for (int j = 0; j < args.count; ++j) {
-      const float column = element_as_float<Type>(args.values + j * args.value_bytes + (Type == ActivationType::kFloat32 ? 4 : 2) * d);
-      for (int r = 0; r < args.rows; ++r) args.sums[r * args.sum_stride + d] += args.shares[r * args.share_stride + j] * column;
-    }
-}
-
 template <class T, ActivationType Type, int N = kAttentionRows>
 void mix(const MixArgs& args) {
   if constexpr (N > 1) {
@@ -145,7 +128,12 @@ void mix(const MixArgs& args) {
   int d = 0;
   for (; d + V * T::kWidth <= args.dim; d += V * T::kWidth) mix_columns<T, Type, N, V>(args, rows, d);
   for (; d + T::kWidth <= args.dim; d += T::kWidth) mix_columns<T, Type, N, 1>(args, rows, d);
-  if (d < args.dim) mix_last_columns<Type>(args, d);
+  constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
+  for (; d < args.dim; ++d)
+    for (int j = 0; j < args.count; ++j) {
+      const float column = element_as_float<Type>(args.values + j * args.value_bytes + kBytes * d);
+      for (int r = 0; r < args.rows; ++r) args.sums[r * args.sum_stride + d] += args.shares[r * args.share_stride + j] * column;
+    }
 }
 
 template <class T>

@@ -35,13 +35,11 @@ NOISY = textwrap.dedent(
     from transformers.utils import logging as transformers_logging
     from moegraft.injection.cli.local_chat import main
     from moegraft.operators.context import InjectionContext
-    from moegraft.operators.draft import DraftSwitch
 
     def log():
         logging.getLogger("moegraft.operators.some").warning("<log of moegraft>")
         logging.getLogger("some.library").warning("<log of a library>")
         transformers_logging.get_logger("transformers.some").error("<log of transformers>")
-        DraftSwitch().warn_once("<warned once in a draft>")
         InjectionContext(torch.float32).warn_once(logging.getLogger("moegraft.operators.other"), "<warned once>")
 
     def write():
@@ -78,7 +76,6 @@ NOTICES = (
     "<log of moegraft>",
     "<log of a library>",
     "<log of transformers>",
-    "<warned once in a draft>",
     "<warned once>",
     "<printed to stderr>",
     "<printed to stdout>",
@@ -128,11 +125,7 @@ def test_in_two_pipes_that_are_one_screen(chat_folder: Path, tmp_path: Path, mor
     answer = b"".join(piece for name, piece in screen if name == "answer").decode()
     notices = b"".join(piece for name, piece in screen if name == "notices").decode()
     assert re.fullmatch(rf"[a-z]{{{TOKENS}}}\n", answer), "stdout has the answer alone"
-    expected = [
-        notice
-        for notice in NOTICES
-        if not (more == ["--quiet"] and notice in ("<log of moegraft>", "<warned once in a draft>", "<warned once>"))
-    ]
+    expected = [notice for notice in NOTICES if not (more == ["--quiet"] and notice in ("<log of moegraft>", "<warned once>"))]
     assert not [notice for notice in expected if notice not in notices], notices
     names = [name for name, _ in screen]
     between = names[names.index("answer") : len(names) - names[::-1].index("answer")]

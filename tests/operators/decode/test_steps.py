@@ -733,7 +733,7 @@ def test_a_lora_adapter() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     model: Any = new_model("qwen3_moe")
 
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and "mlp" not in name]  # PEFT takes it for experts
     assert names
 
     def adapted() -> None:
