@@ -205,8 +205,8 @@ TOLERANCE = 0.1  # of the median token of a deep model: where two experts' score
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative, of logits whose sums have another order
 DRAFT = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{options}}}}}"
 DRAFTS: Mapping[str, Mapping[str, object] | None] = {
-    "plain": None,
     "1 expert, 3 tokens": {"draft_top_k": 1, "max_draft": 3, "schedule": "fixed"},
+    "plain": None,
     "2 experts, marginal": {"draft_top_k": 2, "max_draft": 5, "schedule": "marginal"},
     "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
 }
