@@ -157,7 +157,7 @@ def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMac
     if figures.missing:
         speed = f"speed: not predicted: no rate is measured for {', '.join(figures.missing)}"
     elif figures.tokens_s is not None:
-        speed = f"predicted: {tokens_text(figures.tokens_s)}"
+        speed = f"at most {tokens_text(figures.tokens_s)}: attention and the adapters' own products take more time"
     lines = [f"{planned.meta_model.model_class} by {planned.plan.files[0]}, training", *columns(rows, right=(1,)), speed]
     if not fits:
         needed, free = human_bytes(figures.peak), human_bytes(target.available_bytes)

@@ -366,7 +366,7 @@ class FlatTool(Function):
 
 
 class OpenAITool(Lenient):
-    """A tool that OpenAI runs, or a form of tools of its models, which agents send unasked: the model is not told of it."""
+    """A tool that OpenAI runs, or a form of tools of its models, which agents send unasked: the model does not see it."""
 
     type: Literal[
         "web_search",
