@@ -134,6 +134,7 @@ class MoegraftQuantizer(HfQuantizer):
     ) -> None:
         from moegraft.injection.api import log_notices
         from moegraft.injection.checkpoint.files import weight_files
+        from moegraft.injection.checkpoint.packed import MARK
         from moegraft.injection.grafting import graft
         from moegraft.injection.injected import place
         from moegraft.injection.meta_model import MetaModel, ModelSource, as_floats, stored_dtype
@@ -149,7 +150,8 @@ class MoegraftQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is not None:
             raise UnsupportedModelError(f"tp_plan and distributed_config divide stock modules, and operators are none: {ELSEWHERE}")
         source = ModelSource(folder, as_floats(model.config), type(model))
-        meta = MetaModel(source, model, stored_dtype(source), model.dtype, has_weights=True)
+        stock = deepcopy(model)  # on meta; transformers' converters look the shapes of parameters up in it, after operators are in place
+        meta = MetaModel(source, stock, stored_dtype(source), model.dtype, has_weights=True)
         on_cpu = device_map is None or {str(device) for device in device_map.values()} <= {"cpu"}
         with torch.device("cpu"), _default_dtype(torch.float32):  # transformers calls this where new tensors are on meta
             the_plan = plan(meta, self._rules)
@@ -159,6 +161,8 @@ class MoegraftQuantizer(HfQuantizer):
         for path, operator in grafted.injection.replacing.items():
             place(model, path, operator)
         read = {rf"^{re.escape(path)}\." for path in grafted.injection.replacing}
+        if meta.weights is not None and meta.weights.packed:
+            read.add(re.escape(MARK))  # transformers may give these other names, as those of stock weights
         model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | read
         self._grafted = grafted
 

@@ -24,6 +24,7 @@ from huggingface_hub import HfApi
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.autoload import write_autoload
 from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
 from support.family_rows import FamilyCase
 from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
@@ -38,7 +39,8 @@ from moegraft.operators.registry import load_registry
 from moegraft.rules import shipped_rules
 
 IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
-SHORT = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "granitemoehybrid")  # storage forms, a hybrid, shared experts
+# Storage forms, a hybrid, shared experts; laguna's keys and qwen3_vl_moe's parameters are looked up again after operators are in place.
+SHORT = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "granitemoehybrid", "laguna", "qwen3_vl_moe")
 
 
 def load(folder: Path, rules: Any = None, **options: Any) -> PreTrainedModel:
@@ -556,12 +558,7 @@ class TestRegistration:
     def test_torch_registers_where_the_environment_asks_for_it(self, on: bool, first: str, folder: Path, tmp_path: Path) -> None:
         """transformers may import torch in the middle of the module that has the register. The package is made known as pip does it."""
         load(folder, "cpu").save_pretrained(tmp_path / "saved")
-        about = tmp_path / "moegraft-0.dist-info"
-        about.mkdir()
-        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moegraft\nVersion: 0\n")
-        (about / "entry_points.txt").write_text("[torch.backends]\nmoegraft = for_this_test:on_torch_import\n")
-        hook = f"import pathlib, moegraft.operators.autoload as a; a.MARKER = pathlib.Path({str(tmp_path / 'etc' / 'on')!r});"
-        (tmp_path / "for_this_test.py").write_text(f"{hook} a.switch(on={on}); on_torch_import = a.on_torch_import")
+        write_autoload(tmp_path, on=on)
         code = (
             f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path_importer_cache.clear(); {first};"
             "from transformers import AutoModelForCausalLM;"
