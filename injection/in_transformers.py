@@ -139,6 +139,7 @@ class MoegraftQuantizer(HfQuantizer):
         from moegraft.injection.injected import place
         from moegraft.injection.meta_model import MetaModel, ModelSource, as_floats, stored_dtype
         from moegraft.injection.planning import plan
+        from moegraft.operators.machine import probe_machine
 
         assert self._rules is not None, "transformers validates first"
         if not checkpoint_files:
@@ -152,7 +153,10 @@ class MoegraftQuantizer(HfQuantizer):
         source = ModelSource(folder, as_floats(model.config), type(model))
         stock = deepcopy(model)  # on meta; transformers' converters look the shapes of parameters up in it, after operators are in place
         meta = MetaModel(source, stock, stored_dtype(source), model.dtype, has_weights=True)
-        on_cpu = device_map is None or {str(device) for device in device_map.values()} <= {"cpu"}
+        if isinstance(device_map, str):  # "auto" and its like: transformers places what is left, after this
+            on_cpu = not probe_machine().gpus
+        else:
+            on_cpu = device_map is None or {str(device) for device in device_map.values()} <= {"cpu"}
         with torch.device("cpu"), _default_dtype(torch.float32):  # transformers calls this where new tensors are on meta
             the_plan = plan(meta, self._rules)
             log_notices(the_plan)

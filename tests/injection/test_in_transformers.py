@@ -107,8 +107,8 @@ def test_every_family_loads_as_by_optimize_and_load(
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": torch.float64}, {"dtype": "bfloat16"}, {"device_map": "cpu"}, {"attn_implementation": "eager"}],
-    ids=["float64", "bfloat16", "device_map", "attention"],
+    [{"dtype": torch.float64}, {"dtype": "bfloat16"}, {"device_map": "cpu"}, {"device_map": "auto"}, {"attn_implementation": "eager"}],
+    ids=["float64", "bfloat16", "device_map", "device_map-auto", "attention"],
 )
 def test_options_of_from_pretrained_mean_what_they_do_elsewhere(folder: Path, options: dict[str, Any]) -> None:
     found, expected = load(folder, "cpu-exact", **options), reference(folder, "cpu-exact", **options)
