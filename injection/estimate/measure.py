@@ -43,6 +43,7 @@ MANY_TOKENS = 2048  # enough that a GPU computes rather than reads
 LINK_BYTES = 1 << 26
 LINEAR_TYPES = ("float32", "bfloat16")  # of PyTorch's own layers
 OVERHEAD_LAYERS = 8
+ATTENTION_HEADS, ATTENTION_TOKENS, ATTENTION_WIDTH = 8, 1024, 128  # of Qwen3-30B-A3B's width
 RECORDED_STEPS = 6  # by then a decode step is replayed
 MESSAGE_TOKENS = 1024  # 4 MiB of bfloat16 in each direction
 FEW_CALLS, MANY_CALLS = 400, 12
@@ -61,6 +62,8 @@ class Measurements:
         experts, linear: by weight type; `linear` includes PyTorch's own layers and those of operators.
         layer_overhead_ms: time of a decoder layer with almost no weights, which Python runs layer by layer.
         step_overhead_ms: the same in a decode step on the CPU that is one native program; None where it was not measured.
+        attention_gflops: of PyTorch's causal attention in bfloat16, forward and backward, which training has; None where it was not
+            measured.
         load: the load average per core when measuring began; near 0 on a quiet machine.
         gpu: of the first GPU and the link to it; None without a GPU.
     """
@@ -72,6 +75,7 @@ class Measurements:
     load: float
     gpu: GpuRates | None = None
     step_overhead_ms: float | None = None
+    attention_gflops: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -107,10 +111,12 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
             linear[weights] = _linear_rate(_loaded(operator, layer, options, context), torch.bfloat16, _bytes(operator, layer, options))
         progress("overhead")
         layer_ms, step_ms = _overheads_ms()
+        progress("attention")
+        attention_gflops = _attention_gflops()
         if machine.gpus:
             progress("GPU")
         gpu = measure_gpu(torch.device("cuda:0")) if machine.gpus else None
-    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, layer_ms, load, gpu, step_ms)
+    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, layer_ms, load, gpu, step_ms, attention_gflops)
 
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
@@ -237,6 +243,21 @@ def _overheads_ms() -> tuple[float, float]:
     replayed_ms = layer_ms()
     context.replay = None
     return layer_ms(), replayed_ms
+
+
+@torch.enable_grad()
+def _attention_gflops() -> float:
+    """Return the rate of a forward and a backward pass, of which the forward pass is two products of seven."""
+    shape = 1, ATTENTION_HEADS, ATTENTION_TOKENS, ATTENTION_WIDTH
+    queries, keys, values = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    gradient = torch.randn(shape, dtype=torch.bfloat16)
+
+    def run() -> None:
+        out = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        torch.autograd.grad(out, (queries, keys, values), gradient)
+
+    product = 2 * ATTENTION_HEADS * ATTENTION_TOKENS**2 * ATTENTION_WIDTH / 2  # half of a square is in the future
+    return 7 * product / _best_fifth_s(run) / 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ much of what was freed, unless MALLOC_MMAP_THRESHOLD_ is set (rules/guide/traini
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,16 @@ LAYER_WIDTHS = 8
 # A backward pass takes so many times a forward pass's time. Of experts in packed types, backward_ms over forward_ms in
 # benchmarks/results/training.csv is 2.5 (bfloat16) to 3.1 (int4); of frozen linear layers, one product of the same size in bfloat16.
 BACKWARD = {"experts": 3.0, "linear": 1.0}
+ATTENTION_BACKWARD = 2.5  # in operations: five products instead of two (FlashAttention-2, arXiv 2307.08691)
+# Bytes that PyTorch's element-wise operations read and write in two forward passes and one backward pass, for each element of a vector in
+# bfloat16: the sums over their inputs and outputs, in the types that transformers' modules and PEFT's layers have them in.
+NORM_BYTES = 2 * 36 + 84
+RESIDUAL_BYTES = 2 * 6 + 6
+ROTARY_BYTES = 2 * 20 + 24
+# Of an adapter, with its two products, whose operands are as long as the layer's input and output and only `rank` wide.
+ADAPTER_INPUT_BYTES = 2 * (6 + 4) + 12 + 8
+ADAPTER_OUTPUT_BYTES = 2 * (24 + 4) + 20 + 8
+LOGIT_BYTES = 6 + 8 + 12 + 6  # of one logit: cast, logarithm of softmax, its gradient, cast; not computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class TrainingForecast:
         layer: what the backward pass of one layer holds, the kernels' memory included.
         head: the logits of one step and what their gradients take.
         tokens_s: None where `missing` weight types have no measured rate, or none are measured.
+        left_out: what takes more time than `tokens_s` has, and why it is not predicted; empty where all is.
     """
 
     load: TrainingLoad
@@ -68,6 +80,7 @@ class TrainingForecast:
     head: int
     tokens_s: float | None
     missing: tuple[str, ...] = ()
+    left_out: str = ""
 
     @property
     def step(self) -> int:
@@ -93,7 +106,7 @@ def training_forecast(planned: PlannedModel, load: TrainingLoad, measured: Measu
     hidden = int(getattr(meta_model.source.config.get_text_config(), "hidden_size", 0))
     layers = _layer_bytes(planned, linears, load, hidden)
     vocabulary = 0 if head is None else int(head.weight.shape[0])  # type: ignore[union-attr] # an embedding or a linear layer
-    tokens_s, missing = _tokens_s(planned, load, measured)
+    tokens_s, missing = _tokens_s(planned, linears, load, measured)
     return TrainingForecast(
         load=load,
         parameters=parameters,
@@ -106,6 +119,7 @@ def training_forecast(planned: PlannedModel, load: TrainingLoad, measured: Measu
         head=load.tokens * vocabulary * (itemsize + 3 * FLOAT),
         tokens_s=tokens_s,
         missing=missing,
+        left_out=_left_out(planned, load, measured),
     )
 
 
@@ -130,19 +144,87 @@ def _layer_bytes(planned: PlannedModel, linears: Mapping[str, nn.Linear], load: 
     return found
 
 
-def _tokens_s(planned: PlannedModel, load: TrainingLoad, measured: Measurements | None) -> tuple[float | None, tuple[str, ...]]:
+def _tokens_s(
+    planned: PlannedModel, linears: Mapping[str, nn.Linear], load: TrainingLoad, measured: Measurements | None
+) -> tuple[float | None, tuple[str, ...]]:
     if measured is None:
         return None, ()
     works = work_of(planned)
     missing = missing_rates(works, measured)
     if missing:
         return None, missing
-    return load.tokens / sum(_step_seconds(works, planned, load, measured)), ()
+    return load.tokens / sum(_step_seconds(works, planned, linears, load, measured)), ()
 
 
-def _step_seconds(works: list[Work], planned: PlannedModel, load: TrainingLoad, measured: Measurements) -> Iterator[float]:
-    """Yield the times of a step: each layer's forward pass twice, as checkpoints have it computed again, and its backward pass."""
+def _step_seconds(
+    works: list[Work], planned: PlannedModel, linears: Mapping[str, nn.Linear], load: TrainingLoad, measured: Measurements
+) -> Iterator[float]:
+    """Yield the times of a step: each layer's forward pass twice, as checkpoints have it computed again, and its backward pass.
+
+    The head is counted as a layer, though it is computed once. Optimiser and routing are left out.
+    """
     layers = int(getattr(planned.meta_model.source.config.get_text_config(), "num_hidden_layers", 0))
     yield 3 * layers * measured.layer_overhead_ms / 1e3
     for work in works:
         yield (2 + BACKWARD[work.kind]) * work.seconds(measured, load.tokens)
+    yield load.tokens * _bytes_per_token(planned, linears) / (measured.read_gbps * 1e9)
+    operations = _attention_operations(planned, load)
+    if measured.attention_gflops is not None and operations is not None:
+        yield (2 + ATTENTION_BACKWARD) * operations / (measured.attention_gflops * 1e9)
+
+
+def _left_out(planned: PlannedModel, load: TrainingLoad, measured: Measurements | None) -> str:
+    if _attention_operations(planned, load) is None:
+        return "recurrent layers, which are not predicted"
+    if measured is None or measured.attention_gflops is None:
+        return "attention, whose rate is not measured; run: moegraft doctor --measure"
+    return ""
+
+
+def _attention_operations(planned: PlannedModel, load: TrainingLoad) -> float | None:
+    """Return the operations of causal attention in one forward pass of all layers; None where a layer is of another kind."""
+    config = planned.meta_model.source.config.get_text_config()
+    layers, heads = (int(getattr(config, name, 0) or 0) for name in ("num_hidden_layers", "num_attention_heads"))
+    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds_of_layers = named or ["full_attention"] * layers
+    if not heads or not set(kinds_of_layers) <= {"full_attention", "sliding_attention"}:
+        return None
+    widths = sum(_head_widths(config))
+    window = int(getattr(config, "sliding_window", None) or load.length)
+    pairs = 0.0  # of a token and one that it sees, in a row
+    for kind in kinds_of_layers:
+        reach = load.length if kind == "full_attention" else min(window, load.length)
+        pairs += reach * (load.length - reach / 2)
+    return 2.0 * load.batch * pairs * heads * widths
+
+
+def _head_widths(config: object) -> tuple[int, int]:
+    """Return the widths of a head's keys and values."""
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(getattr(config, "num_attention_heads", 1), 1)
+    if getattr(config, "v_head_dim", None):  # multi-head latent attention
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)  # type: ignore[attr-defined]
+    return int(width), int(width)
+
+
+def _bytes_per_token(planned: PlannedModel, linears: Mapping[str, nn.Linear]) -> int:
+    """Return what a step's element-wise operations read and write for a token in all layers, the adapters' products included."""
+    config = planned.meta_model.source.config.get_text_config()
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    keys = int(getattr(config, "num_key_value_heads", None) or heads)
+    found = 0
+    for path, module in planned.meta_model.skeleton.named_modules():
+        if LAYER.search(f"{path}.") is None:
+            continue
+        if path in linears:
+            found += ADAPTER_INPUT_BYTES * module.in_features + ADAPTER_OUTPUT_BYTES * module.out_features
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 1:  # a norm, of each head or of a layer's vector
+            of_heads = re.search(r"\.([qk])_(layer)?norm$", path) if weight.numel() == _head_widths(config)[0] else None
+            count = 1 if of_heads is None else heads if of_heads[1] == "q" else keys
+            found += NORM_BYTES * count * weight.numel()
+            if of_heads is None and weight.numel() == getattr(config, "hidden_size", 0):  # in front of each residual block
+                found += RESIDUAL_BYTES * weight.numel()
+    layers = int(getattr(config, "num_hidden_layers", 0))
+    head = planned.meta_model.skeleton.get_output_embeddings()
+    found += 0 if head is None else LOGIT_BYTES * int(head.weight.shape[0])  # type: ignore[union-attr] # an embedding or a linear layer
+    return found + layers * ROTARY_BYTES * (heads + keys) * _head_widths(config)[0]

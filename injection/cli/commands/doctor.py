@@ -174,6 +174,8 @@ def _measured_lines(measured: Measurements) -> list[str]:
     rows = [("measured", "one token, GB/s", "many tokens, GFLOP/s"), ("plain memory", f"{measured.read_gbps:.1f}", "")]
     for kind, rates in (("experts", measured.experts), ("linear", measured.linear)):
         rows += [(f"{kind}, {name}", f"{rate.decode_gbps:.1f}", f"{rate.prefill_gflops:.0f}") for name, rate in rates.items()]
+    if measured.attention_gflops is not None:
+        rows.append(("attention in training", "", f"{measured.attention_gflops:.0f}"))
     gpu = [measured.gpu.describe()] if measured.gpu is not None else []
     overhead = f"time of a decoder layer outside kernels: {1e3 * measured.layer_overhead_ms:.0f} us in Python"
     if measured.step_overhead_ms is not None:

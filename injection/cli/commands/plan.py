@@ -156,8 +156,10 @@ def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMac
     speed = "speed: not predicted: this machine's rates are not measured; run: moegraft doctor --measure"
     if figures.missing:
         speed = f"speed: not predicted: no rate is measured for {', '.join(figures.missing)}"
+    elif figures.tokens_s is not None and figures.left_out:
+        speed = f"at most {tokens_text(figures.tokens_s)}, without {figures.left_out}"
     elif figures.tokens_s is not None:
-        speed = f"at most {tokens_text(figures.tokens_s)}: attention and the adapters' own products take more time"
+        speed = f"about {tokens_text(figures.tokens_s)}"
     lines = [f"{planned.meta_model.model_class} by {planned.plan.files[0]}, training", *columns(rows, right=(1,)), speed]
     if not fits:
         needed, free = human_bytes(figures.peak), human_bytes(target.available_bytes)

@@ -215,7 +215,8 @@ def test_rates_are_kept_and_shown(run: Run, run_json: RunJson, cache: Path, monk
     assert run_json("doctor")["measured"]["experts"] == {"int8": {"decode_gbps": 30.0, "prefill_gflops": 900.0}}
     shown = run("doctor").stdout
     assert "experts, int8" in shown and "outside kernels: 250 us in Python\n" in shown
-    store.save(replace(MEASURED, step_overhead_ms=0.0123))
+    store.save(replace(MEASURED, step_overhead_ms=0.0123, attention_gflops=432.1))
+    assert "attention in training 432" in " ".join(run("doctor").stdout.split())
     assert "250 us in Python, 12 us in a decode step that is one native program" in run("doctor").stdout
 
 
@@ -247,6 +248,7 @@ def test_measuring_returns_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJ
     rates = [rate for kind in ("experts", "linear") for rate in found[kind].values()]
     assert all(rate["decode_gbps"] > 0 and rate["prefill_gflops"] > 0 for rate in rates)
     assert found["read_gbps"] > 0 and found["layer_overhead_ms"] > 0 and found["step_overhead_ms"] > 0 and found["load"] >= 0
+    assert found["attention_gflops"] > 0
     loaded = store.load()
     assert loaded is not None and loaded.read_gbps == found["read_gbps"]
 

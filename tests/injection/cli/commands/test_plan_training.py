@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import Result
 
+from moegraft.injection import optimize_and_load
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import PlannedModel
 from moegraft.injection.estimate.training import TrainingForecast, TrainingLoad, training_forecast
@@ -76,9 +82,54 @@ def test_speed_by_hand(config_folder: Path) -> None:
     experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
     rest = sum(each.numel() for name, each in model.named_parameters() if ".experts." not in name) - model.model.embed_tokens.weight.numel()
     seconds = 2 * load.tokens * (5 * experts * 0.5 + 3 * rest) / 1e9
-    assert found.tokens_s == pytest.approx(load.tokens / seconds)
+    assert found.tokens_s == pytest.approx(load.tokens / seconds) and "doctor --measure" in found.left_out
+    attending = predicted(config_folder, "train", load, replace(measured, attention_gflops=0.5))
+    config = model.config
+    # Four products of the forward passes and five of the backward pass, each of a token with half of its row.
+    seconds += 9 * 2 * load.tokens * load.length / 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers / 0.5e9
+    assert attending.tokens_s == pytest.approx(load.tokens / seconds) and not attending.left_out
     slower = Measurements(1e9, {}, {"int8": rate, "float32": rate}, 0.0, 0.0)
     assert predicted(config_folder, "train", load, slower).missing == ("experts, int8",)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, but for views, kernels, attention and products of weights in bfloat16."""
+
+    VIEWS = r"view|transpose|expand|detach|slice|permute|squeeze|alias|empty|split|select|^t\."
+    LEFT_OUT = re.compile(rf"{VIEWS}|moegraft|attention|^linear|embedding")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+        product = "mm" in func.__name__
+        if not self.LEFT_OUT.search(func.__name__) and not (product and tensors[0].dtype == torch.bfloat16):
+            self.nbytes += sum(each.untyped_storage().nbytes() if 0 in each.stride() else each.nbytes for each in tensors)
+        return out
+
+
+def test_the_bytes_of_element_wise_operations_are_about_those_of_a_step(tmp_path: Path) -> None:
+    """By rates at which nothing else takes time."""
+    pytest.importorskip("peft", reason="PEFT is not installed (the extra `train`)")
+    peft, lora = importlib.import_module("peft"), importlib.import_module("moegraft.injection.lora")
+    stock = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, dtype=torch.bfloat16)).to(torch.bfloat16)
+    stock.save_pretrained(tmp_path)
+    load, rate = TrainingLoad(2, 128, 8), Rate(1e12, 1e12)
+    rates = {"int8": rate, "bfloat16": rate}
+    found = predicted(tmp_path, "train", load, Measurements(1e-9, rates, rates, 0.0, 0.0, attention_gflops=1e12))
+    assert found.tokens_s is not None and not found.left_out
+    model: Any = optimize_and_load(stock, "train", progress=False)
+    adapted = peft.get_peft_model(model, lora.lora_config(model, r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    adapted.train()
+    ids = torch.randint(0, 2048, (load.batch, load.length))
+    with Traffic() as traffic:
+        adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert 1 / found.tokens_s == pytest.approx(traffic.nbytes / load.tokens, rel=0.15)
 
 
 def test_rules_without_a_backward_pass_are_refused(run: Run, rules: Callable[[str], Path], config_folder: Path) -> None:
