@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
+import torch
 from torch import nn
 
-from moegraft.injection.estimate.forecast import Work, missing_rates, work_of
+from moegraft.injection.estimate.forecast import DTYPE_NAMES, Work, missing_rates, work_of
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import PlannedModel
 from moegraft.injection.planning import LAYER
@@ -26,9 +27,6 @@ FLOAT = 4  # bytes of a float32
 KEPT_PER_PARAMETER = 4 * FLOAT
 # Of a layer's vectors of the hidden size, in float32: the residual stream, the inputs of norms, what they are multiplied by, and gradients.
 LAYER_WIDTHS = 8
-# A backward pass takes so many times a forward pass's time. Of experts in packed types, backward_ms over forward_ms in
-# benchmarks/results/training.csv is 2.5 (bfloat16) to 3.1 (int4); of frozen linear layers, one product of the same size in bfloat16.
-BACKWARD = {"experts": 3.0, "linear": 1.0}
 ATTENTION_BACKWARD = 2.5  # in operations: five products instead of two (FlashAttention-2, arXiv 2307.08691)
 # Bytes that PyTorch's element-wise operations read and write in two forward passes and one backward pass, for each element of a vector in
 # bfloat16: the sums over their inputs and outputs, in the types that transformers' modules and PEFT's layers have them in.
@@ -150,7 +148,8 @@ def _tokens_s(
     if measured is None:
         return None, ()
     works = work_of(planned)
-    missing = missing_rates(works, measured)
+    in_dtype = [replace(work, weights=DTYPE_NAMES[planned.meta_model.dtype]) for work in works if work.kind == "experts"]
+    missing = missing_rates([*works, *in_dtype], measured)
     if missing:
         return None, missing
     return load.tokens / sum(_step_seconds(works, planned, linears, load, measured)), ()
@@ -166,11 +165,24 @@ def _step_seconds(
     layers = int(getattr(planned.meta_model.source.config.get_text_config(), "num_hidden_layers", 0))
     yield 3 * layers * measured.layer_overhead_ms / 1e3
     for work in works:
-        yield (2 + BACKWARD[work.kind]) * work.seconds(measured, load.tokens)
+        yield 2 * work.seconds(measured, load.tokens) + _backward_seconds(work, planned.meta_model.dtype, load, measured)
     yield load.tokens * _bytes_per_token(planned, linears) / (measured.read_gbps * 1e9)
     operations = _attention_operations(planned, load)
     if measured.attention_gflops is not None and operations is not None:
         yield (2 + ATTENTION_BACKWARD) * operations / (measured.attention_gflops * 1e9)
+
+
+def _backward_seconds(work: Work, dtype: torch.dtype, load: TrainingLoad, measured: Measurements) -> float:
+    """Return the time of the gradients of a module's inputs: of a linear layer, one product of the same size.
+
+    Of packed experts, gate and up are computed again, which are two thirds of a forward pass at most, and products with all transposed
+    weights follow in the model's dtype, into which each weight is expanded once.
+    """
+    forward_s = work.seconds(measured, load.tokens)
+    if work.kind != "experts":
+        return forward_s
+    expanded = work.weight_count * dtype.itemsize / (measured.read_gbps * 1e9)
+    return 2 / 3 * forward_s + replace(work, weights=DTYPE_NAMES[dtype]).seconds(measured, load.tokens) + expanded
 
 
 def _left_out(planned: PlannedModel, load: TrainingLoad, measured: Measurements | None) -> str:
