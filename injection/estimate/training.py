@@ -33,6 +33,7 @@ ATTENTION_BACKWARD = 2.5  # in operations: five products instead of two (FlashAt
 NORM_BYTES = 2 * 36 + 84
 RESIDUAL_BYTES = 2 * 6 + 6
 ROTARY_BYTES = 2 * 20 + 24
+WRITTEN_FIRST_READ = 1.4  # two fifths of these bytes are written, and a processor reads what it writes into its cache first
 # Of an adapter, with its two products, whose operands are as long as the layer's input and output and only `rank` wide.
 ADAPTER_INPUT_BYTES = 2 * (6 + 4) + 12 + 8
 ADAPTER_OUTPUT_BYTES = 2 * (24 + 4) + 20 + 8
@@ -166,7 +167,7 @@ def _step_seconds(
     yield 3 * layers * measured.layer_overhead_ms / 1e3
     for work in works:
         yield 2 * work.seconds(measured, load.tokens) + _backward_seconds(work, planned.meta_model.dtype, load, measured)
-    yield load.tokens * _bytes_per_token(planned, linears) / (measured.read_gbps * 1e9)
+    yield WRITTEN_FIRST_READ * load.tokens * _bytes_per_token(planned, linears) / (measured.read_gbps * 1e9)
     operations = _attention_operations(planned, load)
     if measured.attention_gflops is not None and operations is not None:
         yield (2 + ATTENTION_BACKWARD) * operations / (measured.attention_gflops * 1e9)

@@ -93,7 +93,10 @@ def test_speed_by_hand(config_folder: Path) -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write, but for views, kernels, attention and products of weights in bfloat16."""
+    """Counts the bytes that operations read and write, with those that are written read first.
+
+    It leaves out views, kernels, attention and products of weights in bfloat16.
+    """
 
     VIEWS = r"view|transpose|expand|detach|slice|permute|squeeze|alias|empty|split|select|^t\."
     LEFT_OUT = re.compile(rf"{VIEWS}|moegraft|attention|^linear|embedding")
@@ -104,7 +107,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tree_leaves((args, kwargs, out, out)) if isinstance(each, torch.Tensor)]
         product = "mm" in func.__name__
         if not self.LEFT_OUT.search(func.__name__) and not (product and tensors[0].dtype == torch.bfloat16):
             self.nbytes += sum(each.untyped_storage().nbytes() if 0 in each.stride() else each.nbytes for each in tensors)
