@@ -90,7 +90,7 @@ void score(const ScoreArgs& args) {
   }
   const RowIndexes<N> rows(args.rows);
   alignas(64) float scores[kAttentionRows];
-  alignas(64) float last[N][T::kWidth];
+  alignas(64) float last[N][T::kWidth] = {};
   if (const int columns = args.dim % T::kWidth)
     for (int r = 0; r < N; ++r) T::store(last[r], load_first<T>(args.query + rows.of[r] * args.query_stride + args.dim - columns, columns));
   const std::byte *key = args.keys, *ahead = args.ahead;
@@ -147,6 +147,14 @@ inline void mix_columns(const MixArgs& args, const RowIndexes<N>& rows, int d, i
     }
 }
 
+// Two rows at a time: few heads have such columns, and the code of a form for each number of rows would be much.
+template <class T, ActivationType Type>
+__attribute__((noinline)) void mix_last(const MixArgs& args, int d) {
+  MixArgs part = args;
+  for (; part.rows > 0; part.rows -= 2, part.shares += 2 * args.share_stride, part.sums += 2 * args.sum_stride)
+    mix_columns<T, Type, 2, 1, true>(part, RowIndexes<2>(part.rows), d, args.dim - d);
+}
+
 template <class T, ActivationType Type, int N = kAttentionRows>
 void mix(const MixArgs& args) {
   if constexpr (N > 1) {
@@ -160,7 +168,7 @@ void mix(const MixArgs& args) {
     mix_columns<T, Type, N, 1>(args, rows, d);
     d += T::kWidth;
   }
-  if (d < args.dim) mix_columns<T, Type, N, 1, true>(args, rows, d, args.dim - d);
+  if (d < args.dim) mix_last<T, Type>(args, d);
 }
 
 template <class T>
