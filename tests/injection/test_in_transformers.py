@@ -531,12 +531,17 @@ class TestRegistration:
     @pytest.mark.parametrize(
         "imports",
         [
-            "import moegraft.injection; from transformers import AutoModelForCausalLM, PreTrainedModel",
             "from transformers import PreTrainedModel; import moegraft.injection",
-            "from moegraft.injection import MoegraftConfig, optimize_and_load; from transformers import PreTrainedModel",
             "import moegraft.operators.autoload as a; a.register(); a.register(); import transformers.modeling_utils; a.register()",
-            "import moegraft.injection; from transformers.quantizers.auto import AutoQuantizationConfig as c;"
-            "c.from_dict({'quant_method': 'moegraft'})",
+            *(
+                pytest.param(imports, marks=pytest.mark.long)
+                for imports in (
+                    "import moegraft.injection; from transformers import AutoModelForCausalLM, PreTrainedModel",
+                    "from moegraft.injection import MoegraftConfig, optimize_and_load; from transformers import PreTrainedModel",
+                    "import moegraft.injection; from transformers.quantizers.auto import AutoQuantizationConfig as c;"
+                    "c.from_dict({'quant_method': 'moegraft'})",
+                )
+            ),
         ],
     )
     def test_importing_in_any_order_registers(self, imports: str) -> None:
@@ -549,7 +554,8 @@ class TestRegistration:
     @pytest.mark.parametrize(
         ("on", "first"),
         [
-            *((True, f"import {name}") for name in ("torch", "transformers.quantizers.auto", "transformers.integrations.moe")),
+            (True, "import transformers.quantizers.auto"),
+            *(pytest.param(True, f"import {name}", marks=pytest.mark.long) for name in ("torch", "transformers.integrations.moe")),
             (False, "import torch"),
         ],
     )

@@ -21,16 +21,24 @@ inline typename T::F load_as_float(const std::byte* p) {
 }
 
 template <ActivationType Type>
-inline float element_as_float(const std::byte* p) {
-  if constexpr (Type == ActivationType::kFloat32) {
-    float value;
-    std::memcpy(&value, p, sizeof value);
-    return value;
+constexpr int kElementBytes = Type == ActivationType::kFloat32 ? 4 : 2;
+
+// The first `count` elements, and zeros behind them, where nothing may be read.
+template <class T, ActivationType Type>
+inline typename T::F load_first(const std::byte* p, int count) {
+  alignas(64) std::byte some[64];
+  if constexpr (T::kWidth == 16) {
+    T::copy_first(some, p, kElementBytes<Type> * count);
   } else {
-    std::uint16_t half;
-    std::memcpy(&half, p, sizeof half);
-    return Type == ActivationType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
+    std::memset(some, 0, sizeof some);
+    std::memcpy(some, p, static_cast<std::size_t>(kElementBytes<Type> * count));
   }
+  return load_as_float<T, Type>(some);
+}
+
+template <class T>
+inline typename T::F load_first(const float* p, int count) {
+  return load_first<T, ActivationType::kFloat32>(reinterpret_cast<const std::byte*>(p), count);
 }
 
 // The rows of a function for N, of which the last may be missing.
@@ -43,10 +51,12 @@ struct RowIndexes {
   }
 };
 
+// `last` has the queries' columns that are no whole vector, with zeros behind them.
 template <class T, ActivationType Type, int N>
-inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const std::byte* key, float* scores) {
+inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const std::byte* key, const float (&last)[N][T::kWidth],
+                      float* scores) {
   using F = typename T::F;
-  constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
+  constexpr int kBytes = kElementBytes<Type>;
   constexpr int kPadded = (N + 3) / 4 * 4;
   F sums[kPadded];
 #pragma GCC unroll 8
@@ -64,12 +74,13 @@ inline void score_key(const ScoreArgs& args, const RowIndexes<N>& rows, const st
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) sums[r] = T::fma(columns, T::load(args.query + rows.of[r] * args.query_stride + d), sums[r]);
   }
+  if (d < args.dim) {
+    const F columns = load_first<T, Type>(key + kBytes * d, args.dim - d);
+#pragma GCC unroll 8
+    for (int r = 0; r < N; ++r) sums[r] = T::fma(columns, T::load(last[r]), sums[r]);
+  }
 #pragma GCC unroll 2
   for (int r = 0; r < kPadded; r += 4) T::store_four_sums(scores + r, sums[r], sums[r + 1], sums[r + 2], sums[r + 3]);
-  for (; d < args.dim; ++d) {
-    const float column = element_as_float<Type>(key + kBytes * d);
-    for (int r = 0; r < N; ++r) scores[r] += column * args.query[rows.of[r] * args.query_stride + d];
-  }
 }
 
 template <class T, ActivationType Type, int N = kAttentionRows>
@@ -79,43 +90,69 @@ void score(const ScoreArgs& args) {
   }
   const RowIndexes<N> rows(args.rows);
   alignas(64) float scores[kAttentionRows];
+  alignas(64) float last[N][T::kWidth] = {};
+  if (const int columns = args.dim % T::kWidth)
+    for (int r = 0; r < N; ++r) T::store(last[r], load_first<T>(args.query + rows.of[r] * args.query_stride + args.dim - columns, columns));
   const std::byte *key = args.keys, *ahead = args.ahead;
   for (int j = 0; j < args.count; ++j, key += args.key_bytes, ahead += args.key_bytes) {
     // 16 keys ahead covers the latency of memory. The rows of one head may be too far apart for the hardware prefetcher.
-    const int line = 64 / (Type == ActivationType::kFloat32 ? 4 : 2);
+    const int line = 64 / kElementBytes<Type>;
     for (int d = 0; d < args.dim; d += line) __builtin_prefetch(ahead + d * (64 / line), 0, 3);
-    score_key<T, Type, N>(args, rows, key, scores);
+    score_key<T, Type, N>(args, rows, key, last, scores);
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) args.scores[rows.of[r] * args.score_stride + j] = scores[r];
   }
 }
 
-// Adds the weighted values to V vectors of columns from d on; the sums of all rows stay in registers while the values are read.
-template <class T, ActivationType Type, int N, int V>
-inline void mix_columns(const MixArgs& args, const RowIndexes<N>& rows, int d) {
+// Adds the weighted values to V vectors of columns from d on; the sums of all rows stay in registers while the values are read. With
+// Last they are the `columns` last columns, which are no whole vector.
+template <class T, ActivationType Type, int N, int V, bool Last = false>
+inline void mix_columns(const MixArgs& args, const RowIndexes<N>& rows, int d, int columns = T::kWidth) {
   using F = typename T::F;
-  constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
   F sums[N][V];
 #pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) sums[r][v] = T::load(args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth);
-  const std::byte* value = args.values + kBytes * d;
+    for (int v = 0; v < V; ++v) {
+      const float* p = args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth;
+      sums[r][v] = Last ? load_first<T>(p, columns) : T::load(p);
+    }
+  const std::byte* value = args.values + kElementBytes<Type> * d;
   for (int j = 0; j < args.count; ++j, value += args.value_bytes) {
-    F columns[V];
+    F factors[V];
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) columns[v] = load_as_float<T, Type>(value + kBytes * v * T::kWidth);
+    for (int v = 0; v < V; ++v) {
+      const std::byte* p = value + kElementBytes<Type> * v * T::kWidth;
+      factors[v] = Last ? load_first<T, Type>(p, columns) : load_as_float<T, Type>(p);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < N; ++r) {
       const F share = T::set(args.shares[rows.of[r] * args.share_stride + j]);
 #pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) sums[r][v] = T::fma(columns[v], share, sums[r][v]);
+      for (int v = 0; v < V; ++v) sums[r][v] = T::fma(factors[v], share, sums[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < N; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) T::store(args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth, sums[r][v]);
+    for (int v = 0; v < V; ++v) {
+      float* p = args.sums + rows.of[r] * args.sum_stride + d + v * T::kWidth;
+      if (!Last) {
+        T::store(p, sums[r][v]);
+        continue;
+      }
+      alignas(64) float some[T::kWidth];
+      T::store(some, sums[r][v]);
+      std::memcpy(p, some, sizeof(float) * static_cast<std::size_t>(columns));
+    }
+}
+
+// Two rows at a time: few heads have such columns, and the code of a form for each number of rows would be much.
+template <class T, ActivationType Type>
+__attribute__((noinline)) void mix_last(const MixArgs& args, int d) {
+  MixArgs part = args;
+  for (; part.rows > 0; part.rows -= 2, part.shares += 2 * args.share_stride, part.sums += 2 * args.sum_stride)
+    mix_columns<T, Type, 2, 1, true>(part, RowIndexes<2>(part.rows), d, args.dim - d);
 }
 
 template <class T, ActivationType Type, int N = kAttentionRows>
@@ -127,13 +164,11 @@ void mix(const MixArgs& args) {
   const RowIndexes<N> rows(args.rows);
   int d = 0;
   for (; d + V * T::kWidth <= args.dim; d += V * T::kWidth) mix_columns<T, Type, N, V>(args, rows, d);
-  for (; d + T::kWidth <= args.dim; d += T::kWidth) mix_columns<T, Type, N, 1>(args, rows, d);
-  constexpr int kBytes = Type == ActivationType::kFloat32 ? 4 : 2;
-  for (; d < args.dim; ++d)
-    for (int j = 0; j < args.count; ++j) {
-      const float column = element_as_float<Type>(args.values + j * args.value_bytes + kBytes * d);
-      for (int r = 0; r < args.rows; ++r) args.sums[r * args.sum_stride + d] += args.shares[r * args.share_stride + j] * column;
-    }
+  if (V > 1 && d + T::kWidth <= args.dim) {
+    mix_columns<T, Type, N, 1>(args, rows, d);
+    d += T::kWidth;
+  }
+  if (d < args.dim) mix_last<T, Type>(args, d);
 }
 
 template <class T>

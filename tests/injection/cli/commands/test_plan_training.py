@@ -126,7 +126,11 @@ print(json.dumps({"grown": anonymous("VmHWM") - before, "learned": sum(each.nume
 """
 
 
-@pytest.mark.parametrize(("rules", "dtype"), [("train", torch.bfloat16), ("cpu-exact", torch.float32)], ids=["train", "cpu-exact"])
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [("train", torch.bfloat16), pytest.param("cpu-exact", torch.float32, marks=pytest.mark.long)],
+    ids=["train", "cpu-exact"],
+)
 def test_the_memory_of_a_step_is_about_the_real_one(rules: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The peak of resident memory in a fresh process, whose allocator returns what is freed (by default glibc's keeps several times it)."""
     pytest.importorskip("peft", reason="PEFT is not installed (the extra `train`)")
