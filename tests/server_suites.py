@@ -28,6 +28,7 @@ BEGIN, END = "<!-- suites -->\n", "<!-- end of suites -->"
 PATIENCE_S = 1800
 SCHEMATHESIS = "4.32.5"
 JSON_SCHEMA = "4.26.0"  # of jsonschema
+OPEN_RESPONSES = "2.4.0"  # of openresponses-types
 LANGCHAIN = {"langchain-tests": "1.1.9", "langchain-openai": "1.7.4"}
 LLAMA_CPP = "0.3.36"  # of llama-cpp-python, whose source distribution has llama.cpp's tests
 
@@ -91,6 +92,15 @@ def langchain(folder: Path) -> Iterator[Result]:
     yield from pytest_results(["-p", "pytest_asyncio", *arguments], folder, [], [packages])
 
 
+def open_responses(folder: Path) -> Iterator[Result]:
+    """Answers of /v1/responses and their events in strict validation by the types of the Open Responses specification."""
+    packages = folder / "packages"
+    pip("install", "--no-deps", "--upgrade", "--target", str(packages), f"openresponses-types=={OPEN_RESPONSES}")
+    module = ROOT / "tests" / "support" / "responses_suite.py"
+    arguments = ["-c", os.devnull, "--rootdir", str(folder), "--import-mode=importlib", str(module)]
+    yield from pytest_results(arguments, folder, [], [packages])
+
+
 def json_schema(folder: Path) -> Iterator[Result]:
     """The official suite of JSON Schema, which jsonschema's source distribution has, over the constraints of answers."""
     pip("download", "--no-deps", "--no-binary", "jsonschema", "-d", str(folder), f"jsonschema=={JSON_SCHEMA}")
@@ -129,6 +139,7 @@ def schemathesis(folder: Path) -> Iterator[Result]:
 SUITES: Mapping[str, tuple[str, Callable[[Path], Iterator[Result]]]] = {
     "llama.cpp": (f"llama.cpp's tests of its server (llama-cpp-python {LLAMA_CPP})", llama_cpp),
     "langchain": (f"LangChain's tests of a chat model (langchain-tests {LANGCHAIN['langchain-tests']})", langchain),
+    "open responses": (f"answers by the types of Open Responses (openresponses-types {OPEN_RESPONSES})", open_responses),
     "json schema": (f"the JSON Schema suite, draft 2020-12 (jsonschema {JSON_SCHEMA})", json_schema),
     "schemathesis": (f"schemathesis {SCHEMATHESIS} on the OpenAPI document, by route", schemathesis),
 }

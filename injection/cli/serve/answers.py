@@ -320,27 +320,47 @@ class ResponseReply:
         ask, forced = self._choice.job.ask, asked.forced_tools
         shown: dict[str, Any] = {"type": "text"}
         if asked.form_name:
-            shown = {"type": "json_schema", "name": asked.form_name, "schema": asked.form}
+            shown = {"type": "json_schema", "name": asked.form_name, "description": None, "schema": asked.form, "strict": True}
         elif isinstance(asked.form, dict):
             shown = {"type": "json_object"}
         return {
             **self._head,
+            "completed_at": int(time.time()) if status in ("completed", "incomplete") else None,
             "status": status,
             "error": None,
             "incomplete_details": None,
+            "instructions": asked.instructions,
             "output": self._items,
             "parallel_tool_calls": not asked.single_tool_call,
             "tool_choice": "required" if forced else "auto" if asked.tools else "none",
-            "tools": [{"type": "function", "strict": False, "parameters": None, **tool["function"]} for tool in asked.tools],
+            "tools": [
+                {"type": "function", "strict": False, "description": None, "parameters": None, **tool["function"]} for tool in asked.tools
+            ],
             "text": {"format": shown},
+            "reasoning": {"effort": asked.reasoning_effort, "summary": None},
             "temperature": ask.temperature,
             "top_p": ask.top_p,
+            "presence_penalty": ask.presence_penalty,
+            "frequency_penalty": ask.frequency_penalty,
+            "top_logprobs": 0,
             "max_output_tokens": asked.max_tokens,
-            "previous_response_id": None,
-            "store": False,
             "truncation": "auto" if asked.truncate else "disabled",
+            "usage": None,
             "metadata": {},
+            **NOT_DONE,
         }
+
+
+# What a response of OpenAI's has for what this server does not do: nothing is stored, run in the background, or billed.
+NOT_DONE = {
+    "background": False,
+    "max_tool_calls": None,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": False,
+}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

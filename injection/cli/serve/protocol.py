@@ -60,6 +60,7 @@ class Request:
 
     Attributes:
         messages: as chat templates take them; calls of tools have their arguments as objects, and images their `url`.
+        instructions: of a response, the text of the first message.
         prompts: of text completions; each has `n` answers.
         continue_final_message: whether the answer continues the last message, which is the assistant's.
         add_generation_prompt: whether the chat template begins the answer.
@@ -75,6 +76,7 @@ class Request:
     kind: Kind
     model: str | None
     messages: list[dict[str, Any]] = field(default_factory=list)
+    instructions: str | None = None
     prompts: tuple[str | list[int], ...] = ()
     continue_final_message: bool = False
     add_generation_prompt: bool = True

@@ -123,6 +123,7 @@ class ResponseBody(Options):
             kind="response",
             **shared,
             messages=messages,
+            instructions=self.instructions,
             truncate=self.truncation == "auto",
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,

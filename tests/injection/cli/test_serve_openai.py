@@ -225,6 +225,7 @@ def test_the_tokens_of_a_response_are_counted(server: Server) -> None:
     client, model = server.client(), server.service.model_id
     counted = client.responses.input_tokens.count(model=model, input="hello", instructions="be brief")
     answered = client.responses.create(model=model, input="hello", instructions="be brief", max_output_tokens=1)
+    assert answered.instructions == "be brief" and answered.completed_at and answered.completed_at >= answered.created_at
     assert answered.usage and counted.input_tokens == answered.usage.input_tokens > 0
 
 
