@@ -31,6 +31,10 @@ class ChatOptions:
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this prompt and exit; also read from a pipe.")
     ] = None
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="As --prompt, from a file.")] = None
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", metavar="FILE", help="Show the model this image with the first prompt; may be repeated."),
+    ] = None
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message before the conversation.")] = None
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for repeatable answers; default: a random one.")
@@ -137,13 +141,15 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     if loaded.adapters is not None:
         loaded.adapters.use(options.adapter)
         terminal.notice(f"with the adapter {options.adapter}")
-    conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system)
+    conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system, loaded.images)
     if not conversation.has_template:
         terminal.notice("this model has no chat template: it continues the text that you type")
     answerer = Answerer(loaded, sampling, options.seed, prefill_chunk=options.prefill_chunk)
     session = Chat(loaded, answerer, conversation, terminal, show_stats=options.stats, verbose=options.verbose)
     if options.resume is not None:
         session.resume(options.resume)
+    if options.image:
+        session.show(options.image)
     return session
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
+from moegraft.injection.cli.images import ImageReader, read_image_reader
 from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, parse_size, parse_sizes, talks_to_user
 from moegraft.injection.cli.output import Terminal, plural
 from moegraft.injection.demo import demo_path
@@ -48,6 +49,7 @@ class LoadedModel:
         rules: the rule file, as the user names it.
         placement: returns lines of text on what runs where.
         adapters: beside the model's weights; none of them is used before `adapters.use`.
+        images: the reader of images, or the reason why there is none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LoadedModel:
     placement: Callable[[], list[str]]
     rules: str = DEFAULT_RULES
     adapters: Adapters | None = None
+    images: ImageReader | str = "this model reads text, and no images"
 
     @property
     def context_tokens(self) -> int | None:
@@ -114,7 +117,8 @@ def load_model(
 
         with terminal.stage("reading adapters"):
             beside = Adapters(model, adapters)
-    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, _name_of(rules_of(options)), beside)
+    reader = read_image_reader(_folder(options), model, tokenizer)
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, _name_of(rules_of(options)), beside, reader)
 
 
 def check_adapters(options: ModelOptions, adapters: Mapping[str, str]) -> None:
@@ -138,8 +142,11 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError, UnsupportedModelError: there is no such model, or no tokenizer beside it.
     """
-    folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code, weights=False).folder
-    return read_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+    return read_tokenizer(_folder(options), trust_remote_code=options.trust_remote_code)
+
+
+def _folder(options: ModelOptions) -> Path:
+    return find_model(model_of(options), trust_remote_code=options.trust_remote_code, weights=False).folder
 
 
 def text_ids(loaded: LoadedModel, content: bytes, name: object, tokens: int, least: int = 0) -> torch.Tensor:

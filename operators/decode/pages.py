@@ -65,6 +65,9 @@ class NoPagesError(Exception):
 class PagedSequence:
     """The pages of one sequence, in order, how many tokens they hold, and how often it has lost pages.
 
+    Attributes:
+        position_shift: of the positions of later tokens: several tokens of an image may share a position.
+
     Of a model with recurrent states:
 
     Attributes:
@@ -77,6 +80,7 @@ class PagedSequence:
     tokens: int = 0
     pages: list[int] = field(default_factory=list)
     losses: int = 0
+    position_shift: int = 0
     place: int | None = None
     states_at: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -428,7 +432,8 @@ class PagedCache(Cache):
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return what the model needs beside the tokens of the prepared pass: positions, and a mask if gathered rows are padded."""
         held = self.pool.held[: len(self._sequences), None]
-        found = {"position_ids": held + torch.arange(self._tokens)}
+        shifts = torch.tensor([[sequence.position_shift] for sequence in self._sequences])
+        found = {"position_ids": held + shifts + torch.arange(self._tokens)}
         if self.gathers and bool((held != self.longest).any()):
             found["attention_mask"] = (torch.arange(self.longest + self._tokens) >= self.longest - held).long()
         return found

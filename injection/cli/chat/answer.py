@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, Checkpoint, PromptCache, why_not_appendable
+from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
@@ -253,20 +254,23 @@ class Answerer:
         if cache is not None:
             self.cache.keep(token_ids, cache, checkpoints)
 
-    def answer(self, token_ids: list[int], on_text: Callable[[str], None]) -> Answer:
-        """Generate an answer and pass its text to `on_text`; Ctrl-C ends it early.
+    def answer(self, token_ids: list[int], on_text: Callable[[str], None], images: ImageInputs | None = None) -> Answer:
+        """Generate an answer to a prompt and its images, and pass its text to `on_text`; Ctrl-C ends it early.
 
         Raises:
             NotEnoughMemoryError: the conversation does not fit in a GPU's memory.
         """
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
-        cache, cached_tokens = self.cache.take(token_ids)
+        cache_ids = token_ids if images is None else images.cache_ids
+        cache, cached_tokens = self.cache.take(cache_ids, images)
         room = self._room(len(token_ids))
+        limits = {"stopping_criteria": [stop], "max_new_tokens": room}
         try:
             with stop.listening(self._loaded.model):
-                cache = self._read_ahead(token_ids, cache)
-                made = self._generate(token_ids, streamer=streamer, stopping_criteria=[stop], past_key_values=cache, max_new_tokens=room)
-            self.cache.keep(made.sequences[0].tolist(), made.past_key_values)
+                cache = self._read_ahead(token_ids, cache) if images is None else cache
+                beside = {} if images is None else images.generate_arguments(cached_tokens)
+                made = self._generate(token_ids, streamer=streamer, past_key_values=cache, **limits, **beside)
+            self.cache.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made.past_key_values)
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:

@@ -8,7 +8,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from moegraft.injection.cli.chat.prompt_cache import Checkpoint, why_not_appendable
+from moegraft.injection.cli.images import ImageError, ImageInputs, ImageReader, Picture
 from moegraft.injection.injected import injection_of
 from moegraft.operators.atomic_file import write_file
 from moegraft.operators.decode.cache import new_cache
@@ -37,23 +38,49 @@ class PromptRefusedError(MoegraftError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A message; its pictures are before its text."""
+
     role: Role
     content: str
+    pictures: tuple[Picture, ...] = ()
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        if not self.pictures:
+            return self.plain()
+        parts = [{"type": "image", "image": picture} for picture in self.pictures]
+        return {"role": self.role, "content": [*parts, {"type": "text", "text": self.content}]}
+
+    def plain(self) -> dict[str, str]:
+        """Return the role and the text."""
+        return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens of a prompt, and how many of the oldest question-answer pairs were left out to make it fit."""
+    """The tokens of a prompt, its images, and how many of the oldest question-answer pairs were left out to make it fit."""
 
     token_ids: list[int]
     left_out: int = 0
+    images: ImageInputs | None = None
 
 
 class Conversation:
-    """The messages so far. They are encoded by the model's chat template, or as plain text if it has none."""
+    """The messages so far. They are encoded by the model's chat template, or as plain text if it has none.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None = None, system: str | None = None) -> None:
+    Args:
+        reader: of images; a text is the reason why there is none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        context_tokens: int | None = None,
+        system: str | None = None,
+        reader: ImageReader | str = "",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._reader = reader
         self._context_tokens = context_tokens
         self._head = [Message("system", system)] if system else []
         self._turns: list[Message] = []
@@ -66,8 +93,8 @@ class Conversation:
     def has_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def ask(self, text: str) -> None:
-        self._turns.append(Message("user", text))
+    def ask(self, text: str, pictures: Sequence[Picture] = ()) -> None:
+        self._turns.append(Message("user", text, tuple(pictures)))
 
     def answered(self, text: str) -> None:
         self._turns.append(Message("assistant", text))
@@ -93,26 +120,29 @@ class Conversation:
         """
         assert self._turns, "there is a question to answer"
         limit, left_out = self._context_tokens, 0
-        token_ids = self._encode(self.messages)
-        if not token_ids:
+        prompt = self._encode(self.messages)
+        if not prompt.token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
         if limit is None:
-            return Prompt(token_ids)
-        while len(token_ids) + min(answer_tokens, limit // 2) > limit and left_out + 2 < len(self._turns):
+            return prompt
+        while len(prompt.token_ids) + min(answer_tokens, limit // 2) > limit and left_out + 2 < len(self._turns):
             left_out += 2  # a question and its answer
-            token_ids = self._encode([*self._head, *self._turns[left_out:]])
-        if len(token_ids) >= limit:
-            raise PromptRefusedError(f"the prompt has {len(token_ids)} tokens, and this model's context {limit}, including the answer")
-        return Prompt(token_ids, left_out // 2)
+            prompt = self._encode([*self._head, *self._turns[left_out:]])
+        if len(prompt.token_ids) >= limit:
+            message = f"the prompt has {len(prompt.token_ids)} tokens, and this model's context {limit}, including the answer"
+            raise PromptRefusedError(message)
+        return replace(prompt, left_out=left_out // 2)
 
     def as_text(self) -> str:
         """Return the messages as one text, each question on its own line."""
         return _joined(self.messages)
 
-    def _encode(self, messages: list[Message]) -> list[int]:
+    def _encode(self, messages: list[Message]) -> Prompt:
         if not self.has_template:
-            return list(self._tokenizer(_joined(messages))["input_ids"])
-        return encode_chat(self._tokenizer, [{"role": message.role, "content": message.content} for message in messages])
+            if any(message.pictures for message in messages):
+                raise PromptRefusedError("images need a chat template, which this model does not have")
+            return Prompt(list(self._tokenizer(_joined(messages))["input_ids"]))
+        return encode_chat(self._tokenizer, [message.for_template() for message in messages], reader=self._reader)
 
 
 def encode_chat(
@@ -123,18 +153,34 @@ def encode_chat(
     *,
     continued: bool = False,
     prompted: bool = True,
-) -> list[int]:
-    """Return the tokens of a chat whose next message is the assistant's, by the model's chat template.
+    reader: ImageReader | str = "",
+) -> Prompt:
+    """Return the prompt of a chat whose next message is the assistant's, by the model's chat template.
 
     Args:
+        messages: the content of each is a text, or a list of parts of the types `text` and `image`, which has a `Picture` as `image`.
         variables: of the template, such as `enable_thinking`.
         continued: whether the answer continues the last message instead.
         prompted: whether the template begins the answer, unless it is `continued`.
+        reader: of images; a text is the reason why there is none.
 
     Raises:
         PromptRefusedError: the template refuses the messages, or a variable has the name of an argument of `apply_chat_template`.
+        ImageError: the images cannot be used.
     """
-    return list(_templated(tokenizer, messages, tools, variables, continued, prompted, return_dict=True)["input_ids"])
+    pictures = pictures_of(messages)
+    if not pictures:
+        return Prompt(list(_templated(tokenizer, messages, tools, variables, continued, prompted, return_dict=True)["input_ids"]))
+    if isinstance(reader, str):
+        raise ImageError(f"images: {reader}")
+    images = reader.inputs(str(_templated(tokenizer, messages, tools, variables, continued, prompted, tokenize=False)), pictures)
+    return Prompt(images.token_ids, images=images)
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """Return the pictures of messages, in order."""
+    parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def answer_opening(
@@ -158,7 +204,8 @@ def answer_opening(
     marked = [dict(message) for message in messages]
     last = len(marked) - (2 if continued else 1)
     if last >= 0:
-        marked[last]["content"] += mark
+        content = marked[last]["content"]
+        marked[last]["content"] = content + (mark if isinstance(content, str) else [{"type": "text", "text": mark}])
     _, marker, opening = str(_templated(tokenizer, marked, tools, variables, continued, prompted, tokenize=False)).rpartition(mark)
     return opening if marker or last < 0 else ""
 
@@ -174,6 +221,13 @@ def _templated(
 ) -> Any:
     given: Any = tokenizer
     variables = variables or {}
+    if pictures_of(messages):  # templates look for the type of a part, and some also for its other names
+        messages = [
+            {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
+            if isinstance(message["content"], list)
+            else message
+            for message in messages
+        ]
     form |= {"add_generation_prompt": prompted and not continued, "continue_final_message": continued}
     if taken := sorted(variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
         raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
@@ -230,7 +284,7 @@ def write_chat(path: Path, model: PreTrainedModel, chat: SavedChat) -> None:
     about = {
         "format": FORMAT,
         "fingerprint": fingerprint(model),
-        "messages": json.dumps([asdict(message) for message in chat.messages]),
+        "messages": json.dumps([message.plain() for message in chat.messages]),
         "token_ids": json.dumps(chat.token_ids),
         "cached": json.dumps(saved is not None),
         "checkpoints": json.dumps([checkpoint.tokens for checkpoint in chat.checkpoints] if saved is not None else []),

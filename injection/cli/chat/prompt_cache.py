@@ -19,6 +19,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 
+from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.injected import new_cache
 from moegraft.operators.cache_form import layer_types, name_layers
 from moegraft.operators.decode.mtp import read_chunk
@@ -197,14 +198,18 @@ class PromptCache:
         """Return how many tokens of a prompt the cache holds; its last token is never counted, as it has to be computed."""
         return _shared_tokens(self._token_ids, token_ids[:-1])
 
-    def take(self, token_ids: list[int]) -> tuple[DynamicCache | None, int]:
+    def take(self, token_ids: list[int], images: ImageInputs | None = None) -> tuple[DynamicCache | None, int]:
         """Return the cache cropped to tokens that it shares with a prompt, and their number.
 
         The caller owns the cache from then on. `keep` gives it back; after an interrupted answer it is lost.
+
+        Args:
+            token_ids: of a prompt with `images`, its `cache_ids`.
         """
         cache, cached_ids = self._cache, self._token_ids
         self.drop()
         shared = _shared_tokens(cached_ids, token_ids[:-1])
+        shared = shared if images is None else images.usable(shared)
         if cache is None or not shared:
             return None, 0
         if shared == len(cached_ids):
@@ -215,6 +220,7 @@ class PromptCache:
             cache.crop(shared - len(cached_ids))  # negative: that many tokens are removed; older versions read 0 as "all"
         else:
             earlier = [checkpoint for checkpoint in self._of(cache) if checkpoint.tokens <= shared]
+            earlier = [each for each in earlier if images is None or images.usable(each.tokens) == each.tokens]
             if not earlier:
                 self._log_once(f"an earlier part of the conversation changed, and {fixed} cannot be cropped: all of it is computed again")
                 return None, 0

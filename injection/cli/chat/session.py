@@ -8,11 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from moegraft.injection.cli.chat.answer import Answer, Answerer, AnswerStats, ChatStats, work_lines
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChat, read_chat, write_chat
+from moegraft.injection.cli.images import MOST_PIXELS, ImageError, Picture, read_picture
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.output import Terminal
 from moegraft.operators.atomic_file import write_file
@@ -72,6 +73,9 @@ def _save(chat: Chat, argument: str) -> None:
     if not messages:
         chat.terminal.complain("there is nothing to save yet")
         return
+    if any(message.pictures for message in messages) and path.suffix == ".safetensors":
+        chat.terminal.complain("a chat with images cannot be continued from a file; save it as .json, or as text")
+        return
     try:
         if path.suffix == ".safetensors":
             chat.save(path)
@@ -88,10 +92,19 @@ def _save(chat: Chat, argument: str) -> None:
 def _as_text(chat: Chat, *, as_json: bool) -> str:
     messages = chat.conversation.messages
     if as_json:
-        return json.dumps([asdict(message) for message in messages], ensure_ascii=False, indent=1)
+        named = [{"images": [each.name for each in message.pictures]} if message.pictures else {} for message in messages]
+        return json.dumps([message.plain() | more for message, more in zip(messages, named, strict=True)], ensure_ascii=False, indent=1)
     if chat.conversation.has_template:
-        return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+        marks = ("".join(f"[{each.name}] " for each in message.pictures) for message in messages)
+        return "\n\n".join(f"{message.role}: {mark}{message.content}" for message, mark in zip(messages, marks, strict=True))
     return chat.conversation.as_text()
+
+
+def _image(chat: Chat, argument: str) -> None:
+    try:
+        chat.show([Path(os.path.expanduser(argument))])  # noqa: PTH111 (as above)
+    except ImageError as error:
+        chat.terminal.complain(str(error))
 
 
 def _exit(chat: Chat, argument: str) -> None:
@@ -102,6 +115,7 @@ COMMANDS = {
     "/help": Command("list the commands", _help),
     "/reset": Command("start a new conversation", _reset),
     "/stats": Command("show speed, seed, placement, and statistics of drafts and devices", _stats),
+    "/image": Command("show the model an image with the next message: PNG, JPEG, WebP or GIF", _image, "FILE"),
     "/save": Command("write the conversation: .json as JSON, .safetensors with its cache for --resume, else text", _save, "FILE"),
     "/exit": Command("leave; also /quit", _exit),
 }
@@ -192,6 +206,7 @@ class Chat:
         self.totals = ChatStats()
         self.last: AnswerStats | None = None
         self.leaving = False
+        self._pictures: list[Picture] = []  # of the next question
         self._show_stats = show_stats
         self._verbose = verbose
 
@@ -201,7 +216,8 @@ class Chat:
         Raises:
             MoegraftError: the question cannot be answered.
         """
-        self.conversation.ask(question)
+        self.conversation.ask(question, self._pictures)
+        self._pictures = []
         try:
             answer = self._answer()
         except BaseException:
@@ -216,8 +232,21 @@ class Chat:
         self._report(answer)
         return answer
 
+    def show(self, paths: Sequence[Path]) -> None:
+        """Add images to the next question.
+
+        Raises:
+            ImageError: the model reads none, or a file is no image.
+        """
+        if isinstance(self.loaded.images, str):
+            raise ImageError(f"{paths[0]}: {self.loaded.images}")
+        for path in paths:
+            self._pictures.append(read_picture(path, most_pixels=MOST_PIXELS - sum(each.pixels for each in self._pictures)))
+        self.terminal.notice(f"(with {', '.join(each.name for each in self._pictures)})")
+
     def reset(self) -> None:
         """Start a new conversation, and reset the random numbers."""
+        self._pictures = []
         self.conversation.reset()
         self.answerer.reset()
 
@@ -271,7 +300,7 @@ class Chat:
         if prompt.left_out:
             self.terminal.notice(f"(the context is full: the oldest {prompt.left_out} questions and answers were left out)")
         with self.terminal.answering("computing the prompt") as show:
-            return self.answerer.answer(prompt.token_ids, show)
+            return self.answerer.answer(prompt.token_ids, show, prompt.images)
 
     def _report(self, answer: Answer) -> None:
         """Print one line on an answer, and with `verbose` what operators do where."""

@@ -7,6 +7,7 @@ import signal
 import socket
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,19 @@ class ServeOptions:
     max_queue: Annotated[int, _option("--max-queue", "N", "Requests that may wait; others are refused with 429.", min=1)] = 64
     max_batch: Annotated[int, _option("--max-batch", "N", "Requests answered at once; each holds its own context.", min=1)] = 32
     max_tokens: Annotated[int, _option("--max-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = 4096
-    max_body: Annotated[int, _option("--max-body", "BYTES", "Maximum request size; larger ones are refused with 413.", min=1)] = 1 << 20
+    max_body: Annotated[
+        int | None,
+        _option(
+            "--max-body",
+            "BYTES",
+            "Maximum request size; larger ones are refused with 413. Default: 1 MiB, or 16 MiB if the model reads images.",
+            min=1,
+        ),
+    ] = None
+    image_folder: Annotated[
+        Path | None,
+        _option("--image-folder", "FOLDER", "Requests may name images in this folder, as file:///PATH; by default none."),
+    ] = None
     prefill_chunk: Annotated[
         int, _option("--prefill-chunk", "N", "Prompt tokens computed between two decode steps of other answers; 0: all.", min=0)
     ] = 512
@@ -90,6 +103,8 @@ class ServeOptions:
             raise ValueError("--api-key is empty; give a key, or leave it out")
         if self.api_key is not None and not all("!" <= sign <= "~" for sign in self.api_key):
             raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
+        if self.image_folder is not None and not self.image_folder.is_dir():
+            raise ValueError(f"--image-folder {self.image_folder}: there is no such folder")
         self.adapters()
 
     def adapters(self) -> dict[str, str]:
@@ -141,6 +156,7 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
             prefix_cache=sizes[1],
             batch_invariant=options.batch_invariant,
             strict=options.strict,
+            image_folder=options.image_folder,
         )
         loaded = load_model(model, terminal, adapters=options.adapters())
         injection = injection_of(loaded.model)

@@ -46,12 +46,12 @@ from moegraft.injection.cli.serve.protocol import (
     DetokenizeBody,
     Request,
     RequestError,
-    ResponseBody,
     TextBody,
     TokenizeBody,
     error_body,
     refusal,
 )
+from moegraft.injection.cli.serve.responses import ResponseBody
 from moegraft.injection.cli.serve.service import Service
 
 SCRIPTS = ("page_text.js", "page.js")
@@ -156,7 +156,7 @@ class Gate:
             RequestError: the body is too long, or does not arrive.
             ClientDisconnect: the client left.
         """
-        body, most = bytearray(), self._service.limits.max_body
+        body, most = bytearray(), self._service.max_body
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in HttpRequest(scope, receive).stream():

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import AnswerStreamer
+from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.options import is_greedy
 from moegraft.injection.cli.serve.answer_parser import AnswerParser
 from moegraft.injection.cli.serve.constraints import Constraint
@@ -93,6 +94,7 @@ class Ask:
     """A prompt and the options of its answer; top_k 0 samples from all tokens.
 
     Attributes:
+        images: of the prompt; None: it is text alone.
         max_tokens: 0 is possible with `echo`.
         repetition_penalty: divides or multiplies the logits of all earlier tokens (CTRL, section 4.1).
         presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer has, and for each time it has it.
@@ -115,6 +117,7 @@ class Ask:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     echo: bool = False
+    images: ImageInputs | None = None
 
     @property
     def greedy(self) -> bool:
@@ -204,6 +207,12 @@ class Job:
     def most_tokens(self) -> int:
         """Tokens of the prompt and the longest answer."""
         return len(self.ask.token_ids) + self.ask.max_tokens
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """The tokens of prompt and answer; those of images depend on the images' content."""
+        images = self.ask.images
+        return self.token_ids if images is None else images.cache_ids + self.token_ids[len(images.cache_ids) :]
 
     @property
     def cut(self) -> bool:

@@ -27,6 +27,7 @@ from moegraft.injection.cli.serve.protocol import (
     Text,
     ToolName,
     answer_form,
+    content_of,
     tool_call,
     tool_options,
 )
@@ -39,13 +40,38 @@ class TextBlock(Lenient):
     type: Literal["text"]
     text: Text
 
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+class ImageContent(Lenient):
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: Text
+
+
+class ImageAddress(Lenient):
+    type: Literal["url"]
+    url: Text
+    """As in chats: a `data:` URL, or a file of `--image-folder`; nothing is fetched."""
+
+
+class ImageBlock(Lenient):
+    type: Literal["image"]
+    source: Annotated[ImageContent | ImageAddress, Field(discriminator="type")]
+
+    def for_template(self) -> dict[str, Any]:
+        source = self.source
+        url = source.url if isinstance(source, ImageAddress) else f"data:{source.media_type};base64,{source.data}"
+        return {"type": "image", "url": url}
+
 
 class UnreadBlock(Lenient):
-    type: Literal["image", "document"]
+    type: Literal["document"]
 
     @model_validator(mode="after")
     def _refuse(self) -> UnreadBlock:
-        raise PydanticCustomError("unsupported", "{kind} input is not supported: the model reads text", {"kind": self.type})
+        raise PydanticCustomError("unsupported", "{kind} input is not supported: send its text", {"kind": self.type})
 
 
 class ThinkingBlock(Lenient):
@@ -64,7 +90,7 @@ class CallBlock(Lenient):
     input: JsonObject
 
 
-Read = Annotated[TextBlock | UnreadBlock, Field(discriminator="type")]
+Read = Annotated[TextBlock | ImageBlock | UnreadBlock, Field(discriminator="type")]
 
 
 class ResultBlock(Lenient):
@@ -73,7 +99,9 @@ class ResultBlock(Lenient):
     content: Text | list[Read] | None = None
 
 
-Block = Annotated[TextBlock | UnreadBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ImageBlock | UnreadBlock | ThinkingBlock | RedactedBlock | CallBlock | ResultBlock, Field(discriminator="type")
+]
 
 
 class Turn(Lenient):
@@ -85,19 +113,18 @@ class Turn(Lenient):
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         results = [block for block in blocks if isinstance(block, ResultBlock)]
         for result in results:
-            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _text(result.content)}
+            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _content(result.content)}
         calls = [tool_call(block.id, block.name, block.input) for block in blocks if isinstance(block, CallBlock)]
         thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-        text = _text(blocks)
-        if text or calls or thinking or not results:
+        content = _content(blocks)
+        if content or calls or thinking or not results:
             parts = {"tool_calls": calls, "reasoning_content": thinking}
-            yield {"role": self.role, "content": text, **{name: part for name, part in parts.items() if part}}
+            yield {"role": self.role, "content": content, **{name: part for name, part in parts.items() if part}}
 
 
-def _text(content: str | list[Any] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(block.text for block in content or [] if isinstance(block, TextBlock))
+def _content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return a content as chat templates take it, without blocks that have places of their own."""
+    return content if isinstance(content, str) else content_of([each for each in content or () if isinstance(each, TextBlock | ImageBlock)])
 
 
 class MessageTool(Lenient):

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
@@ -135,13 +136,20 @@ class SequencePool:
             return False
         return sum(self._promised.values()) + pages_of(tokens) <= self._pool.pages
 
-    def begin(self, token_ids: list[int], most_tokens: int, scope: str = "", *, multiple: int = 1) -> PagedSequence:
+    def begin(
+        self, token_ids: list[int], most_tokens: int, scope: str = "", *, multiple: int = 1, images: ImageInputs | None = None
+    ) -> PagedSequence:
         """Begin a sequence, with what a prefix of its scope shares with its prompt, of which the last `least_part` tokens are never shared.
 
         Args:
             multiple: so many tokens are shared, or a multiple of them; 0: none.
+            images: of the prompt.
         """
-        sequence = (self._fork(np.array(token_ids[: -self.least_part]), scope, multiple) if multiple else None) or PagedSequence()
+        shift = 0 if images is None else images.position_shift  # first, as the model's own code may fail
+        own = np.array((token_ids if images is None else images.cache_ids)[: -self.least_part])
+        sequence = (self._fork(own, scope, multiple, images) if multiple else None) or PagedSequence()
+        if images is not None and sequence.tokens >= images.end:
+            sequence.position_shift = shift
         if self._states is not None and sequence.place is None:
             self._states.enter(sequence)
         self._promised[sequence] = pages_of(most_tokens)
@@ -149,8 +157,8 @@ class SequencePool:
             self.streams.begin(sequence, token_ids)
         return sequence
 
-    def _fork(self, token_ids: IntArray, scope: str, multiple: int) -> PagedSequence | None:
-        usable = {prefix: self._usable(prefix, token_ids, multiple) for prefix in self._prefixes if prefix.scope == scope}
+    def _fork(self, token_ids: IntArray, scope: str, multiple: int, images: ImageInputs | None) -> PagedSequence | None:
+        usable = {prefix: self._usable(prefix, token_ids, multiple, images) for prefix in self._prefixes if prefix.scope == scope}
         best = max(usable, key=usable.__getitem__, default=None)
         if best is None or not (shared := usable[best]):
             return None
@@ -162,19 +170,22 @@ class SequencePool:
         except NoPagesError:
             if self._states is not None:
                 return None
-            sequence = self._pool.fork(best.sequence, shared - shared % math.lcm(PAGE_TOKENS, multiple))
+            shared -= shared % math.lcm(PAGE_TOKENS, multiple)
+            sequence = self._pool.fork(best.sequence, shared if images is None else images.usable(shared) // PAGE_TOKENS * PAGE_TOKENS)
         finally:
             self._prefixes.append(best)
         if self._states is not None:
             self._states.enter(sequence, best.sequence.checkpoints[shared])
         return sequence
 
-    def _usable(self, prefix: _Prefix, token_ids: IntArray, multiple: int) -> int:
+    def _usable(self, prefix: _Prefix, token_ids: IntArray, multiple: int, images: ImageInputs | None) -> int:
         """Return with how many tokens of a prefix a sequence can begin."""
-        shared = prefix.shared(token_ids) // multiple * multiple
+        shared = prefix.shared(token_ids)
+        shared = (shared if images is None else images.usable(shared)) // multiple * multiple
         if self._states is None:
             return shared
-        return max((at for at in prefix.sequence.checkpoints if at <= shared and at % multiple == 0), default=0)
+        fitting = (at for at in prefix.sequence.checkpoints if at <= shared and at % multiple == 0)
+        return max((at for at in fitting if images is None or images.usable(at) == at), default=0)
 
     def until_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
         """Return how many tokens of a prompt may be computed in one part: up to its last checkpoint, or all that are left.
@@ -222,6 +233,7 @@ class SequencePool:
 
         Args:
             drafted: whether `crop` follows for each sequence, which may drop all but the first of these tokens.
+            extra: of the model, such as images with positions of their own.
         """
         self._stepped, self._passes = [], None  # another pass may come between two steps
         if self.streams is not None:
@@ -230,10 +242,9 @@ class SequencePool:
         device = self._model.device
         output = self._model(
             input_ids=torch.tensor(token_ids, device=device),
-            **{name: value.to(device) for name, value in self._cache.arguments().items()},
+            **{name: value.to(device) for name, value in self._cache.arguments().items()} | extra,
             past_key_values=self._cache,
             use_cache=True,
-            **extra,
         )
         self._cache.finish()
         if self.streams is not None:
@@ -384,6 +395,7 @@ def open_pool(
     most: int,
     context: int | None,
     drafts: BatchDrafts | None = None,
+    images: ImageInputs | None = None,
 ) -> SequencePool:
     """Return a pool for the sequences of a model, which has computed a few tokens in it with the logits of its own cache.
 
@@ -395,6 +407,7 @@ def open_pool(
         context: tokens of one sequence.
         drafts: if the model drafts: keys and values of MTP layers are in the pages as well, and a part of the limit is for the states after
             each token of a draft.
+        images: a prompt with images, whose logits have to be those of the model's own cache as well.
 
     Raises:
         UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
@@ -457,6 +470,8 @@ def open_pool(
         pool = SequencePool(model, cache, prefix_bytes, streams)
         try:
             _check(model, pool, expected, noise)
+            if images is not None:
+                _check_images(model, pool, images)
         except torch.AcceleratorError:
             raise
         except Exception as error:  # noqa: BLE001 # the model's own code computes with states that it does not expect
@@ -537,3 +552,29 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
     off = _off(computed, expected)
     if not off <= max(4 * noise, 1e-3 if model.dtype == torch.float32 else 0.1):
         raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")
+
+
+def _check_images(model: PreTrainedModel, pool: SequencePool, images: ImageInputs) -> None:
+    """Compare the logits of a token after a prompt with images, which is computed in parts, with those of the model's own cache.
+
+    Raises:
+        ValueError: they differ.
+    """
+    call: Any = model
+    ids, token, device = images.token_ids, images.token_ids[-1:], model.device
+    with torch.inference_mode():
+        cache = new_cache(model)
+        given = images.arguments(0, len(ids))
+        call(input_ids=torch.tensor([ids], device=device), past_key_values=cache, use_cache=True, **given)
+        place = torch.tensor([[len(ids) + images.position_shift]], device=device)
+        output = call(input_ids=torch.tensor([token], device=device), past_key_values=cache, use_cache=False, position_ids=place)
+        sequence = pool.begin(ids, len(ids) + 1, multiple=0, images=images)
+        try:
+            pool.forward([sequence], [ids[: images.end]], **images.arguments(0, images.end))
+            sequence.position_shift = images.position_shift
+            pool.forward([sequence], [ids[images.end :]])
+            off = _off(pool.step([sequence], token), output.logits[:, -1].float())
+        finally:
+            pool.end(sequence)
+    if not off <= (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise ValueError(f"logits after an image over pages differ by {off:.1e} from the model's own")

@@ -1,4 +1,4 @@
-"""Requests in the form of OpenAI's chat completions, text completions and responses: pydantic models, and the one form behind the three.
+"""Requests in the form of OpenAI's chat and text completions: pydantic models, and the one form behind these and all others.
 
 What is unsupported and would change an answer is refused by name. Parameters that cannot change one are ignored, some of them with a
 notice. OpenAPI's document is made from the models.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Kind = Literal["chat", "text", "response", "message"]
@@ -59,7 +59,7 @@ class Request:
     """A request in whichever form it came; None means the server's or the model's own value.
 
     Attributes:
-        messages: as chat templates take them; calls of tools have their arguments as objects.
+        messages: as chat templates take them; calls of tools have their arguments as objects, and images their `url`.
         instructions: of a response, the text of the first message.
         prompts: of text completions; each has `n` answers.
         continue_final_message: whether the answer continues the last message, which is the assistant's.
@@ -274,19 +274,56 @@ def answer_form(
     return grammar or None
 
 
+class ContentPart(Protocol):
+    def for_template(self) -> dict[str, Any]:
+        """Return the part as chat templates take it; an image has its `url`."""
+        ...
+
+
 class TextPart(Lenient):
     type: Literal["text", "input_text", "output_text"]
     text: Text
 
-
-Content = Text | list[TextPart]
-
-
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
 
 
-def _arguments(value: Any) -> Any:
+class ImageUrl(Lenient):
+    url: Text
+    """`data:image/png;base64,CONTENT`, or a file of `--image-folder` as `file:///PATH`; nothing is fetched."""
+    detail: NoEffect = None
+
+
+class ImagePart(Lenient):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "image", "url": self.image_url.url}
+
+
+class InputImage(Lenient):
+    type: Literal["input_image"]
+    image_url: Text
+    """As in chats."""
+    detail: NoEffect = None
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "image", "url": self.image_url}
+
+
+Content = Text | list[Annotated[TextPart | ImagePart | InputImage, Field(discriminator="type")]]
+
+
+def content_of(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]:
+    """Return a content as chat templates take it: a text, or the parts of one with images, each of which has its `url`."""
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = [part.for_template() for part in content]
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def parsed_arguments(value: Any) -> Any:
     """Return the arguments of a call of a tool, which chat templates take as an object; servers send them as a string."""
     if isinstance(value, str):
         try:
@@ -298,7 +335,7 @@ def _arguments(value: Any) -> Any:
 
 class Called(Lenient):
     name: Text
-    arguments: Annotated[str | dict[str, Any] | None, AfterValidator(_arguments)] = None
+    arguments: Annotated[str | dict[str, Any] | None, AfterValidator(parsed_arguments)] = None
 
 
 class ToolCall(Lenient):
@@ -338,7 +375,7 @@ class Message(Lenient):
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
-        return {**message, "content": _text(self.content or "")}
+        return {**message, "content": content_of(self.content or "")}
 
 
 def tool_call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -521,132 +558,6 @@ class TextBody(Completion):
             echo=bool(self.echo),
             form=answer_form(self.response_format, self.grammar),
         )
-
-
-class InputMessage(Lenient):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-
-class InputCall(Lenient):
-    type: Literal["function_call"]
-    call_id: Text
-    name: Text
-    arguments: Annotated[str, AfterValidator(_arguments)]
-
-
-class InputResult(Lenient):
-    type: Literal["function_call_output"]
-    call_id: Text
-    output: Content
-
-
-class ReasoningPart(Lenient):
-    text: Text
-
-
-class InputReasoning(Lenient):
-    type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = None
-
-
-def _item_type(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-
-
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputResult, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
-    Discriminator(_item_type),
-]
-
-
-class TextOptions(Lenient):
-    format: FlatFormat | None = None
-
-
-class ReasoningOptions(Lenient):
-    effort: Text | None = None
-
-
-class ResponseBody(Options):
-    """A request to `/v1/responses`. Nothing is stored: each request has the whole conversation."""
-
-    # A store would keep what clients wrote beyond their requests, and forget it at a time that they cannot know; replicas would
-    # not share it. Reading a conversation again is what the prefix cache saves.
-
-    input: Text | Annotated[list[InputItem], Field(min_length=1)]
-    instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    text: TextOptions | None = None
-    tools: list[Annotated[FlatTool | OpenAITool, Field(discriminator="type")]] | None = None
-    """Those that OpenAI runs are ignored, which the answer's header X-Moegraft-Ignored reports; refused with --strict."""
-    tool_choice: Choosing | FlatToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    previous_response_id: Annotated[
-        Any, Off(None, reason="nothing is stored; send the whole conversation as input, of which the server reads what is new")
-    ] = None
-    conversation: Annotated[Any, Off(None)] = None
-    background: Annotated[Any, Off(None, False)] = None
-    prompt: Annotated[Any, Off(None)] = None
-    truncation: Literal["auto", "disabled"] | None = None
-    """`auto` leaves out the oldest items where the conversation is too long."""
-    top_logprobs: Annotated[Any, Off(None, 0)] = None
-    include: NoEffect = None
-    max_tool_calls: NoEffect = None
-    client_metadata: NoEffect = None
-    reasoning: ReasoningOptions | None = None
-    stream_options: NoEffect = None
-
-    def request(self) -> Request:
-        """
-        Raises:
-            RequestError: parameters contradict each other, or the conversation has nothing to answer.
-        """
-        functions = [tool for tool in self.tools or [] if isinstance(tool, FlatTool)]
-        tools = tool_options(functions, self.tool_choice, self.parallel_tool_calls)
-        shared = self._shared()
-        shared["ignored"] += tuple(f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, OpenAITool))
-        form = self.text.format if self.text else None
-        if not (messages := self._messages()):
-            raise RequestError(400, "input: there is nothing to answer", param="input")
-        return Request(
-            kind="response",
-            **shared,
-            messages=messages,
-            instructions=self.instructions,
-            truncate=self.truncation == "auto",
-            max_tokens=self.max_output_tokens,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
-            **tools,
-            form=answer_form(form, self.grammar, tools["forced_tools"]),
-            form_name=form.name if isinstance(form, FlatSchemaFormat) else "",
-        )
-
-    def _messages(self) -> list[dict[str, Any]]:
-        """Return the items as messages; reasoning and calls of tools become parts of the assistant's message around them."""
-        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        reasoning = ""
-        for item in self.input:
-            if isinstance(item, InputReasoning):
-                reasoning += "".join(part.text for part in item.content or [])
-            elif isinstance(item, InputResult):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            elif isinstance(item, InputMessage):
-                messages.append({"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)})
-            else:
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments))
-            if reasoning and messages and messages[-1]["role"] == "assistant":
-                messages[-1]["reasoning_content"] = reasoning
-                reasoning = ""
-        return messages
 
 
 class TokenizeBody(Lenient):

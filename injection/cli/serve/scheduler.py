@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.serve.job import Ask, Job, TokenScore
 from moegraft.injection.cli.serve.pages import CacheMemory, SequencePool
 from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
@@ -112,6 +113,8 @@ class Scheduler:
     must not depend on that, each sequence has passes of its own, prompts have the same chunks whatever else is computed, and a request
     begins with whole chunks of earlier prompts only, as answers were computed in other passes than a prompt is.
 
+    The beginning of a prompt up to its last image is a chunk of its own, of whatever length, as the model places all images at once.
+
     Args:
         most: requests at once.
         prefill_chunk: prompt tokens in one pass; 0: whole prompts.
@@ -174,9 +177,11 @@ class Scheduler:
 
     def admit(self, job: Job) -> None:
         """Start a request; `fits` must be true."""
-        # For the scores of a prompt every token's logits are needed.
-        multiple = 0 if _scores_prompt(job.ask) else self._chunk.tokens if self._own_passes else 1
-        sequence = self._pool.begin(job.ask.token_ids, job.most_tokens + self._padding, job.scope, multiple=multiple)
+        # For the scores of a prompt every token's logits are needed; the chunk that ends with an image is no whole one.
+        none = _scores_prompt(job.ask) or (self._own_passes and job.ask.images is not None)
+        multiple = 0 if none else self._chunk.tokens if self._own_passes else 1
+        most = job.most_tokens + self._padding
+        sequence = self._pool.begin(job.ask.token_ids, most, job.scope, multiple=multiple, images=job.ask.images)
         job.cached_tokens = sequence.tokens
         self._sequences[job] = sequence
         self._prefilling.append(job)
@@ -211,8 +216,9 @@ class Scheduler:
             del self._decoding[-1]
         tokens = len(job.token_ids) if job.ending != "failed" else job.cached_tokens
         if self._own_passes:
-            tokens = min(tokens, len(job.ask.token_ids)) // chunk * chunk if (chunk := self._chunk.tokens) else 0
-        self._pool.end(self._sequences.pop(job), job.token_ids[:tokens], job.scope)
+            chunk = self._chunk.tokens if job.ask.images is None else 0
+            tokens = min(tokens, len(job.ask.token_ids)) // chunk * chunk if chunk else 0
+        self._pool.end(self._sequences.pop(job), job.cache_ids[:tokens], job.scope)
 
     def _decode(self, jobs: Sequence[Job], *, alone: bool = False) -> None:
         """Compute the next tokens of some answers in one pass: one of each, and as many of its draft as the model chooses."""
@@ -297,14 +303,16 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Compute a chunk of the prompts that share this step."""
-        rest = {job: self._pool.until_checkpoint(self._sequences[job], len(job.token_ids), self._multiple) for job in self._prefilling}
+        rest = {job: self._part(job) for job in self._prefilling}
         self._oldest_leads = len(self._prefilling) == 1 or not self._oldest_leads  # the next turn is that of a prompt which comes now
         leader = self._prefilling[0] if self._oldest_leads else min(self._prefilling, key=rest.__getitem__)
         chunk, least = self._chunk.tokens, self._pool.least_part
-        tokens = chunk if chunk and rest[leader] >= chunk + least else rest[leader]  # no part of fewer than `least` is left
+        whole = self._images(leader) is not None
+        tokens = chunk if chunk and not whole and rest[leader] >= chunk + least else rest[leader]  # no part of fewer than `least` is left
         together = [leader]
-        if not self._separate and not _scores_prompt(leader.ask):
-            others = [job for job in self._prefilling if job is not leader and not _scores_prompt(job.ask)]
+        if not self._separate and not whole and not _scores_prompt(leader.ask):
+            alone = {leader, *(job for job in self._prefilling if _scores_prompt(job.ask) or self._images(job) is not None)}
+            others = [job for job in self._prefilling if job not in alone]
             others = [job for job in others if rest[job] == tokens or rest[job] >= tokens + least]
             together += sorted(others, key=rest.__getitem__)[: max(0, chunk // tokens - 1)]
         if len(together) > 1:
@@ -321,13 +329,31 @@ class Scheduler:
             if job.ending == "failed" and job in self._sequences:
                 self._retire(job)
 
+    def _images(self, job: Job) -> ImageInputs | None:
+        """Return the images of a prompt whose sequence has not got them."""
+        images = job.ask.images
+        return None if images is None or self._sequences[job].tokens >= images.end else images
+
+    def _part(self, job: Job) -> int:
+        """Return how many tokens of a prompt come before the next place at which it is divided."""
+        sequence, images, tokens = self._sequences[job], self._images(job), len(job.token_ids)
+        if images is None:
+            return self._pool.until_checkpoint(sequence, tokens, self._multiple)
+        return (images.end if images.end + self._pool.least_part <= tokens else tokens) - sequence.tokens
+
     def _prefill_chunk(self, jobs: Sequence[Job], tokens: int) -> None:
         sequences = [self._sequences[job] for job in jobs]
         chunks = [job.token_ids[sequence.tokens : sequence.tokens + tokens] for job, sequence in zip(jobs, sequences, strict=True)]
         whole = any(tokens == len(job.ask.token_ids) - job.cached_tokens for job in jobs)
-        began = time.perf_counter()
-        logits = self._pool.forward(sequences, chunks, **({} if _scores_prompt(jobs[0].ask) else self._last_only))
-        self._chunk.took(time.perf_counter() - began, tokens, prompts=len(jobs), whole=whole)
+        extra: dict[str, Any] = {} if _scores_prompt(jobs[0].ask) else self._last_only
+        if (images := self._images(jobs[0])) is not None:
+            begin = sequences[0].tokens
+            logits = self._pool.forward(sequences, chunks, **extra | images.arguments(begin, begin + tokens))
+            sequences[0].position_shift = images.position_shift
+        else:
+            began = time.perf_counter()
+            logits = self._pool.forward(sequences, chunks, **extra)
+            self._chunk.took(time.perf_counter() - began, tokens, prompts=len(jobs), whole=whole)
         for row, job in enumerate(jobs):
             with job.failing_alone():
                 self._pool.checkpoint(self._sequences[job], len(job.token_ids), self._multiple)

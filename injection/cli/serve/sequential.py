@@ -25,7 +25,8 @@ class SequentialDecoder:
     """Answers with the model's `generate`, which supports every operator, one answer at a time, and keeps the last cache.
 
     Long prompts are computed in chunks if the model's cache allows it: one chunk in each step, of one prompt after the other, so that a
-    short one is answered while a long one is computed. An answer that has begun is computed to its end.
+    short one is answered while a long one is computed. An answer that has begun is computed to its end. A prompt with images
+    is not divided.
 
     Args:
         cache: the bytes of a sequence.
@@ -72,7 +73,7 @@ class SequentialDecoder:
     def admit(self, job: Job) -> None:
         if job.scope != self._prefix_scope:
             self._prefix.drop()
-        cache, job.cached_tokens = self._prefix.take(job.ask.token_ids)
+        cache, job.cached_tokens = self._prefix.take(job.cache_ids, job.ask.images)
         self._caches[job] = cache
 
     def step(self) -> None:
@@ -87,7 +88,7 @@ class SequentialDecoder:
         ids, rest = job.ask.token_ids, dict(list(self._caches.items())[1:])
         if not job.ask.max_tokens:
             job.finish("length")
-        elif self._chunk and len(ids) - _tokens(cache) > self._chunk:
+        elif self._chunk and job.ask.images is None and len(ids) - _tokens(cache) > self._chunk:
             rest[job] = cache = read_ahead(self._model, ids[: _tokens(cache) + self._chunk + 1], cache, self._chunk)
             self._prefix.checkpoint(cache)
         else:
@@ -96,7 +97,9 @@ class SequentialDecoder:
 
     def _answer(self, job: Job, cache: DynamicCache | None) -> None:
         ids = job.ask.token_ids
-        cache = self._prefix.read_ahead(ids, cache, self._chunk)
+        images = job.ask.images
+        cache = self._prefix.read_ahead(ids, cache, self._chunk) if images is None else cache
+        beside = {} if images is None else images.generate_arguments(_tokens(cache))
         prompt = torch.tensor([ids], device=self._model.device)
         injection = injection_of(self._model)
         answer = _Answer(job, lambda: injection is not None and injection.drafting)
@@ -115,14 +118,16 @@ class SequentialDecoder:
                 pad_token_id=self._pad_token,
                 return_dict_in_generate=True,
                 **_sampling(job),
+                **beside,
             )
-        self._prefix.keep(made.sequences[0].tolist(), made.past_key_values)
+        self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made.past_key_values)
         self._prefix_scope = job.scope
         job.finish("cancelled" if job.cancelled else "stop")
         if job.ending == "failed":  # only the tokens before this request are certainly right in the cache
-            cache, shared = self._prefix.take(ids[: job.cached_tokens + 1])
+            before = job.cache_ids[: job.cached_tokens + 1]
+            cache, shared = self._prefix.take(before)
             if shared == job.cached_tokens:
-                self._prefix.keep(ids, cache)
+                self._prefix.keep(before, cache)
         if self._bytes(self._prefix.contents[1]) > self._prefix_bytes:
             self._prefix.drop()
 

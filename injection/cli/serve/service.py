@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
-from moegraft.injection.cli.chat.conversation import Conversation, Message, PromptRefusedError, answer_opening, encode_chat
+from moegraft.injection.cli.chat.conversation import Conversation, Message, Prompt, PromptRefusedError, answer_opening, encode_chat
+from moegraft.injection.cli.images import MOST_IMAGES, MOST_PIXELS, ImageError, ImageInputs, read_url, sample_picture
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import OptionsError
 from moegraft.injection.cli.serve.answer_parser import (
@@ -42,6 +43,8 @@ from moegraft.operators.machine import version_of
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST_SEED = (1 << 63) - 1
+MOST_BODY = 1 << 20  # bytes of a request
+MOST_IMAGE_BODY = 1 << 24  # where it may have images
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Limits:
     Attributes:
         max_queue: requests that may wait.
         max_tokens: of one answer.
-        max_body: bytes of one request.
+        max_body: bytes of one request; None: 1 MiB, or 16 MiB if the model reads images.
         max_batch: requests answered at once.
         prefill_chunk: prompt tokens computed between two decode steps; 0: all.
         max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
@@ -59,11 +62,12 @@ class Limits:
         prefix_cache: bytes of these for conversations that have ended; None: half.
         batch_invariant: whether an answer is exactly the same whatever else is answered.
         strict: whether requests with parameters that have no effect here are refused.
+        image_folder: whose images requests may name; None: none.
     """
 
     max_queue: int = 64
     max_tokens: int = 4096
-    max_body: int = 1 << 20
+    max_body: int | None = None
     max_batch: int = 32
     prefill_chunk: int = 512
     max_client: int | None = None
@@ -71,6 +75,7 @@ class Limits:
     prefix_cache: int | None = None
     batch_invariant: bool = False
     strict: bool = False
+    image_folder: Path | None = None
 
 
 ANY_MODEL = "*"  # among the names of a model: requests may name any
@@ -82,6 +87,8 @@ class Service:
     Attributes:
         names: of the model in requests; the first is that of the answers.
         adapter_names: of adapters in requests, which answer instead of the model itself.
+        images: the reader of images, or the reason why there is none.
+        max_body: bytes of one request.
         created: when the model was loaded, in Unix seconds.
         fingerprint: is the same where the version, the model and the placement of its operators are.
 
@@ -113,6 +120,9 @@ class Service:
         self._vocabulary: int = embeddings.weight.shape[0]
         self._grammars = Grammars(loaded.tokenizer, self._vocabulary, self.ends)
         self._response_template = response_template(loaded.model, loaded.tokenizer)
+        self.images = loaded.images
+        default_body = MOST_BODY if isinstance(self.images, str) else MOST_IMAGE_BODY
+        self.max_body = default_body if limits.max_body is None else limits.max_body
         self.alone_because = batching_obstacle(loaded.model)
         self.metrics = Metrics(self)
         with ExitStack() as changed:
@@ -147,7 +157,8 @@ class Service:
         if self.alone_because is None:
             try:
                 padding = 0 if drafts is None else drafts.longest
-                pool = open_pool(
+                opening = partial(
+                    open_pool,
                     loaded.model,
                     limit=limits.kv_memory,
                     prefix_bytes=limits.prefix_cache,
@@ -155,6 +166,15 @@ class Service:
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                     drafts=drafts,
                 )
+                images = self._probe()
+                try:
+                    pool = opening(images=images)
+                except UnbatchableError as error:
+                    if images is None:
+                        raise
+                    pool = opening()
+                    self.images = f"prompts with images cannot be computed beside others ({error})"
+                    logger.warning("serve: images are refused: %s", self.images)
                 if drafts is not None and pool.most_drafted is not None and pool.most_drafted < limits.max_batch:
                     logger.info("serve: at most %d answers draft: the memory has no room for the states of more", pool.most_drafted)
                 return Scheduler(
@@ -181,6 +201,18 @@ class Service:
             memory_limit=limit,
             prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
         )
+
+    def _probe(self) -> ImageInputs | None:
+        """Return a prompt with an image; None where the model reads none."""
+        if isinstance(self.images, str):
+            return None
+        try:
+            content = [{"type": "image", "image": sample_picture()}, {"type": "text", "text": "1 2 3"}]
+            return encode_chat(self.loaded.tokenizer, [{"role": "user", "content": content}], reader=self.images).images
+        except (PromptRefusedError, ImageError, ValueError) as error:
+            self.images = f"a prompt with an image cannot be made ({error})"
+            logger.warning("serve: images are refused: %s", self.images)
+            return None
 
     def close(self) -> None:
         self.engine.close()
@@ -210,7 +242,7 @@ class Service:
             raise RequestError(400, f"logprobs are not available for this model: {self.alone_because}", param="logprobs")
         tokenizer = self.loaded.tokenizer
         request, prompts = self._prompts(request)
-        asks = [self._ask(request, token_ids) for token_ids in prompts]
+        asks = [self._ask(request, prompt) for prompt in prompts]
         template = None if request.kind == "text" else self._response_template
         reasons = template is not None and any(name in template["fields"] for name in REASONING)
         opening = "" if template is None or tokenizer.chat_template is None else self._by_template(answer_opening, request)
@@ -295,7 +327,7 @@ class Service:
         """
         if request.model is not None:
             self.adapter_of(request.model)
-        return sum(map(len, self._prompts(request)[1]))
+        return sum(len(prompt.token_ids) for prompt in self._prompts(request)[1])
 
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
         """Return the tokens of a text, or of messages by the chat template.
@@ -304,7 +336,8 @@ class Service:
             RequestError: the model cannot take the messages.
         """
         if asked.text is None:
-            _, [token_ids] = self._prompts(asked.request())
+            _, [prompt] = self._prompts(asked.request())
+            token_ids = prompt.token_ids
         else:
             token_ids = list(self.loaded.tokenizer(asked.text, add_special_tokens=asked.special)["input_ids"])
         tokens: list[Any] = token_ids
@@ -322,15 +355,44 @@ class Service:
         text = str(self.loaded.tokenizer.decode(asked.tokens))
         return {"prompt": text, "content": text}
 
-    def _prompts(self, request: Request) -> tuple[Request, list[list[int]]]:
-        """Return the request, without its oldest messages if they have to be left out, and the tokens of its prompts."""
+    def _prompts(self, request: Request) -> tuple[Request, list[Prompt]]:
+        """Return the request with its images, without its oldest messages if they have to be left out, and its prompts."""
         if request.kind == "text":
-            return request, [self._text_tokens(prompt) for prompt in request.prompts]
+            return request, [Prompt(self._text_tokens(prompt)) for prompt in request.prompts]
         try:
+            request = self._with_pictures(request)
             request = self._truncated(request) if request.truncate else request
-            return request, [self._chat_tokens(request)]
-        except PromptRefusedError as error:
+            return request, [self._chat_prompt(request)]
+        except (PromptRefusedError, ImageError) as error:
             raise RequestError(400, str(error), param=request.asked_by) from error
+
+    def _with_pictures(self, request: Request) -> Request:
+        """Return the request with a picture in the place of each image's URL.
+
+        Raises:
+            ImageError: one cannot be read, or the model reads none.
+        """
+        parts = [part for message in request.messages if isinstance(message["content"], list) for part in message["content"]]
+        urls = [part["url"] for part in parts if part["type"] == "image"]
+        if not urls:
+            return request
+        if isinstance(self.images, str):
+            raise ImageError(f"images: {self.images}")
+        if len(urls) > MOST_IMAGES:
+            raise ImageError(f"images: the conversation has {len(urls)}, of at most {MOST_IMAGES}")
+        pictures, left = iter(urls), MOST_PIXELS
+        messages = []
+        for message in request.messages:
+            content = message["content"]
+            if isinstance(content, list):
+                content = list(content)
+                for place, part in enumerate(content):
+                    if part["type"] == "image":
+                        picture = read_url(next(pictures), self.limits.image_folder, left)
+                        left -= picture.pixels
+                        content[place] = {"type": "image", "image": picture}
+            messages.append({**message, "content": content})
+        return replace(request, messages=messages)
 
     def _text_tokens(self, prompt: str | list[int]) -> list[int]:
         size = self._vocabulary
@@ -351,32 +413,35 @@ class Service:
         head = next((index for index, message in enumerate(messages) if message["role"] != "system"), 0)
         turns = [index for index, message in enumerate(messages) if message["role"] == "user" and index > head]
         kept = [request, *(replace(request, messages=[*messages[:head], *messages[turn:]]) for turn in turns)]
-        fits = bisect.bisect_left(kept, True, key=lambda shorter: len(self._chat_tokens(shorter)) + answer <= context)
+        fits = bisect.bisect_left(kept, True, key=lambda shorter: len(self._chat_prompt(shorter).token_ids) + answer <= context)
         return kept[min(fits, len(kept) - 1)]
 
-    def _chat_tokens(self, request: Request) -> list[int]:
+    def _chat_prompt(self, request: Request) -> Prompt:
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template is None:
             if request.template_variables:
                 raise RequestError(400, "chat_template_kwargs: this model has no chat template", param="chat_template_kwargs")
             if request.tools or any(message["role"] == "tool" for message in request.messages):
                 raise RequestError(400, "this model has no chat template, which tools need", param="tools")
+            if any(isinstance(message["content"], list) for message in request.messages):
+                raise RequestError(400, "this model has no chat template, which images need", param=request.asked_by)
             conversation = Conversation(tokenizer)
             conversation.restore([Message(message["role"], message["content"]) for message in request.messages])
-            return conversation.prompt(0).token_ids
+            return conversation.prompt(0)
         if request.continue_final_message and (request.messages[-1]["role"] != "assistant" or "tool_calls" in request.messages[-1]):
             message = "only text of the assistant can be continued, and the last message is not that alone"
             raise RequestError(400, f"{request.asked_by}: {message}", param=request.asked_by)
-        token_ids = self._by_template(encode_chat, request)
-        if not token_ids:
+        encode = partial(encode_chat, reader=self.images)
+        prompt = self._by_template(encode, request)
+        if not prompt.token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
-        if request.tools and token_ids == self._by_template(encode_chat, replace(request, tools=[])):
+        if request.tools and prompt.token_ids == self._by_template(encode, replace(request, tools=[])).token_ids:
             raise RequestError(400, "this model's chat template has no place for tools", param="tools")
         if request.tools and self._response_template is None:
             raise RequestError(
                 400, "calls of tools cannot be recognised in this model's answers: it has no response template", param="tools"
             )
-        return token_ids
+        return prompt
 
     def _by_template(self, function: Callable[..., T], request: Request) -> T:
         """Return what a function makes of a chat by its template."""
@@ -387,8 +452,8 @@ class Service:
         continued, prompted = request.continue_final_message, request.add_generation_prompt
         return function(self.loaded.tokenizer, request.messages, request.tools, variables, continued=continued, prompted=prompted)
 
-    def _ask(self, request: Request, token_ids: list[int]) -> Ask:
-        context, limit = self.loaded.context_tokens, self.limits.max_tokens
+    def _ask(self, request: Request, prompt: Prompt) -> Ask:
+        token_ids, context, limit = prompt.token_ids, self.loaded.context_tokens, self.limits.max_tokens
         room = limit if context is None else context - len(token_ids)
         if room < 1:
             # In OpenAI's words, by which clients recognise it.
@@ -416,6 +481,7 @@ class Service:
             logit_bias=request.logit_bias,
             logprobs=request.logprobs,
             echo=request.echo,
+            images=prompt.images,
         )
 
 

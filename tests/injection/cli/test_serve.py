@@ -226,7 +226,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
             400,
             "messages.0.tool_calls.0.function.arguments",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, 400, "Input should be 'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, 400, "input_audio"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content: Input has lone surrogates"),
         ({**CHAT, "temperature": "hot"}, 400, "temperature"),
         ({**CHAT, "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),

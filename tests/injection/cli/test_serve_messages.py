@@ -197,10 +197,10 @@ IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image input is not supported: the model reads text"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images: this model reads text, and no images"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]}]},
-            "image input is not supported",
+            "images: this model reads text, and no images",
         ),
         ({"messages": []}, "messages"),
         (
