@@ -123,9 +123,9 @@ def read_url(url: str, folder: Path | None, most_pixels: int = MOST_PIXELS) -> P
     if scheme == "file":
         if folder is None:
             raise ImageError("image: this server reads no files; --image-folder FOLDER allows those of a folder")
-        parts = urlsplit(url)
-        path = Path(unquote(parts.path))
         try:
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path))
             found = path.resolve(strict=True) if parts.netloc in ("", "localhost") else None
         except (OSError, ValueError, RuntimeError):
             found = None

@@ -354,6 +354,7 @@ def test_files_of_one_folder(pair: Pair, tmp_path: Path) -> None:
     with serving(pair.loaded, Limits(max_tokens=20, image_folder=folder)) as server:
         assert text_of(server, sent(folder / "a.png")) == pair.answer(CHATS["one image"])
         hidden = [outside, folder / "link.png", folder / "missing.png", f"{folder.as_uri()}/../outside.png", "file://elsewhere/a.png"]
+        hidden.append("file://[a/a.png")  # no URL
         for path in hidden:
             with pytest.raises(openai.BadRequestError, match="no such file in the folder"):
                 answers(server, sent(path))
