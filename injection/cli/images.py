@@ -10,7 +10,7 @@ import io
 import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,8 +62,10 @@ def decode_picture(data: bytes, name: str = "image", most_pixels: int = MOST_PIX
                 of_prompt = "" if most_pixels == MOST_PIXELS else ", of which other images of the prompt have a part"
                 limit = f"the limit of {MOST_PIXELS / 1e6:.0f} million for a prompt{of_prompt}"
                 raise ImageError(f"{name}: {image.width} x {image.height} pixels exceed {limit}; send a smaller image")
-            turned = ImageOps.exif_transpose(image)
-            return Picture(turned.convert("RGB"), hashlib.sha256(data).digest(), name)
+            image.load()  # here, so that what is raised below is about the EXIF data alone, without which an image is shown as it is
+            with suppress(OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error):
+                ImageOps.exif_transpose(image, in_place=True)
+            return Picture(_in_rgb(image), hashlib.sha256(data).digest(), name)
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: not an image of the formats {', '.join(FORMATS)}") from error
     except Image.DecompressionBombError as error:
@@ -73,6 +75,21 @@ def decode_picture(data: bytes, name: str = "image", most_pixels: int = MOST_PIX
     except (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error) as error:
         # Pillow's decoders raise what Python does for damaged files.
         raise ImageError(f"{name}: the image is damaged ({error})") from error
+
+
+def _in_rgb(image: Image) -> Image:
+    """Return an image in RGB; where it is transparent, on white, as on a page: the hidden colours of black text on nothing are black."""
+    from PIL import Image as Images
+
+    if image.mode == "I" or image.mode.startswith("I;16"):  # 16 bits of grey, of which Pillow's conversion makes all above 255 white
+        image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0).convert("L")
+        image.info.pop("transparency", None)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    page = Images.new("RGB", image.size, "white")
+    page.paste(image, mask=image)
+    return page
 
 
 def sample_picture() -> Picture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import io
 import os
 import struct
 import zlib
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -408,6 +410,39 @@ def test_pictures_are_turned_and_without_transparency(tmp_path: Path) -> None:
     assert read_picture(path.with_suffix(".gif")).image.getpixel((0, 0)) == (255, 0, 0)
     with pytest.raises(ImageError, match=r"missing.png: .*No such file"):
         read_picture(tmp_path / "missing.png")
+
+
+def _colour(image: Image.Image, place: tuple[int, int] = (0, 0), **options: Any) -> Any:
+    """The colour of a place in an image that was saved as PNG and read again."""
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return decode_picture(file.getvalue()).image.getpixel(place)
+
+
+def test_what_is_transparent_is_white() -> None:
+    black = (0, 0, 0)
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([255, 0, 0, *black])
+    assert _colour(Image.new("RGBA", (8, 8), (*black, 0))) == (255, 255, 255)
+    assert _colour(Image.new("RGBA", (8, 8), (*black, 128))) == (127, 127, 127)
+    assert _colour(Image.new("LA", (8, 8), (0, 0))) == (255, 255, 255)
+    assert _colour(palette) == black
+    assert _colour(palette, transparency=1) == (255, 255, 255)
+    assert _colour(palette, transparency=b"\xff\x00") == (255, 255, 255)
+    assert _colour(Image.new("RGB", (8, 8)), transparency=black) == (255, 255, 255)
+
+
+def test_grey_of_16_bits() -> None:
+    grey = Image.fromarray(np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(8, 0))
+    assert [_colour(grey, (x, 0))[0] for x in (0, 1, 100, 255)] == [0, 1, 100, 255]
+    assert _colour(grey, (100, 0), transparency=65535) == (100, 100, 100)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_exif_data_that_cannot_be_read_change_nothing(form: str) -> None:
+    file = io.BytesIO()
+    A.save(file, form, exif=b"Exif\x00\x00neither of both")
+    assert decode_picture(file.getvalue()).image.size == A.size
 
 
 def _chat(pair: Pair) -> Any:
