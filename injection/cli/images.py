@@ -160,10 +160,9 @@ class ImageInputs:
 
     Attributes:
         token_ids: of the whole prompt; each image has many.
-        cache_ids: the same, with numbers below 0 that depend on the images' content in place of the images' tokens: prompts whose
-            `cache_ids` are equal have the same keys and values.
-        start, end: the images' tokens, and others that the model computes as a part of them, are within these places of the prompt,
-            which are computed in one pass.
+        cache_ids: the same, with numbers below 0 that depend on the images' content in place of the images' tokens and of others that
+            the model computes as a part of them: prompts whose `cache_ids` are equal have the same keys and values.
+        start, end: these tokens are within these places of the prompt, which are computed in one pass.
     """
 
     token_ids: list[int]
@@ -248,16 +247,16 @@ class ImageReader:
         places = [place for place, token in enumerate(token_ids) if token == self._token]
         if not places:
             raise ImageError("images: the model's processor gives them no tokens")
-        digest = hashlib.sha256(b"".join(each.digest for each in pictures)).digest()
-        words = [-1 - (word >> 1) for word in struct.unpack("<4Q", digest)]
-        cache_ids = list(token_ids)
-        for number, place in enumerate(places):
-            cache_ids[place] = words[number % len(words)]
         tensors = {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("input_ids", "attention_mask")}
         for types in tensors.values():
             if types.shape == (1, len(token_ids)):  # of tokens, whose type may be that of an image for marks around it as well
                 places += types[0].nonzero()[:, 0].tolist()
+        digest = hashlib.sha256(b"".join(each.digest for each in pictures)).digest()
+        words = [-1 - (word >> 1) for word in struct.unpack("<4Q", digest)]
+        cache_ids = list(token_ids)
+        for number, place in enumerate(sorted(set(places))):
+            cache_ids[place] = words[number % len(words)]
         # Where tokens of an image see later ones of it, the model's mask counts them from the beginning of the pass.
         seen = getattr(self._model.config.get_text_config(), "use_bidirectional_attention", None)
         return ImageInputs(token_ids, cache_ids, 0 if seen else min(places), max(places) + 1, tensors, self._model)

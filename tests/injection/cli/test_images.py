@@ -186,6 +186,16 @@ def test_one_at_a_time_nothing_is_left_for_the_next_request(
         assert kept and not any(deltas is not None and bool(deltas.any()) for deltas in kept)
 
 
+def test_marks_of_images_in_texts_are_computed_as_text(pair_of: Callable[[str], Pair]) -> None:
+    """The experts of images compute the marks around one as well, and a text's marks are not those of an image before it."""
+    pair = pair_of("ernie4_5_vl_moe")
+    with serving(pair.loaded, Limits(max_tokens=20)) as server:
+        answers(server, [shown("see", A, "what?")])
+        reply = answers(server, [told("user", "see<|IMAGE_START|> what?")])
+        before = encode_chat(pair.loaded.tokenizer, [told("user", "see")]).token_ids.index(0)  # up to <end>
+        assert reply.usage.prompt_tokens_details.cached_tokens == before
+
+
 def test_the_prefix_cache_is_that_of_the_image(server: Server, pair: Pair) -> None:
     def cached(messages: Any) -> int:
         reply = answers(server, messages)
