@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # those of OpenAI and Anthropic; of an animation, the first picture
 MOST_PIXELS = 1 << 26  # of all images of a prompt together, which take 3 bytes each while they are prepared
+MOST_PREPARED_BYTES = 1 << 32  # of what processors make of the images of all requests that run or wait
 MOST_FILE_BYTES = 1 << 26
 MOST_IMAGES = 64
 
@@ -171,6 +172,10 @@ class ImageInputs:
     end: int
     _tensors: Mapping[str, torch.Tensor]  # of the processor: with one value for each token (1, T), and of all images together
     _model: PreTrainedModel
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def usable(self, shared: int) -> int:
         """Return how many of the first `shared` tokens another prompt's cache can provide: all images or none."""

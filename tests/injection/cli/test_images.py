@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import openai
 import pytest
 import torch
 from PIL import Image
-from support.serving import PATIENCE_S, Server, ask, call, serving
+from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 from transformers import PreTrainedModel
 
@@ -31,6 +32,8 @@ from moegraft.injection.cli.chat.conversation import encode_chat
 from moegraft.injection.cli.images import ImageError, decode_picture, read_picture, read_url
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
+from moegraft.injection.cli.serve import engine
+from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits
 
 A, B = picture(0), picture(1, 190, 100)
@@ -321,6 +324,26 @@ def test_more_images_than_context(server: Server) -> None:
         answers(server, [shown(*[A] * 65)])
     with pytest.raises(openai.BadRequestError, match="other images of the prompt have a part"):
         answers(server, [shown(A, *[Image.new("L", (5000, 5000))] * 3)])
+
+
+def test_images_of_running_and_waiting_requests_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a processor makes of images takes a thousand times as much memory as a small file."""
+    step, going = Scheduler.step, threading.Event()
+    monkeypatch.setattr(Scheduler, "step", lambda self: going.wait(PATIENCE_S) and step(self))
+    monkeypatch.setattr(engine, "MOST_PREPARED_BYTES", 1000)
+    with serving(pair.loaded, Limits(max_tokens=20)) as server, ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(answers, server, CHATS["one image"], n=2)
+            until(lambda: server.service.engine.running == 2)
+            with pytest.raises(openai.RateLimitError, match="images of other requests"):
+                answers(server, CHATS["another image"])
+            text = pool.submit(text_of, server, CHATS["text"])
+            until(lambda: server.service.engine.waiting == 1)
+        finally:
+            going.set()
+        assert [choice.message.content for choice in first.result().choices] == 2 * [pair.answer(CHATS["one image"])]
+        assert text.result() == pair.answer(CHATS["text"])
+        assert text_of(server, CHATS["another image"]) == pair.answer(CHATS["another image"])
 
 
 def test_marks_of_images_in_texts(server: Server) -> None:
