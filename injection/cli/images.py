@@ -289,7 +289,9 @@ def read_image_reader(folder: Path, model: PreTrainedModel, tokenizer: PreTraine
         settings, _ = kind.get_processor_dict(folder)
         own = {"tokenizer": tokenizer, "image_processor": AutoImageProcessor.from_pretrained(folder)}
         processor = of_images.from_args_and_dict([own.get(name) for name in kind.get_attributes()], settings)
-    except (LookupError, OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+    except ImportError as error:  # of torchvision, as many processors need it, and all of them with transformers 5.17
+        return f"this model's processor of images cannot be imported ({error_sentence(error).partition('. Check')[0]})"
+    except (LookupError, OSError, ValueError, TypeError, AttributeError) as error:
         return f"the files beside this model have no processor of images ({error_sentence(error)})"
     if tokenizer.chat_template is None and isinstance(settings.get("chat_template"), str):
         tokenizer.chat_template = settings["chat_template"]

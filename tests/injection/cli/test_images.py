@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ import torch
 from PIL import Image
 from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
-from transformers import PreTrainedModel
+from transformers import AutoImageProcessor, PreTrainedModel
+from transformers.utils import import_utils, requires_backends
 
 pytest.importorskip("anthropic", reason="an extra for tests: pip install 'moegraft[test]'")
 
@@ -29,7 +31,7 @@ import anthropic
 
 from moegraft.injection.cli import images as product
 from moegraft.injection.cli.chat.conversation import encode_chat
-from moegraft.injection.cli.images import ImageError, decode_picture, read_picture, read_url
+from moegraft.injection.cli.images import ImageError, decode_picture, read_image_reader, read_picture, read_url
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.cli.serve import engine
@@ -406,6 +408,27 @@ def test_a_model_without_vision(loaded: LoadedModel) -> None:
         assert status == 400 and "document input is not supported" in body["error"]["message"]
         assert answers(server, [told("user", "hello")]).choices[0].message.content
         assert server.service.max_body == 1 << 20
+
+
+def test_packages_that_images_need(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        found = read_image_reader(pair.folder, pair.loaded.model, pair.loaded.tokenizer)
+        assert isinstance(found, str)
+        return found
+
+    def without_torchvision(*args: Any, **kwargs: Any) -> None:
+        requires_backends(AutoImageProcessor, ["absent"])
+
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "PIL", None)
+        assert "need Pillow, which is not installed" in reason()
+    missing = (
+        lambda: False,
+        "\n{0} requires the Absent library but it was not found. Check out the instructions on the\n",
+    )
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "absent", missing)
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", without_torchvision)
+    assert reason().endswith("(AutoImageProcessor requires the Absent library but it was not found)")
 
 
 def test_bodies_with_images_may_be_large(server: Server) -> None:
