@@ -10,7 +10,7 @@ import io
 import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # those of OpenAI and Anthropic; of an animation, the first picture
 MOST_PIXELS = 1 << 26  # of all images of a prompt together, which take 3 bytes each while they are prepared
+MOST_PREPARED_BYTES = 1 << 32  # of what processors make of the images of all requests that run or wait
 MOST_FILE_BYTES = 1 << 26
 MOST_IMAGES = 64
 
@@ -62,8 +63,10 @@ def decode_picture(data: bytes, name: str = "image", most_pixels: int = MOST_PIX
                 of_prompt = "" if most_pixels == MOST_PIXELS else ", of which other images of the prompt have a part"
                 limit = f"the limit of {MOST_PIXELS / 1e6:.0f} million for a prompt{of_prompt}"
                 raise ImageError(f"{name}: {image.width} x {image.height} pixels exceed {limit}; send a smaller image")
-            turned = ImageOps.exif_transpose(image)
-            return Picture(turned.convert("RGB"), hashlib.sha256(data).digest(), name)
+            image.load()  # here, so that what is raised below is about the EXIF data alone, without which an image is shown as it is
+            with suppress(OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error):
+                ImageOps.exif_transpose(image, in_place=True)
+            return Picture(_in_rgb(image), hashlib.sha256(data).digest(), name)
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: not an image of the formats {', '.join(FORMATS)}") from error
     except Image.DecompressionBombError as error:
@@ -73,6 +76,21 @@ def decode_picture(data: bytes, name: str = "image", most_pixels: int = MOST_PIX
     except (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, struct.error) as error:
         # Pillow's decoders raise what Python does for damaged files.
         raise ImageError(f"{name}: the image is damaged ({error})") from error
+
+
+def _in_rgb(image: Image) -> Image:
+    """Return an image in RGB; where it is transparent, on white, as on a page: the hidden colours of black text on nothing are black."""
+    from PIL import Image as Images
+
+    if image.mode == "I" or image.mode.startswith("I;16"):  # 16 bits of grey, of which Pillow's conversion makes all above 255 white
+        image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0).convert("L")
+        image.info.pop("transparency", None)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    page = Images.new("RGB", image.size, "white")
+    page.paste(image, mask=image)
+    return page
 
 
 def sample_picture() -> Picture:
@@ -123,9 +141,9 @@ def read_url(url: str, folder: Path | None, most_pixels: int = MOST_PIXELS) -> P
     if scheme == "file":
         if folder is None:
             raise ImageError("image: this server reads no files; --image-folder FOLDER allows those of a folder")
-        parts = urlsplit(url)
-        path = Path(unquote(parts.path))
         try:
+            parts = urlsplit(url)
+            path = Path(unquote(parts.path))
             found = path.resolve(strict=True) if parts.netloc in ("", "localhost") else None
         except (OSError, ValueError, RuntimeError):
             found = None
@@ -143,10 +161,9 @@ class ImageInputs:
 
     Attributes:
         token_ids: of the whole prompt; each image has many.
-        cache_ids: the same, with numbers below 0 that depend on the images' content in place of the images' tokens: prompts whose
-            `cache_ids` are equal have the same keys and values.
-        start, end: the images' tokens, and others that the model computes as a part of them, are within these places of the prompt,
-            which are computed in one pass.
+        cache_ids: the same, with numbers below 0 that depend on the images' content in place of the images' tokens and of others that
+            the model computes as a part of them: prompts whose `cache_ids` are equal have the same keys and values.
+        start, end: these tokens are within these places of the prompt, which are computed in one pass.
     """
 
     token_ids: list[int]
@@ -155,6 +172,10 @@ class ImageInputs:
     end: int
     _tensors: Mapping[str, torch.Tensor]  # of the processor: with one value for each token (1, T), and of all images together
     _model: PreTrainedModel
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def usable(self, shared: int) -> int:
         """Return how many of the first `shared` tokens another prompt's cache can provide: all images or none."""
@@ -231,16 +252,16 @@ class ImageReader:
         places = [place for place, token in enumerate(token_ids) if token == self._token]
         if not places:
             raise ImageError("images: the model's processor gives them no tokens")
-        digest = hashlib.sha256(b"".join(each.digest for each in pictures)).digest()
-        words = [-1 - (word >> 1) for word in struct.unpack("<4Q", digest)]
-        cache_ids = list(token_ids)
-        for number, place in enumerate(places):
-            cache_ids[place] = words[number % len(words)]
         tensors = {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("input_ids", "attention_mask")}
         for types in tensors.values():
             if types.shape == (1, len(token_ids)):  # of tokens, whose type may be that of an image for marks around it as well
                 places += types[0].nonzero()[:, 0].tolist()
+        digest = hashlib.sha256(b"".join(each.digest for each in pictures)).digest()
+        words = [-1 - (word >> 1) for word in struct.unpack("<4Q", digest)]
+        cache_ids = list(token_ids)
+        for number, place in enumerate(sorted(set(places))):
+            cache_ids[place] = words[number % len(words)]
         # Where tokens of an image see later ones of it, the model's mask counts them from the beginning of the pass.
         seen = getattr(self._model.config.get_text_config(), "use_bidirectional_attention", None)
         return ImageInputs(token_ids, cache_ids, 0 if seen else min(places), max(places) + 1, tensors, self._model)
@@ -268,7 +289,9 @@ def read_image_reader(folder: Path, model: PreTrainedModel, tokenizer: PreTraine
         settings, _ = kind.get_processor_dict(folder)
         own = {"tokenizer": tokenizer, "image_processor": AutoImageProcessor.from_pretrained(folder)}
         processor = of_images.from_args_and_dict([own.get(name) for name in kind.get_attributes()], settings)
-    except (LookupError, OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+    except ImportError as error:  # of torchvision, as many processors need it, and all of them with transformers 5.17
+        return f"this model's processor of images cannot be imported ({error_sentence(error).partition('. Check')[0]})"
+    except (LookupError, OSError, ValueError, TypeError, AttributeError) as error:
         return f"the files beside this model have no processor of images ({error_sentence(error)})"
     if tokenizer.chat_template is None and isinstance(settings.get("chat_template"), str):
         tokenizer.chat_template = settings["chat_template"]

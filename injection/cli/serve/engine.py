@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from moegraft.injection.cli.images import MOST_PREPARED_BYTES
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
 from moegraft.injection.cli.serve.pages import CacheMemory, mib
 
@@ -158,7 +159,7 @@ class Engine:
         """Add the answers to one request to the queue: all of them, or none.
 
         Raises:
-            QueueFullError: the queue has not that much room.
+            QueueFullError: the queue has not that much room, or there is not enough for the images.
             TooLongError: a job's prompt and answer never fit.
             StoppedError: the engine has ended, or will.
         """
@@ -183,6 +184,14 @@ class Engine:
                 raise QueueFullError(
                     f"{of_client} requests of this client are waiting, of at most {self._max_client} for each; this one needs {numbers}"
                 )
+            others = {job.ask.images for job in [*self._all_waiting(), *self._decoder.jobs]} - {None}
+            if others and jobs[0].ask.images is not None:
+                prepared = sum(images.nbytes for images in others | {jobs[0].ask.images} if images is not None)
+                if prepared > MOST_PREPARED_BYTES:
+                    self.rejected += 1
+                    raise QueueFullError(
+                        f"with the images of other requests, this one's take {mib(prepared)}, of at most {mib(MOST_PREPARED_BYTES)}"
+                    )
             self._queues.setdefault(client, deque()).extend(jobs)
             self._wake.notify()
 

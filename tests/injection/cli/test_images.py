@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import io
 import os
 import struct
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
 from PIL import Image
-from support.serving import PATIENCE_S, Server, ask, call, serving
+from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
-from transformers import PreTrainedModel
+from transformers import AutoImageProcessor, PreTrainedModel
+from transformers.utils import import_utils, requires_backends
 
 pytest.importorskip("anthropic", reason="an extra for tests: pip install 'moegraft[test]'")
 
@@ -26,9 +31,11 @@ import anthropic
 
 from moegraft.injection.cli import images as product
 from moegraft.injection.cli.chat.conversation import encode_chat
-from moegraft.injection.cli.images import ImageError, decode_picture, read_picture, read_url
+from moegraft.injection.cli.images import ImageError, decode_picture, read_image_reader, read_picture, read_url
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
+from moegraft.injection.cli.serve import engine
+from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits
 
 A, B = picture(0), picture(1, 190, 100)
@@ -184,6 +191,16 @@ def test_one_at_a_time_nothing_is_left_for_the_next_request(
         assert kept and not any(deltas is not None and bool(deltas.any()) for deltas in kept)
 
 
+def test_marks_of_images_in_texts_are_computed_as_text(pair_of: Callable[[str], Pair]) -> None:
+    """The experts of images compute the marks around one as well, and a text's marks are not those of an image before it."""
+    pair = pair_of("ernie4_5_vl_moe")
+    with serving(pair.loaded, Limits(max_tokens=20)) as server:
+        answers(server, [shown("see", A, "what?")])
+        reply = answers(server, [told("user", "see<|IMAGE_START|> what?")])
+        before = encode_chat(pair.loaded.tokenizer, [told("user", "see")]).token_ids.index(0)  # up to <end>
+        assert reply.usage.prompt_tokens_details.cached_tokens == before
+
+
 def test_the_prefix_cache_is_that_of_the_image(server: Server, pair: Pair) -> None:
     def cached(messages: Any) -> int:
         reply = answers(server, messages)
@@ -311,6 +328,26 @@ def test_more_images_than_context(server: Server) -> None:
         answers(server, [shown(A, *[Image.new("L", (5000, 5000))] * 3)])
 
 
+def test_images_of_running_and_waiting_requests_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a processor makes of images takes a thousand times as much memory as a small file."""
+    step, going = Scheduler.step, threading.Event()
+    monkeypatch.setattr(Scheduler, "step", lambda self: going.wait(PATIENCE_S) and step(self))
+    monkeypatch.setattr(engine, "MOST_PREPARED_BYTES", 1000)
+    with serving(pair.loaded, Limits(max_tokens=20)) as server, ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(answers, server, CHATS["one image"], n=2)
+            until(lambda: server.service.engine.running == 2)
+            with pytest.raises(openai.RateLimitError, match="images of other requests"):
+                answers(server, CHATS["another image"])
+            text = pool.submit(text_of, server, CHATS["text"])
+            until(lambda: server.service.engine.waiting == 1)
+        finally:
+            going.set()
+        assert [choice.message.content for choice in first.result().choices] == 2 * [pair.answer(CHATS["one image"])]
+        assert text.result() == pair.answer(CHATS["text"])
+        assert text_of(server, CHATS["another image"]) == pair.answer(CHATS["another image"])
+
+
 def test_marks_of_images_in_texts(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match=r"2 marks .* for 1 images"):
         answers(server, [shown(A, "and <|image_pad|>")])
@@ -354,6 +391,7 @@ def test_files_of_one_folder(pair: Pair, tmp_path: Path) -> None:
     with serving(pair.loaded, Limits(max_tokens=20, image_folder=folder)) as server:
         assert text_of(server, sent(folder / "a.png")) == pair.answer(CHATS["one image"])
         hidden = [outside, folder / "link.png", folder / "missing.png", f"{folder.as_uri()}/../outside.png", "file://elsewhere/a.png"]
+        hidden.append("file://[a/a.png")  # no URL
         for path in hidden:
             with pytest.raises(openai.BadRequestError, match="no such file in the folder"):
                 answers(server, sent(path))
@@ -370,6 +408,27 @@ def test_a_model_without_vision(loaded: LoadedModel) -> None:
         assert status == 400 and "document input is not supported" in body["error"]["message"]
         assert answers(server, [told("user", "hello")]).choices[0].message.content
         assert server.service.max_body == 1 << 20
+
+
+def test_packages_that_images_need(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        found = read_image_reader(pair.folder, pair.loaded.model, pair.loaded.tokenizer)
+        assert isinstance(found, str)
+        return found
+
+    def without_torchvision(*args: Any, **kwargs: Any) -> None:
+        requires_backends(AutoImageProcessor, ["absent"])
+
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "PIL", None)
+        assert "need Pillow, which is not installed" in reason()
+    missing = (
+        lambda: False,
+        "\n{0} requires the Absent library but it was not found. Check out the instructions on the\n",
+    )
+    monkeypatch.setitem(import_utils.BACKENDS_MAPPING, "absent", missing)
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", without_torchvision)
+    assert reason().endswith("(AutoImageProcessor requires the Absent library but it was not found)")
 
 
 def test_bodies_with_images_may_be_large(server: Server) -> None:
@@ -407,6 +466,39 @@ def test_pictures_are_turned_and_without_transparency(tmp_path: Path) -> None:
     assert read_picture(path.with_suffix(".gif")).image.getpixel((0, 0)) == (255, 0, 0)
     with pytest.raises(ImageError, match=r"missing.png: .*No such file"):
         read_picture(tmp_path / "missing.png")
+
+
+def _colour(image: Image.Image, place: tuple[int, int] = (0, 0), **options: Any) -> Any:
+    """The colour of a place in an image that was saved as PNG and read again."""
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return decode_picture(file.getvalue()).image.getpixel(place)
+
+
+def test_what_is_transparent_is_white() -> None:
+    black = (0, 0, 0)
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([255, 0, 0, *black])
+    assert _colour(Image.new("RGBA", (8, 8), (*black, 0))) == (255, 255, 255)
+    assert _colour(Image.new("RGBA", (8, 8), (*black, 128))) == (127, 127, 127)
+    assert _colour(Image.new("LA", (8, 8), (0, 0))) == (255, 255, 255)
+    assert _colour(palette) == black
+    assert _colour(palette, transparency=1) == (255, 255, 255)
+    assert _colour(palette, transparency=b"\xff\x00") == (255, 255, 255)
+    assert _colour(Image.new("RGB", (8, 8)), transparency=black) == (255, 255, 255)
+
+
+def test_grey_of_16_bits() -> None:
+    grey = Image.fromarray(np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(8, 0))
+    assert [_colour(grey, (x, 0))[0] for x in (0, 1, 100, 255)] == [0, 1, 100, 255]
+    assert _colour(grey, (100, 0), transparency=65535) == (100, 100, 100)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_exif_data_that_cannot_be_read_change_nothing(form: str) -> None:
+    file = io.BytesIO()
+    A.save(file, form, exif=b"Exif\x00\x00neither of both")
+    assert decode_picture(file.getvalue()).image.size == A.size
 
 
 def _chat(pair: Pair) -> Any:
