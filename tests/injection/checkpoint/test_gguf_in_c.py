@@ -26,7 +26,7 @@ from moegraft.operators.weight_formats import GGUF_TYPES
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
 
 SOURCES = "llama-cpp-python==0.3.36"
-WANTED = re.compile(r"[^/]+/vendor/llama\.cpp/(gguf-py/tests/test_quants\.py|ggml/(include|src)/[^/]+)$")
+WANTED = re.compile(r"[^/]+/vendor/llama\.cpp/(gguf-py/tests/test_quants\.py|ggml/(include|src|src/ggml-cpu)/[^/]+)$")
 # Functions of other files of the library, of which the quantisers call the locks of its tables alone; one thread calls them here.
 OTHERS = (
     *("ggml_critical_section_start", "ggml_critical_section_end"),
