@@ -2,7 +2,7 @@
 
     python benchmarks/speculative.py rounds quality tasks sparsity mtp plot --text talk=questions.txt --text prose=essay.txt
     python benchmarks/speculative.py speed
-    python benchmarks/speculative.py mtp-speed --rounds 10
+    python benchmarks/speculative.py mtp-speed budget --rounds 10
 
 - rounds (`results/speculative_drafts.csv`, `speculative_confidence.csv`): the model continues held-out text with many draft configurations.
   Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight that the drafting experts have,
@@ -26,6 +26,9 @@
   random and the acceptance of each token is forced, so the text is not plain's. `predicted` is the best of
   `plain_ms * (1 + a + ... + a^n) / (n * draft_ms + verify_ms(n))` over n, 0 included; its costs are measured before, by fixed drafts of n
   tokens. The text without forced acceptance is compared with plain decoding's first.
+- budget (`speculative_budget.csv`): what `expert_budget` costs and gains: perplexity of held-out text by the bundled model in passes of as
+  many tokens as a verification has (`quality`), and ms of the verification of MTP drafts on the model of mtp-speed in int4, by rounds
+  that alternate (`time`). `experts` is how many different ones the tokens of such a pass have in a layer.
 - plot: `speculative_drafts.png` from these files.
 """
 
@@ -37,7 +40,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +66,7 @@ MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
 MTP_DRAFT = 4
 FORESIGHT_TOKENS = 1024  # the bundled model's context
-PARTS = ("rounds", "quality", "tasks", "sparsity", "mtp", "foresight", "speed", "mtp-speed", "plot")
+PARTS = ("rounds", "quality", "tasks", "sparsity", "mtp", "foresight", "speed", "mtp-speed", "budget", "plot")
 EXACT = "extends: cpu-exact\n"  # in int8, values of a pass over several tokens are rounded otherwise on some CPUs, and text may change
 TOLERANCE = 0.3
 BINS = 10
@@ -82,6 +85,7 @@ SPEED_PROVIDERS: Mapping[str, Mapping[str, object] | None] = {
     "mtp, marginal": {"draft": "mtp", "max_draft": 5, "schedule": "marginal"},
 }
 MTP_SPEED_DRAFT, MTP_ACCEPTANCES = 3, (0.7, 0.0)
+QUALITY_BUDGETS, TIME_BUDGETS = (None, 12, 10, 8, 6, 4), (None, 24, 20, 16, 12, 8)
 MEASURED = ("schedule", "tokens_per_round", "needed", "draft_step_ms", "verify_ms", "drafted_share")
 Row = dict[str, object]
 
@@ -417,18 +421,79 @@ class Recorded(FixedSchedule):
         self.rounds.append(done)
 
 
+def mtp_model(layers: int, weights: str = "int8") -> tuple[PreTrainedModel, torch.Tensor]:
+    """Return a random model of Mellum's shapes that drafts with its MTP layer, and a prompt."""
+    config = MellumConfig(num_hidden_layers=layers, num_mtp_layers=1, mtp_layer_types=["full_attention"], dtype=torch.bfloat16)
+    draft = draft_rule({"draft": "mtp", "max_draft": MTP_SPEED_DRAFT, "confidence": 0})
+    model = injected(
+        random_model(config, mtp=True), f"extends: cpu\nvars: {{weights: {weights}}}\nrules:\n{draft}", threads=torch.get_num_threads()
+    )
+    model.moegraft.model_operator.clock = clock
+    return model, torch.randint(20, config.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def budget(layers: int, new_tokens: int, rounds: int, texts: Sequence[torch.Tensor], rows: Recorder) -> None:
+    """Record the quality and the time of verifications with a limited number of experts per layer."""
+    loaded = injected(demo_path(), EXACT, threads=torch.get_num_threads())
+    switch, counts = loaded.moegraft.context.draft_switch, list[int]()
+
+    def count(module: object, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        index, _ = switch.narrow(*inputs[1:])
+        counts.append(len(index[index >= 0].unique()))
+
+    for layer in loaded.moegraft.operators.values():
+        if isinstance(layer, HybridExperts):
+            layer.register_forward_pre_hook(count)
+    for experts in QUALITY_BUDGETS:
+        counts.clear()
+        loss = statistics.mean(_passes_loss(loaded, ids, experts) for ids in texts)
+        found: Row = {"figure": "quality", "budget": experts or "all", "pass_tokens": MAX_DRAFT + 1}
+        found |= {"experts": round(statistics.mean(counts), 2), "perplexity": round(math.exp(loss), 3)}
+        rows.add({**found, "tokens": sum(ids.numel() for ids in texts)})
+    model, ids = mtp_model(layers, "int4")
+    operator: Any = model.moegraft.model_operator
+    lossless, taken = operator.options, dict[int | None, list[float]]()
+    operator._schedule = Recorded(MTP_SPEED_DRAFT)
+    for number in range(rounds + 1):
+        for experts in TIME_BUDGETS:
+            operator.options = lossless if experts is None else replace(lossless, mode="adaptive", expert_budget=experts)
+            operator._schedule.rounds.clear()
+            with forced_acceptance(MTP_ACCEPTANCES[0], number):
+                generate(model, ids, new_tokens=new_tokens)
+            whole = [done for done in operator._schedule.rounds if len(done.confidences) == MTP_SPEED_DRAFT and not done.prepared]
+            if number:  # the first round prepares programs
+                taken.setdefault(experts, []).append(statistics.median(done.verify_ms for done in whole))
+    for experts, figures in taken.items():
+        row: Row = {
+            "figure": "time",
+            "budget": experts or "all",
+            "pass_tokens": MTP_SPEED_DRAFT + 1,
+            **percentiles(figures, "verify_ms", 3),
+        }
+        row |= {"of_all": round(median_ratio(figures, taken[None]), 3), "layers": layers, "rounds": rounds}
+        rows.add({**row, "threads": torch.get_num_threads()})
+
+
+def _passes_loss(model: PreTrainedModel, ids: torch.Tensor, experts: int | None) -> float:
+    """Return the cross-entropy of a text (1, T) in passes of a verification's tokens."""
+    call: Any = model
+    logits, cache = [], None
+    with torch.inference_mode(), model.moegraft.context.draft_switch.drafting(DraftSettings(budget=experts)):
+        for part in ids.split(MAX_DRAFT + 1, dim=1):
+            output = call(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+    return float(torch.nn.functional.cross_entropy(torch.cat(logits, 1)[0, :-1].float(), ids[0, 1:]))
+
+
 def mtp_speed(layers: int, new_tokens: int, rounds: int, rows: Recorder) -> None:
     """Record the speed of MTP drafts for each forced acceptance.
 
     Raises:
         AssertionError: drafts change the text.
     """
-    config = MellumConfig(num_hidden_layers=layers, num_mtp_layers=1, mtp_layer_types=["full_attention"], dtype=torch.bfloat16)
-    rules = f"extends: cpu\nvars: {{weights: int8}}\nrules:\n{draft_rule({'draft': 'mtp', 'max_draft': MTP_SPEED_DRAFT, 'confidence': 0})}"
-    model = injected(random_model(config, mtp=True), rules, threads=torch.get_num_threads())
+    model, ids = mtp_model(layers)
     operator, stock, replay = model.moegraft.model_operator, type(model).__mro__[2], model.moegraft.context.replay
-    operator.clock = clock
-    ids = torch.randint(20, config.vocab_size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
     wanted = {"attention_mask": torch.ones_like(ids), "do_sample": False}
 
     def plain(count: int = new_tokens) -> torch.Tensor:
@@ -541,6 +606,9 @@ def main() -> None:
                 foresight(pieces(held_out(), 1, FORESIGHT_TOKENS)[0].flatten(), rows)
             case "speed":
                 speed(prompts[: max(1, given.prompts // 3)], given.rounds, rows)
+            case "budget":
+                texts_of_budget = pieces(held_out(), given.prompts, QUALITY_TOKENS, given.model)
+                budget(given.layers, given.new_tokens, given.rounds, texts_of_budget, rows)
             case "mtp-speed":
                 mtp_speed(given.layers, given.new_tokens, given.rounds, rows)
 

@@ -7,7 +7,7 @@ stock model need not fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights
-from moegraft.operators.base import InPlaceOperator, Operator
+from moegraft.operators.base import DecodeLoss, InPlaceOperator, Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 from moegraft.operators.machine import probe_machine
@@ -29,7 +29,7 @@ from moegraft.operators.sparsity import achieved, total_counts, whole
 from moegraft.operators.weight_formats import FORMATS, Expected
 from moegraft.operators.weights import WeightTypes
 
-EVERY_EXPERT = DraftSettings(top_k=2**31)  # drafts add no expert to another layer than its own
+EVERY_EXPERT = DraftSettings()  # drafts add no expert to another layer than its own
 POSITIONS = 64  # compared at a time: a float64 row of a large vocabulary takes a megabyte
 
 
@@ -162,8 +162,9 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     with _stock_outputs(model, injection, StockModules(source), layers):
         stock_logits = logits_of(model, ids)
     before = total_counts(sparse)
-    decode_loss = next((loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None), None)
-    injected_logits = logits_of(model, ids) if decode_loss is None else decoded_logits_of(model, ids)
+    losses = [loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None]
+    loss = max(losses, key=lambda each: each.tokens, default=None)
+    injected_logits = logits_of(model, ids) if loss is None else decoded_logits_of(model, ids, loss)
     replaced = [swap.module for swap in injection.plan.swaps if not swap.in_place]
     injection.verifications.append(compare_logits(stock_logits, injected_logits, ids))
     return Verification(
@@ -172,7 +173,7 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
         unreached=tuple(path for path in replaced if path not in layers),
         logits=injection.verifications[-1],
         left_out=achieved(total_counts(sparse) - before) if any(layer.threshold for layer in sparse) else None,
-        decode_loss=decode_loss,
+        decode_loss=None if loss is None else loss.text,
     )
 
 
@@ -183,14 +184,16 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return logits[0].to("cpu")
 
 
-def decoded_logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits (T, V) of `ids (T,)`, on the CPU, each token in a decode step of its own."""
+def decoded_logits_of(model: PreTrainedModel, ids: torch.Tensor, loss: DecodeLoss) -> torch.Tensor:
+    """Return the logits (T, V) of `ids (T,)`, on the CPU, in passes of decoding that have `loss`."""
     rows, cache = [], None
-    with torch.inference_mode():
-        for token in ids.to(model.device).split(1):
-            outputs = model(input_ids=token[None], past_key_values=cache, use_cache=True)
+    injection = injection_of(model)
+    assert injection is not None, "verify asks for an injected model"
+    with torch.inference_mode(), nullcontext() if loss.settings is None else injection.context.draft_switch.drafting(loss.settings):
+        for tokens in ids.to(model.device).split(loss.tokens):
+            outputs = model(input_ids=tokens[None], past_key_values=cache, use_cache=True)
             cache = outputs.past_key_values
-            rows.append(outputs.logits[0, -1:].to("cpu"))
+            rows.append(outputs.logits[0].to("cpu"))
     return torch.cat(rows)
 
 

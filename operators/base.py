@@ -50,6 +50,21 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeLoss:
+    """What passes of decoding compute otherwise than those of prompts.
+
+    Attributes:
+        text: what, as the end of a sentence.
+        tokens: of one pass.
+        settings: how experts run in it.
+    """
+
+    text: str
+    tokens: int = 1
+    settings: DraftSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Traits:
     """What the options of a rule mean for the rest of the model.
 
@@ -65,7 +80,7 @@ class Traits:
             or an empty text where the operator does not join `InjectionContext.expert_group`; None where they can.
         mtp: whether the model gets the layers of its checkpoint for multi-token prediction.
         drafting: how experts run while they draft; None where they do not draft.
-        decode_loss: what decode steps compute otherwise than prompts, at the cost of exactness, as a sentence's end; None where nothing.
+        decode_loss: what decode steps compute otherwise than prompts, at the cost of exactness; None where nothing.
         untrained: why a model with these options cannot be trained, not even adapters beside its frozen weights; None where it can.
     """
 
@@ -79,7 +94,7 @@ class Traits:
     undivided: str | None = ""
     mtp: bool = False
     drafting: DraftSettings | None = None
-    decode_loss: str | None = None
+    decode_loss: DecodeLoss | None = None
     untrained: str | None = None
 
 

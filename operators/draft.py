@@ -13,15 +13,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """How experts run while a draft is computed.
+    """How experts run while a draft is computed, or verified.
 
     Attributes:
         top_k: experts per token; at least 1.
         sparsity: share of neurons to leave out, in the scope of the operator's own target; None for the operator's own target.
+        budget: experts of a layer that all tokens of a pass have together; None for all that they choose.
     """
 
-    top_k: int
+    top_k: int = 2**31
     sparsity: float | None = None
+    budget: int | None = None
 
 
 class DraftSwitch:
@@ -69,9 +71,13 @@ class DraftSwitch:
     def narrow(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's routing, ids and weights (T, K), reduced to the draft's experts; unchanged while the thread is not drafting."""
         settings = self.settings
-        if settings is None or settings.top_k >= top_k_index.shape[-1]:
+        if settings is None:
             return top_k_index, top_k_weights
-        return keep_largest(top_k_index, top_k_weights, settings.top_k)
+        if settings.top_k < top_k_index.shape[-1]:
+            top_k_index, top_k_weights = keep_largest(top_k_index, top_k_weights, settings.top_k)
+        if settings.budget is not None and settings.budget < top_k_index.numel():
+            top_k_index, top_k_weights = keep_heaviest(top_k_index, top_k_weights, settings.budget)
+        return top_k_index, top_k_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +146,23 @@ def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, top_k: 
     """
     largest = top_k_weights.topk(top_k, dim=-1).indices
     kept = torch.zeros_like(top_k_index, dtype=torch.bool).scatter_(-1, largest, True)
+    return top_k_index.where(kept, -1), top_k_weights.where(kept, 0)
+
+
+def keep_heaviest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the `budget` experts of a pass whose weights, summed over all tokens, are largest (MoE-Spec, arXiv:2602.16052, truncation).
+
+    The other experts become padded slots: id -1, which no kernel reads, and weight 0. Of equally heavy experts, the first ones are kept.
+
+    Args:
+        top_k_index: (T, K) int64.
+        top_k_weights: (T, K) floating point.
+    """
+    ids, weights = top_k_index.flatten(), top_k_weights.flatten().float()
+    same = ids[:, None] == ids  # (TK, TK): tokens are few, and how many experts there are need not be known
+    mass = torch.where(same, weights, 0.0).sum(-1)
+    ahead = (mass > mass[:, None]) | ((mass == mass[:, None]) & (ids < ids[:, None]))
+    # An expert that n tokens have chosen counts n times, so 1 / n each.
+    rank = torch.where(ahead, 1 / same.float().sum(-1), 0.0).sum(-1)
+    kept = (rank < budget - 0.5).view_as(top_k_index)
     return top_k_index.where(kept, -1), top_k_weights.where(kept, 0)

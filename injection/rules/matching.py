@@ -367,7 +367,7 @@ def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module,
     for rule, operator, taken in used:
         traits = operator.traits(rule.options)
         if traits.decode_loss is not None:
-            message = f"rule '{rule.id}': lossy: {traits.decode_loss}; 'moegraft verify' measures what that costs"
+            message = f"rule '{rule.id}': lossy: {traits.decode_loss.text}; 'moegraft verify' measures what that costs"
             findings.notice(rule.place("operator"), message)
         sparsity = traits.sparsity
         for option, reason in () if sparsity is None else sparsity_errors(sparsity, draft, taken, model):

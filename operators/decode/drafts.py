@@ -51,6 +51,7 @@ class Drafting:
     warn_once: Callable[[str], None]  # of the reason why a call is decoded without drafts
     confidence: float = 0.0
     tolerance: float = 0.0  # of the adaptive rule; 0: the lossless one
+    verification: DraftSettings | None = None  # how experts run in the full model's pass over a draft; None: as always
     clock: Callable[[], float] = time.perf_counter  # seconds
     trace: Trace = no_trace
     _longest: int = field(default=0, init=False)  # draft that can be removed from the cache
@@ -104,7 +105,8 @@ class Drafting:
             with self.trace("verify" if drafts else "plain step") as details:
                 compared = accepted = 0
                 if drafts:
-                    logits = sequence.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
+                    with nullcontext() if self.verification is None else self.switch.drafting(self.verification):
+                        logits = sequence.forward([draft.token for draft in drafts], feed=len(drafts) + 1)
                     compared, accepted = accept(sequence, rule, drafts, logits)
                     details |= {"drafted": len(drafts), "accepted": accepted}
                 else:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts
-from moegraft.operators.base import Footprint, Operator, Packing, Traits
+from moegraft.operators.base import DecodeLoss, Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.errors import UnsupportedModelError
@@ -231,7 +231,9 @@ class HybridExperts(Operator):
             replays_steps=options.decode != "eager",
             undivided=undivided,
             untrained=untrained,
-            decode_loss=f"decode steps add up to {options.defer} experts of a token to the next layer" if options.defer else None,
+            decode_loss=DecodeLoss(f"decode steps add up to {options.defer} experts of a token to the next layer")
+            if options.defer
+            else None,
         )
 
     @classmethod

@@ -141,7 +141,7 @@ class GpuLayer:
     def _step(self, host: dict[str, torch.Tensor], settings: DraftSettings | None) -> LayerStep:
         scores = host["scores"].numpy() if "scores" in host else None
         draft = None
-        if settings is not None:
+        if settings is not None and settings.budget is None:  # with a budget, a draft is verified
             draft = DraftStep(self._ids(host["routed index"]), settings.top_k)
         neurons = self.layers.neurons(self._sparsity)
         step = LayerStep.of(self._index, self._ids(host["index"]), scores, self._predictions(host), draft, neurons)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import Footprint, ModelOperator, Traits
+from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.drafts import (
     NGRAM,
@@ -73,6 +73,8 @@ class SpeculativeOptions:
             change a near tie of greedy text); `adaptive` accepts more tokens and changes both.
         confidence: a draft ends after a token of lower probability. Adaptive mode does not accept such a token.
         tolerance: adaptive mode accepts a token of draft probability q and full probability p where `p / q > 1 - tolerance`.
+        expert_budget: in adaptive mode, how many experts of a layer verify a draft (MoE-Spec, arXiv:2602.16052): those with the largest
+            weights over its tokens; the others are left out. By default all that its tokens choose.
     """
 
     draft: Literal["experts", "ngram", "mtp"] | DraftHead = "experts"
@@ -83,6 +85,7 @@ class SpeculativeOptions:
     mode: Literal["lossless", "adaptive"] = "lossless"
     confidence: float = 0.0
     tolerance: float = 0.0
+    expert_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("draft_top_k", "max_draft"):
@@ -96,10 +99,14 @@ class SpeculativeOptions:
             raise ValueError(f"draft_sparsity is a share between 0 and 1, not {self.draft_sparsity:g}")
         if self.mode == "lossless" and self.tolerance > 0:
             raise ValueError("tolerance changes the generated text; it needs 'mode: adaptive'")
-        if self.mode == "adaptive" and not self.tolerance:
-            raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3")
-        if self.draft == "ngram" and (self.confidence > 0 or self.mode == "adaptive"):
-            raise ValueError("draft ngram has no probabilities: remove 'confidence' and 'mode: adaptive'")
+        if self.mode == "adaptive" and not self.tolerance and self.expert_budget is None:
+            raise ValueError("mode adaptive needs a tolerance above 0, such as 0.3, or an expert_budget")
+        if self.expert_budget is not None and self.expert_budget < 1:
+            raise ValueError(f"expert_budget must be 1 or more, not {self.expert_budget}")
+        if self.expert_budget is not None and self.mode == "lossless":
+            raise ValueError("expert_budget changes the generated text; it needs 'mode: adaptive'")
+        if self.draft == "ngram" and (self.confidence > 0 or self.tolerance > 0):
+            raise ValueError("draft ngram has no probabilities: remove 'confidence' and 'tolerance'")
         if self.draft != "experts" and self.draft_sparsity is not None:
             raise ValueError(f"draft {self.draft} runs none of the model's own experts: remove 'draft_sparsity'")
 
@@ -112,6 +119,11 @@ class SpeculativeOptions:
     def settings(self) -> DraftSettings:
         """How experts run while drafting."""
         return DraftSettings(self.draft_top_k, self.draft_sparsity)
+
+    @property
+    def verification(self) -> DraftSettings | None:
+        """How experts run while a draft is verified; None for all that its tokens choose."""
+        return None if self.expert_budget is None else DraftSettings(budget=self.expert_budget)
 
 
 logger = logging.getLogger(__name__)
@@ -245,7 +257,12 @@ class SpeculativeDraft(ModelOperator):
     @classmethod
     def traits(cls, options: SpeculativeOptions) -> Traits:
         drafting = options.settings if options.draft == "experts" else None
-        return Traits("", draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp", drafting=drafting)
+        identity, loss = "", None
+        if options.expert_budget is not None:
+            identity = f"expert_budget {options.expert_budget}"
+            text = f"at most {options.expert_budget} experts of a layer verify a draft of {options.max_draft} tokens"
+            loss = DecodeLoss(text, options.max_draft + 1, options.verification)
+        return Traits(identity, draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp", drafting=drafting, decode_loss=loss)
 
     @classmethod
     def footprint(cls, module: nn.Module, options: SpeculativeOptions, dtype: torch.dtype) -> Footprint:
@@ -269,7 +286,12 @@ class SpeculativeDraft(ModelOperator):
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
                 "such as 'sparsity: {target: 0, scope: routed}', which leaves neurons out only in drafts"
             )
-        if self.options.mode == "adaptive":
+        if self.options.expert_budget is not None and not self._switch.layers:
+            raise UnsupportedModelError(
+                "expert_budget limits the experts that verify a draft, and no rule replaces experts by an operator that can run fewer; "
+                "add a rule with 'match: {kind: experts}' and 'class: hybrid_experts'"
+            )
+        if self.options.tolerance:
             self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
@@ -296,11 +318,12 @@ class SpeculativeDraft(ModelOperator):
             warn_once=lambda reason: self.warn_once(f"decoding without drafts: {reason}"),
             confidence=self.options.confidence,
             tolerance=self.options.tolerance,
+            verification=self.options.verification,
             clock=self.clock,
             trace=self.trace,
         )
         result = generate(self._context.replay, model, plain, args, kwargs, drafting)
-        if self.options.mode == "adaptive":
+        if self.options.tolerance:
             logger.debug("speculative_draft: %s", self._statistics.line())
         return result
 

@@ -31,6 +31,9 @@ IDS = prompt(10)
         ({"tolerance": 0.3}, "tolerance changes the generated text; it needs 'mode: adaptive'"),
         ({"mode": "adaptive"}, "needs a tolerance above 0"),
         ({"draft": "ngram", "confidence": 0.5}, "draft ngram has no probabilities"),
+        ({"mode": "adaptive", "draft": "ngram", "tolerance": 0.5}, "draft ngram has no probabilities"),
+        ({"expert_budget": 8}, "expert_budget changes the generated text; it needs 'mode: adaptive'"),
+        ({"expert_budget": 0, "mode": "adaptive"}, "expert_budget must be 1 or more"),
     ],
 )
 def test_wrong_options_are_rejected(options: dict[str, Any], message: str) -> None:
