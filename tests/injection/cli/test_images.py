@@ -16,18 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import torch
-from PIL import Image
-from support.serving import PATIENCE_S, Server, ask, call, serving, until
-from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 from transformers import AutoImageProcessor, PreTrainedModel
 from transformers.utils import import_utils, requires_backends
 
 pytest.importorskip("anthropic", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("openai", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("pydantic", reason="an extra for tests: pip install 'moegraft[test]'")
+pytest.importorskip("PIL", reason="an extra for tests: pip install 'moegraft[test]'")
 
 import anthropic
+import openai
+from PIL import Image
+from support.serving import PATIENCE_S, Server, ask, call, serving, until
+from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 
 from moegraft.injection.cli import images as product
 from moegraft.injection.cli.chat.conversation import encode_chat
