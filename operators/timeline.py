@@ -38,6 +38,14 @@ class Timeline:
         self.spans: list[Span] = []
         self._capacity = capacity
 
+    def at(self, host_ns: int) -> float:
+        """Return a time of `time.perf_counter_ns` in ms of this clock.
+
+        Where this is another clock, as of an emulated device, the thread may have to wait between the readings of both.
+        """
+        late_ms = 0.0 if self.now_ms is host_ms else self.now_ms() - time.perf_counter_ns() / 1e6
+        return host_ns / 1e6 + late_ms
+
     def add(self, lane: str, name: str, start_ms: float, end_ms: float, **details: object) -> None:
         if len(self.spans) >= self._capacity:
             del self.spans[: self._capacity // 2]

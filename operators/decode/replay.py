@@ -318,9 +318,8 @@ class StepReplay(ABC):
             self.replayed += steps
             self._replayed_ns += took_ns
         if self.timeline is not None:
-            now_ms = self.timeline.now_ms()
             how = "layer by layer" if replay is None else "program"
-            self.timeline.add("step", how, now_ms - took_ns / 1e6, now_ms, position=position)
+            self.timeline.add("step", how, self.timeline.at(started_ns), self.timeline.at(started_ns + took_ns), position=position)
 
     def release(self) -> None:
         """Free the replays, which are recorded again where steps follow."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -394,10 +393,9 @@ class StepProgram:
 
     def add_spans(self, timeline: Timeline) -> None:
         """Add the kernels of the last step to the lane `CPU`."""
-        late_ms = timeline.now_ms() - time.perf_counter_ns() / 1e6
         for name, (began_ns, ended_ns) in zip(self._native.kernels, self._native.native.spans(), strict=True):
             if ended_ns:
-                timeline.add("CPU", name, began_ns / 1e6 + late_ms, ended_ns / 1e6 + late_ms)
+                timeline.add("CPU", name, timeline.at(began_ns), timeline.at(ended_ns))
 
     def _is_grown(self, name: StateName) -> bool:
         return any(name in tensor.names for tensor in self._grown)

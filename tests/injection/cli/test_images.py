@@ -54,7 +54,7 @@ def shown(*parts: str | Image.Image) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def told(role: str, text: str) -> dict[str, Any]:
+def text_message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
@@ -64,10 +64,10 @@ CHATS: Mapping[str, list[dict[str, Any]]] = {
     "another image": [shown(B, "what?")],
     "an image in the middle": [shown("see", A, "what?")],
     "two images": [shown(A, "and", B, "differ?")],
-    "text": [told("user", "hello there")],
-    "an image in an earlier turn": [shown(A, "what?"), told("assistant", "abc"), told("user", "and now?")],
-    "another turn with an image": [shown(A, "what?"), told("assistant", "abc"), shown("see", B)],
-    "long texts around": [shown(LONG, A, LONG), told("assistant", "abc"), told("user", "and now?")],
+    "text": [text_message("user", "hello there")],
+    "an image in an earlier turn": [shown(A, "what?"), text_message("assistant", "abc"), text_message("user", "and now?")],
+    "another turn with an image": [shown(A, "what?"), text_message("assistant", "abc"), shown("see", B)],
+    "long texts around": [shown(LONG, A, LONG), text_message("assistant", "abc"), text_message("user", "and now?")],
 }
 
 
@@ -181,7 +181,7 @@ def test_one_at_a_time_nothing_is_left_for_the_next_request(
     """The stock model keeps by how much images shift positions: a text that goes on from a cache must not get that."""
     pair = pair_of(name)
     monkeypatch.setattr(pair.loaded.model.generation_config, "repetition_penalty", 1.0001)  # which changes no answer
-    text = [told("user", LONG), told("assistant", "abc"), told("user", "and now?")]
+    text = [text_message("user", LONG), text_message("assistant", "abc"), text_message("user", "and now?")]
     order = [CHATS["one image"], CHATS["an image in an earlier turn"], text[:1], CHATS["two images"], text[:1], text, *CHATS.values()]
     with serving(pair.loaded, Limits(max_tokens=20, prefill_chunk=64)) as server:
         assert server.service.alone_because
@@ -199,8 +199,8 @@ def test_marks_of_images_in_texts_are_computed_as_text(pair_of: Callable[[str], 
     pair = pair_of("ernie4_5_vl_moe")
     with serving(pair.loaded, Limits(max_tokens=20)) as server:
         answers(server, [shown("see", A, "what?")])
-        reply = answers(server, [told("user", "see<|IMAGE_START|> what?")])
-        before = encode_chat(pair.loaded.tokenizer, [told("user", "see")]).token_ids.index(0)  # up to <end>
+        reply = answers(server, [text_message("user", "see<|IMAGE_START|> what?")])
+        before = encode_chat(pair.loaded.tokenizer, [text_message("user", "see")]).token_ids.index(0)  # up to <end>
         assert reply.usage.prompt_tokens_details.cached_tokens == before
 
 
@@ -213,11 +213,11 @@ def test_the_prefix_cache_is_that_of_the_image(server: Server, pair: Pair) -> No
     first, other = shown("a question about", picture(7), "what?"), shown("a question about", picture(8), "what?")
     end = len(pair.inputs([first])["input_ids"][0])
     cached([first])
-    before = encode_chat(pair.loaded.tokenizer, [told("user", "a question about")]).token_ids.index(0)  # up to <end>
+    before = encode_chat(pair.loaded.tokenizer, [text_message("user", "a question about")]).token_ids.index(0)  # up to <end>
     assert cached([other]) == before + 1  # and the mark before the image
     assert cached([first]) == end - 1
-    assert cached([first, told("assistant", "abc"), told("user", "and now?")]) >= end - 1
-    grown = [first, told("assistant", "abc"), shown("see", picture(9))]
+    assert cached([first, text_message("assistant", "abc"), text_message("user", "and now?")]) >= end - 1
+    grown = [first, text_message("assistant", "abc"), shown("see", picture(9))]
     assert cached(grown) == before + 1  # a later image: all are placed again
     assert cached(grown) == len(pair.inputs(grown)["input_ids"][0]) - 1
 
@@ -275,7 +275,7 @@ def test_tools_may_return_images(server: Server, pair: Pair) -> None:
     data = base64.b64encode(as_file(A)).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}]}
-    turns: Any = [told("user", "look"), {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    turns: Any = [text_message("user", "look"), {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
     count = anthropic_client(server).messages.count_tokens(model=server.service.model_id, messages=turns)
     assert count.input_tokens > 12
 
@@ -354,11 +354,11 @@ def test_images_of_running_and_waiting_requests_are_bounded(pair: Pair, monkeypa
 def test_marks_of_images_in_texts(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match=r"2 marks .* for 1 images"):
         answers(server, [shown(A, "and <|image_pad|>")])
-    assert text_of(server, [told("user", "a text with <|image_pad|>")])
+    assert text_of(server, [text_message("user", "a text with <|image_pad|>")])
 
 
 def test_a_long_conversation_loses_its_oldest_images(server: Server, pair: Pair) -> None:
-    old = [shown(*[picture(seed, 400, 400) for seed in range(30)]), told("assistant", "abc")]
+    old = [shown(*[picture(seed, 400, 400) for seed in range(30)]), text_message("assistant", "abc")]
     items: Any = [
         {
             "role": message["role"],
@@ -409,7 +409,7 @@ def test_a_model_without_vision(loaded: LoadedModel) -> None:
             answers(server, CHATS["one image"])
         status, _, body = call(server, "POST", "/v1/messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]})
         assert status == 400 and "document input is not supported" in body["error"]["message"]
-        assert answers(server, [told("user", "hello")]).choices[0].message.content
+        assert answers(server, [text_message("user", "hello")]).choices[0].message.content
         assert server.service.max_body == 1 << 20
 
 
@@ -523,7 +523,7 @@ def test_a_chat_about_images(pair: Pair, tmp_path: Path, capsys: pytest.CaptureF
     run_command(chat, f"/image {path}")
     first = chat.turn("what?")
     assert first.text == pair.answer(CHATS["one image"])
-    turns = [*CHATS["one image"], told("assistant", first.text), told("user", "and now?")]
+    turns = [*CHATS["one image"], text_message("assistant", first.text), text_message("user", "and now?")]
     second = chat.turn("and now?")
     assert second.text == pair.answer(turns)
     assert second.stats is not None and second.stats.cached_tokens >= first.stats.prompt_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -135,6 +136,27 @@ def test_a_step_has_one_operation_for_each_rule(model_type: str, tmp_path: Path)
     assert len(steps) >= 9  # of 11: a program whose results are larger than the recorded one's is made again
     for step in steps:
         assert sum(step.start_ms <= start <= step.end_ms for start in kernels) == rules * len(layers_of(ours))
+
+
+def test_kernels_are_within_their_step_where_the_thread_has_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is read for steps and for kernels; between two readings other threads may run."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+    ids, ours = prompt(9, batch=1, seed=1), injected(stock("qwen3_next"), tmp_path)
+    ours.generate(ids, **options)
+    read = time.perf_counter_ns
+
+    def late() -> int:
+        time.sleep(2e-3)
+        return read()
+
+    with monkeypatch.context() as patch, ours.moegraft.timelines() as (timeline,):
+        patch.setattr(time, "perf_counter_ns", late)
+        ours.generate(ids, **options)
+    steps = [span for span in timeline.spans if (span.lane, span.name) == ("step", "program")]
+    kernels = [span.start_ms for span in timeline.spans if span.name == "recurrent"]
+    assert len(steps) >= 4
+    for step in steps:
+        assert sum(step.start_ms <= start <= step.end_ms for start in kernels) == 2 * len(layers_of(ours))
 
 
 def test_sixteen_bits_are_rounded_no_more_than_by_the_stock_model(tmp_path: Path) -> None:
