@@ -193,6 +193,8 @@ def why_stock_loop(model: PreTrainedModel, arguments: Mapping[str, Any], config:
         return "classifier-free guidance runs the model inside a logits processor"
     if config.output_attentions or config.output_hidden_states:
         return "the call returns attentions or hidden states of each step"
+    if config.compile_config is not None:
+        return "compile_config asks for steps that torch.compile has compiled"
     if config.prefill_chunk_size is not None or config.token_healing or arguments.get("synced_gpus"):
         return "prefill_chunk_size, token_healing and synced_gpus need transformers' own loop"
     if getattr(model.generation_config, "stop_strings", None):

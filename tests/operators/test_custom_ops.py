@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from support.families import tiny_model
-from transformers import PreTrainedModel, StaticCache
+from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import UnsupportedModelError
@@ -46,6 +46,20 @@ def test_decode_with_a_static_cache_is_one_graph(injected: PreTrainedModel) -> N
         for position in range(ids.shape[1]):
             step = compiled(ids[:, position : position + 1], past_key_values=cache, position_ids=torch.tensor([[position]]))
             torch.testing.assert_close(step.logits[:, 0], whole[:, position], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_compiles_its_steps_where_that_is_asked_for(injected: PreTrainedModel, batch: int) -> None:
+    """For one sequence, which has a loop of moegraft's own, as for several."""
+    settings = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
+    settings._compile_all_devices = True  # not for GPUs alone
+    given = {"inputs": torch.tensor([[5, 17, 33, 90, 3]] * batch), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    given["cache_implementation"] = "static"
+    expected = injected.generate(**given)  # type: ignore[operator]
+    vars(injected).pop("_compiled_call", None)
+    found = injected.generate(**given, compile_config=settings)  # type: ignore[operator]
+    assert hasattr(injected, "_compiled_call")
+    assert torch.equal(found, expected)
 
 
 def test_a_freed_model_leaves_no_operator_behind() -> None:

@@ -13,6 +13,7 @@ from support.decoding import native_steps
 from support.families import VOCAB_SIZE, prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CompileConfig,
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
@@ -194,6 +195,7 @@ def test_sampling_repeats_with_its_seed_and_its_logits_are_the_full_models(pair:
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
         ({"guidance_scale": 1.5, "negative_prompt_ids": prompt(4)}, "classifier-free guidance"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states"),
+        ({"compile_config": CompileConfig()}, "torch.compile"),
         ({"custom_generate": lambda model, input_ids, **rest: input_ids}, "custom_generate"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
