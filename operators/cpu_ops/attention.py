@@ -333,12 +333,13 @@ class ImplementationName(str):
     replaces: str
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or self.replaces == other
+        return other == IMPLEMENTATION or self.replaces == other  # traceable, unlike str.__eq__
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__  # dictionaries find `forward`
+    def __hash__(self) -> int:
+        return hash(IMPLEMENTATION)  # dictionaries find `forward`
 
 
 def implementation_name(module: nn.Module, config: PretrainedConfig) -> str:

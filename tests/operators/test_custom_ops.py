@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from support.families import tiny_model
+from support.families import build_model, case_of, tiny_model
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
@@ -46,6 +46,14 @@ def test_decode_with_a_static_cache_is_one_graph(injected: PreTrainedModel) -> N
         for position in range(ids.shape[1]):
             step = compiled(ids[:, position : position + 1], past_key_values=cache, position_ids=torch.tensor([[position]]))
             torch.testing.assert_close(step.logits[:, 0], whole[:, position], rtol=2e-2, atol=2e-2)
+
+
+def test_a_model_that_compares_the_name_of_its_attention_is_one_graph() -> None:
+    ids = torch.tensor([[5, 17, 33, 90, 3]])
+    model = optimize_and_load(build_model(case_of("minimax_m3_vl_text")), "cpu-exact", progress=False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
