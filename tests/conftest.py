@@ -8,6 +8,7 @@ import signal
 import sys
 from functools import cache
 from importlib.metadata import EntryPoints
+from pathlib import Path
 
 # Read by the libraries when they are imported, so set before anything here imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -47,6 +48,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run generated tests in their long form: up to an hour each, instead of seconds")
+    text = "a checkout of transformers' repository, whose tests of generation and of families tests/test_peers.py then runs as well"
+    parser.addoption("--transformers-tests", type=Path, metavar="FOLDER", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
