@@ -68,6 +68,7 @@ INTERFACE = {
     "decode.native.record",
     "decode.native.steps",
     "decode.pages",
+    "decode.sampling",
     "decode.replay",
     "decode.state_pool",
     "decode.states",
