@@ -56,6 +56,7 @@ INTERFACE = {
     "base",
     "block_encoding",
     "cache_form",
+    "chosen_rows",
     "context",
     "cpu",
     "decode.cache",
