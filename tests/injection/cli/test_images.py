@@ -99,7 +99,7 @@ class Pair:
         text = self.loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         given = {"images": [read_url(url, None).image for url in urls]} if urls else {}
         made: dict[str, torch.Tensor] = dict(reader._processor(text=[text], **given, return_tensors="pt"))
-        return made
+        return {name: tensor.to(self.stock.dtype) if tensor.dtype == torch.bfloat16 else tensor for name, tensor in made.items()}
 
     def answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The stock model's greedy answer."""
