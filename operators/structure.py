@@ -28,7 +28,7 @@ def is_experts(path: str, module: nn.Module) -> bool:
 
 def calls_all_rows(experts: nn.Module) -> bool:
     """Return whether a block calls its experts with a row of each token for each expert, and without the routing (Llama 4)."""
-    return len(inspect.signature(experts.forward).parameters) == 1
+    return len(inspect.signature(type(experts).forward).parameters) == 2  # with self
 
 
 def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
