@@ -89,17 +89,21 @@ class Scores:
     def _draw(self, weights: torch.Tensor) -> int:
         """Return the token that `torch.multinomial` draws from the weights (N,) and zeros for the rest of the vocabulary.
 
-        It divides them by exponential random numbers and takes the largest (a race of exponential clocks). Those are -log(1 - u) of uniform
-        numbers u in float64, of which the tokens without a probability need none.
+        It divides them by exponential random numbers and takes the largest (a race of exponential clocks). Those are -log(1 - u) >= u of
+        uniform numbers u in float64, so that few tokens can be ahead of the likeliest, and only theirs are computed.
         """
         if not weights.is_cpu or weights.dtype != torch.float32:
             return self._token(int(torch.multinomial(weights, 1)))
         values: NDArray[np.float32] = weights.numpy()
         if not 0 < values.sum() < np.inf:
             torch.multinomial(weights, 1)  # raises the error
-        uniform = torch.empty(self.size, dtype=torch.float64).uniform_().numpy()
-        clocks = -np.log1p(-(uniform if self.tokens is None else uniform[self.tokens])).astype(np.float32)
-        return self._token(int((values / clocks).argmax()))
+        uniform: NDArray[np.float64] = torch.empty(self.size, dtype=torch.float64).uniform_().numpy()
+        uniform = uniform if self.tokens is None else uniform[self.tokens]
+        likeliest = values.argmax()
+        latest = -np.log1p(-uniform[likeliest]) / values[likeliest] * (1 + 1e-5)  # what rounding to float32 may change is less
+        places = (uniform <= latest * values).nonzero()[0]
+        clocks = -np.log1p(-uniform[places]).astype(np.float32)
+        return self._token(int(places[(values[places] / clocks).argmax()]))
 
     def _token(self, place: int) -> int:
         return place if self.tokens is None else int(self.tokens[place])

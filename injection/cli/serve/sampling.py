@@ -10,11 +10,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
 from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
 from moegraft.operators.decode.sampling import largest, likely
+
+_GROUP = 64  # tokens
 
 
 def usable(logits: torch.Tensor) -> torch.Tensor:
@@ -108,7 +111,7 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
         index = None  # of the tokens from the likeliest to the unlikeliest
         if 0 < top_k < scores.shape[-1]:
             scores, index = _largest(scores, top_k)
-        scores = (scores - scores.amax(-1, keepdim=True)) / column((jobs[row].ask.temperature for row in rows), torch.float32)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(column((jobs[row].ask.temperature for row in rows), torch.float32))
         shares = scores.exp()  # of the likeliest token's probability
         if nucleus:  # up to the first token with which the share is reached
             reached = column(jobs[row].ask.top_p for row in rows) * shares.sum(-1, keepdim=True, dtype=torch.float64)
@@ -120,15 +123,36 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
             shares = shares.masked_fill(left_out, 0)
         if any(jobs[row].ask.min_p for row in rows):
             shares = shares.masked_fill(shares < column(jobs[row].ask.min_p for row in rows), 0)
-        cumulative = shares.cumsum(-1, dtype=torch.float64)
-        total = cumulative[:, -1:].contiguous()
-        drawn = column(jobs[row].random.random() for row in rows) * total
-        # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.
-        places = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
+        places = _places(shares, column(jobs[row].random.random() for row in rows))
         chosen = places if index is None else index.gather(-1, places)
         for row, token in zip(rows, chosen[:, 0].tolist(), strict=True):
             tokens[row] = token
     return tokens
+
+
+def _places(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the place (R, 1) in each row of `shares` (R, N) where their sum exceeds the share (R, 1) of the total that a number is.
+
+    Sums are those of groups of tokens, and then of the tokens of one group: those after each token of a large vocabulary are 1 MB a row.
+    """
+    left = -shares.shape[-1] % _GROUP
+    padded = (functional.pad(shares, (0, left)) if left else shares).unflatten(-1, (-1, _GROUP))
+    of_groups = padded.sum(-1, dtype=torch.float64)
+    after = of_groups.cumsum(-1)
+    drawn = numbers * after[:, -1:]
+    group = _first_above(after, drawn)
+    before = after.gather(-1, group) - of_groups.gather(-1, group)
+    within = padded.gather(1, group[..., None].expand(-1, 1, _GROUP))[:, 0].cumsum(-1, dtype=torch.float64)
+    return group * _GROUP + _first_above(within, drawn - before)
+
+
+def _first_above(sums: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the place of the first of the rising sums (R, N) above a number (R, 1).
+
+    Rounding must not pass the first sum that reaches the last, as later tokens have no probability.
+    """
+    last = sums[:, -1:].contiguous()
+    return torch.minimum(torch.searchsorted(sums, numbers, right=True), torch.searchsorted(sums, last))
 
 
 def _largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
