@@ -4,6 +4,7 @@
     python benchmarks/cpu_model.py --layers 24 --weights int4
     python benchmarks/cpu_model.py --model gpt-oss-20b --layers 4 --weights mxfp4
     python benchmarks/cpu_model.py --model deepseek-v2-lite --layers 4 --weights q4_k iq3_s
+    python benchmarks/cpu_model.py --layers 12 --weights int4 --vocabulary 151936 --contexts 512 --prompts    # sampling from Qwen3's
     python benchmarks/cpu_model.py --model qwen3-next --layers 4 --weights int8 --beside stock llama.cpp    # and granite-4-h
 
 Weights are random, and moegraft computes those of a GGUF file as they are stored. Beside llama.cpp alone, the file repeats few experts;
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 from harness.checkpoints import write_gguf
 from harness.llama_cpp import TYPES, cache_bytes, is_installed, token_bytes, write_model
-from harness.models import SHAPES, config_of, cpu_rules, random_model
+from harness.models import SHAPES, VOCABULARY, config_of, cpu_rules, random_model
 from harness.peers import PeerFailed, PeerProcess
 from harness.probe import ReadProbe
 from harness.record import Recorder, hardware, parser
 from harness.rounds import alternate, percentiles
-from harness.whole_models import Opener, check_logits, decode_rate, llama_cpp, ours, prompt_rate, stock
+from harness.whole_models import Opener, check_logits, decode_rate, llama_cpp, ours, prompt_rate, sampled_rate, stock
 
 LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
 LOGITS_LIMIT = {"llama.cpp": 0.15, "stock": 0.3}  # relative difference of the two providers' logits; stock's weights are not rounded
@@ -59,7 +60,7 @@ def measure(
                     "ours": partial(ours.call, rate, tokens, *more),
                     "theirs": partial(theirs.call, rate, tokens, *more),
                 }
-                if rate is decode_rate:
+                if rate in (decode_rate, sampled_rate):
                     calls = {"limit": partial(limit, tokens), **calls}
                 rows.append({"phase": phase, "rounds": rounds, **figures(alternate(calls, rounds))})
     except PeerFailed as failed:
@@ -83,16 +84,21 @@ def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:
 def main() -> None:
     options = parser(__doc__, layers=6, rounds=11, new=48)
     options.add_argument("--model", default="qwen3-30b-a3b", choices=list(SHAPES), help="whose shapes the layers have")
+    options.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens that the head and the choice of a token have")
     options.add_argument("--weights", nargs="+", default=["int4", "int8", "bfloat16"], choices=list(TYPES))
     options.add_argument("--beside", nargs="+", default=["llama.cpp"], choices=list(PEERS))
     options.add_argument("--contexts", type=int, nargs="*", default=(8, 512, 2048), help="tokens before those that are decoded")
+    options.add_argument("--sampled", type=int, nargs="*", default=(512,), help="tokens before those that are sampled")
     options.add_argument("--prompts", type=int, nargs="*", default=(512,), help="tokens of prompts")
     given = options.parse_args()
     if "llama.cpp" in given.beside and not is_installed():
         raise SystemExit("llama-cpp-python is not installed; harness/llama_cpp.py explains how to build it")
     phases = {f"decode after {tokens}": (decode_rate, tokens, given.new) for tokens in given.contexts}
+    phases |= {f"sampled after {tokens}": (sampled_rate, tokens, given.new) for tokens in given.sampled}
     phases |= {f"prompt of {tokens}": (prompt_rate, tokens) for tokens in given.prompts}
-    probe, config = ReadProbe(torch.get_num_threads()), config_of(given.model, given.layers)
+    size = "" if given.vocabulary == VOCABULARY else f", vocabulary of {given.vocabulary}"
+    phases = {f"{phase}{size}": calls for phase, calls in phases.items()}
+    probe, config = ReadProbe(torch.get_num_threads()), config_of(given.model, given.layers, vocab_size=given.vocabulary)
     about = {"model": given.model, "layers": config.num_hidden_layers, "hardware": hardware()}
     keys = ("model", "layers", "weights", "beside", "phase", "hardware")
     rows = Recorder("cpu_model", ("torch", "transformers", "llama-cpp-python"), replaces=keys, write=given.write)

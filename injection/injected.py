@@ -19,12 +19,14 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 
 from moegraft.injection.planning import Plan
 from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
+from moegraft.operators.chosen_rows import ChosenRows
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.cache import new_cache as empty_cache
 from moegraft.operators.decode.mtp_layers import add_mtp_layers
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.structure import calls_all_rows
 from moegraft.operators.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -370,7 +372,10 @@ def place(model: PreTrainedModel, path: str, operator: Operator) -> None:
     """Replace the module at `path` by an operator."""
     parent, _, leaf = path.rpartition(".")
     block = model.get_submodule(parent)
+    stock = getattr(block, leaf)
     setattr(block, leaf, operator)
+    if operator.kind == "experts" and calls_all_rows(stock):
+        ChosenRows(block, operator, stock.num_experts)
     # Some families initialise the experts' parameters from the block above them, and an operator has none. Stored parameters need no
     # initialisation, as a checkpoint that lacks one is refused; buffers that are not stored do.
     if not block._non_persistent_buffers_set:

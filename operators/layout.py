@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig
 from moegraft.cpu_backend import ExpertsShape, GateSpec, activations
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.reference import reference_activation, reference_gate
+from moegraft.operators.structure import calls_all_rows
 from moegraft.operators.weights import Part
 
 TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_selected_experts")
@@ -24,6 +26,78 @@ SHARED_DOWN = ("down_proj", "output_linear")  # names of the down projection of 
 # Probing cannot distinguish a wider clamp from no clamp, and no model's activations reach it.
 PROBE_RANGE = 64.0
 TOLERANCE = 1e-5  # above the difference of two float32 evaluations of one formula
+ApplyGate = Callable[[torch.Tensor], torch.Tensor]  # gate and up of N neurons as a module stores their rows, (T, 2N) -> (T, N)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredForm:
+    """How an experts module stores its matrices."""
+
+    gated: bool
+    bias: bool
+    transposed: bool
+    concatenated: bool
+
+
+def _stored_form(module: nn.Module) -> _StoredForm | None:
+    """Return the form of an experts module: the one that it declares, or else the one that its forward pass shows; None without either."""
+    if _declares_form(module):
+        flags: Any = module
+        gated = bool(flags.has_gate)
+        return _StoredForm(gated, bool(flags.has_bias), bool(flags.is_transposed), not gated or bool(flags.is_concatenated))
+    if module not in _shown:
+        _shown[module] = _shown_form(module)
+    return _shown[module]
+
+
+def _declares_form(module: nn.Module) -> bool:
+    return hasattr(module, "is_transposed") and hasattr(module, "has_bias")
+
+
+_shown: WeakKeyDictionary[nn.Module, _StoredForm | None] = WeakKeyDictionary()  # by modules that do not declare their form
+
+
+def _shown_form(module: nn.Module) -> _StoredForm | None:
+    stored = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    if set(stored) != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in stored.values()):
+        return None
+    (_, rows, columns), (_, outputs, inputs) = stored["gate_up_proj"], stored["down_proj"]
+    transposed = (rows, columns) == (inputs, 2 * outputs)
+    if not transposed and (rows, columns) != (2 * inputs, outputs):
+        return None
+    apply = partial(_gate_in_forward, module, transposed)
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            forms = [concatenated for concatenated in (True, False) if _splits_as_stored(apply, concatenated)]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a forward pass of another form
+        return None
+    return _StoredForm(True, False, transposed, forms[0]) if forms else None
+
+
+def _gate_function(module: nn.Module, form: _StoredForm) -> ApplyGate:
+    """Return the gate of a module that has one."""
+    declared: Any = module
+    return declared._apply_gate if _declares_form(module) else partial(_gate_in_forward, module, form.transposed)
+
+
+def _gate_in_forward(module: nn.Module, transposed: bool, gate_up: torch.Tensor) -> torch.Tensor:
+    """Apply the gate within a module's forward pass, (T, 2N) -> (T, N), by an expert whose matrices let gate, up and result pass."""
+    neurons, hidden = gate_up.shape[-1] // 2, module.get_parameter("down_proj").shape[-1 if transposed else -2]
+    matrices = torch.eye(hidden, 2 * neurons, dtype=torch.float32), torch.eye(neurons, hidden, dtype=torch.float32)
+    expert = copy.copy(module)
+    expert._parameters = {  # in place of the module's own dict, which the copy shares
+        name: nn.Parameter((matrix if transposed else matrix.T)[None], requires_grad=False)
+        for name, matrix in zip(("gate_up_proj", "down_proj"), matrices, strict=True)
+    }
+    flat = gate_up.reshape(-1, 2 * neurons)
+    rows = nn.functional.pad(flat, (0, hidden - 2 * neurons))
+    forward: Callable[..., torch.Tensor] = type(module).forward
+    if calls_all_rows(module):
+        passed = forward(expert, rows)
+    else:
+        index = torch.zeros(len(rows), 1, dtype=torch.int64)
+        passed = 2 * forward(expert, rows, index, torch.full(index.shape, 0.5, dtype=torch.float32))
+    return passed[:, :neurons].reshape(*gate_up.shape[:-1], neurons)
 
 
 # The probes are float32 whatever the caller's default dtype: `torch.set_default_dtype(torch.bfloat16)` would blur them.
@@ -41,10 +115,9 @@ def _scalars(module: nn.Module) -> list[float]:
     return sorted({float(value) for value in numbers if 0 < value < PROBE_RANGE})
 
 
-def _evaluate(module: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Apply the module's own gate to every pair of the two vectors, (G, U)."""
+def _evaluate(apply: ApplyGate, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Apply a module's own gate to every pair of the two vectors, (G, U)."""
     pairs_gate, pairs_up = torch.meshgrid(gate, up, indexing="ij")
-    apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
     # Two columns are one neuron, whose gate comes first in both layouts (concatenated and interleaved).
     pairs = torch.stack([pairs_gate.flatten(), pairs_up.flatten()], dim=-1)
     return apply(pairs).view(len(gate), len(up))
@@ -82,44 +155,47 @@ _recognised: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], GateSpec | None
 
 def _probe_gate(module: nn.Module) -> GateSpec | None:
     with torch.no_grad(), torch.device("cpu"):
-        if not getattr(module, "has_gate", True):
+        form = _stored_form(module)
+        if form is None:
+            return None
+        if not form.gated:
             values = _grid(-8.0, 8.0, 257)
             act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
             ungated = _match_activation(module, values, act(values))
             return None if ungated is None else GateSpec(activation=ungated[0], alpha=ungated[1])
-        if not _splits_as_stored(module):
+        apply = _gate_function(module, form)
+        if not _splits_as_stored(apply, form.concatenated):
             return None
         near = _grid(-0.9, 0.9, 37)
-        at_zero, at_one = _evaluate(module, near, _values(0.0, 0.9)).unbind(-1)
+        at_zero, at_one = _evaluate(apply, near, _values(0.0, 0.9)).unbind(-1)
         match = _match_activation(module, near, (at_one - at_zero) / 0.9)
         if match is None:
             return None
         name, alpha = match
         offset = float((at_zero / ((at_one - at_zero) / 0.9)).nan_to_num(0.0)[-1])
-        return _with_limits(module, name, alpha, round(offset, 3))
+        return _with_limits(module, apply, name, alpha, round(offset, 3))
 
 
-def _splits_as_stored(module: nn.Module) -> bool:
-    """Return whether `_apply_gate` splits gate and up as the flag `is_concatenated` describes their storage."""
-    apply: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate  # type: ignore[assignment]
+def _splits_as_stored(apply: ApplyGate, concatenated: bool) -> bool:
+    """Return whether a gate splits gate and up as their storage is described."""
     first, second = _values(0.3, -0.7), _values(0.5, 0.9)  # (gate, up) of two neurons
-    joined = torch.cat([first[:1], second[:1], first[1:], second[1:]]) if module.is_concatenated else torch.cat([first, second])
+    joined = torch.cat([first[:1], second[:1], first[1:], second[1:]]) if concatenated else torch.cat([first, second])
     return torch.allclose(apply(joined), torch.cat([apply(first), apply(second)]), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _with_limits(module: nn.Module, name: str, alpha: float, offset: float) -> GateSpec | None:
+def _with_limits(module: nn.Module, apply: ApplyGate, name: str, alpha: float, offset: float) -> GateSpec | None:
     """Fit the clamps one axis at a time; return None unless the result agrees on the whole grid."""
     gate = up = _grid(-PROBE_RANGE, PROBE_RANGE, 129)
     limits = [math.inf, *_scalars(module)]
     make = partial(GateSpec, activation=name, alpha=alpha, up_offset=offset)
     small = _values(0.5)  # inside every clamp
     specs = [make(up_limit=limit) for limit in limits]
-    up_limit = _closest(specs, small, up, _evaluate(module, small, up).flatten()).up_limit
+    up_limit = _closest(specs, small, up, _evaluate(apply, small, up).flatten()).up_limit
     specs = [make(up_limit=up_limit, gate_limit=first, act_limit=second) for first, second in product(limits, repeat=2)]
-    spec = _closest(specs, gate, small, _evaluate(module, gate, small).flatten())
+    spec = _closest(specs, gate, small, _evaluate(apply, gate, small).flatten())
     # An activation's own rounding is multiplied by up, so the absolute tolerance grows with the range of up.
     agrees = torch.allclose(
-        reference_gate(spec, gate[:, None], up[None, :]), _evaluate(module, gate, up), rtol=TOLERANCE, atol=TOLERANCE * PROBE_RANGE
+        reference_gate(spec, gate[:, None], up[None, :]), _evaluate(apply, gate, up), rtol=TOLERANCE, atol=TOLERANCE * PROBE_RANGE
     )
     return spec if agrees else None
 
@@ -195,13 +271,17 @@ class ExpertsLayout:
 
 
 def why_unsupported(module: nn.Module) -> str | None:
-    """Return why a module does not follow the shared experts interface of transformers 5, or None where it does."""
-    if not hasattr(module, "is_transposed") or not hasattr(module, "has_bias"):
+    """Return why a module does not follow the shared experts interface of transformers 5, or None where it does.
+
+    A module that does not declare its form follows it where its forward pass computes what one of the declared forms does.
+    """
+    form = _stored_form(module)
+    if form is None:
         return f"{type(module).__name__} does not follow transformers' shared experts interface (use_experts_implementation)"
     if getattr(module, "has_post_expert_norm", False):
         return f"{type(module).__name__} normalises each expert's output, which the kernel does not support"
-    needed = {"down_proj", "gate_up_proj" if module.has_gate else "up_proj"}
-    if module.has_bias:
+    needed = {"down_proj", "gate_up_proj" if form.gated else "up_proj"}
+    if form.bias:
         needed |= {f"{name}_bias" for name in needed}
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
     if parameters != needed:
@@ -226,18 +306,18 @@ def read_layout(module: nn.Module) -> ExpertsLayout:
         raise ValueError(reason)
     down = module.get_parameter("down_proj")
     num_experts, hidden, intermediate = down.shape
-    if module.is_transposed:
+    form, gate = _stored_form(module), recognise_gate(module)
+    assert form is not None and gate is not None, "why_unsupported checks both"
+    if form.transposed:
         hidden, intermediate = intermediate, hidden
-    gate = recognise_gate(module)
-    assert gate is not None, "why_unsupported checks the gate"
     return ExpertsLayout(
         num_experts=num_experts,
         hidden=hidden,
         intermediate=intermediate,
-        gated=bool(module.has_gate),
-        bias=bool(module.has_bias),
-        transposed=bool(module.is_transposed),
-        interleaved=bool(module.has_gate) and not module.is_concatenated,
+        gated=form.gated,
+        bias=form.bias,
+        transposed=form.transposed,
+        interleaved=not form.concatenated,
         gate=gate,
     )
 

@@ -34,11 +34,15 @@ EXPLAINS = 0.02  # share of a token's weight: bfloat16 rounding changes weights 
 
 @dataclass(frozen=True, slots=True)
 class RouterOutput:
-    """The output of a router: logits or scores (T, E or more), and where it chooses, weights and ids (T, K) of the chosen experts."""
+    """The output of a router: logits or scores (T, E or more), and where it chooses, weights and ids (T, K) of the chosen experts.
+
+    Some routers return the weights of all experts instead, (T, E) with zeros for those that are not chosen, and no ids.
+    """
 
     logits: torch.Tensor
     top_k_weights: torch.Tensor | None
     top_k_index: torch.Tensor | None
+    all_weights: torch.Tensor | None = None
 
     @classmethod
     def read(cls, output: Any, num_experts: int) -> Self:
@@ -53,11 +57,13 @@ class RouterOutput:
         if not wide:
             shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "no tensor"
             raise ValueError(f"a router of {num_experts} experts returned {shapes}, without scores of all experts")
-        # Only a layer that chooses all its experts returns two wide tensors; its logits are last where its ids are first.
-        logits = wide[-1] if parts[0] is index else wide[0]
+        # A layer that chooses all its experts returns two wide tensors, with the logits last where its ids are first.
+        logits = wide[-1] if index is None or parts[0] is index else wide[0]
         rest = [part for part in parts if part is not logits and part.is_floating_point()]
         weights = next((part for part in rest if index is not None and part.shape == index.shape), None)
-        return cls(_flat(logits), None if weights is None else _flat(weights), None if index is None else _flat(index))
+        if index is None:
+            return cls(_flat(logits), None, None, _flat(wide[0]) if len(wide) > 1 else None)
+        return cls(_flat(logits), None if weights is None else _flat(weights), _flat(index))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,10 +149,18 @@ class Router:
         """Call `forward` without hooks, which observe the model's own calls, not predictions."""
         return self.module.forward(hidden_states, **{name: getattr(self._block, name) for name in self._held})
 
+    def read(self, output: Any) -> RouterOutput:
+        """Return the router's `output` by its parts, with the choice in weights of all experts."""
+        read = RouterOutput.read(output, self.num_experts)
+        if read.all_weights is None:
+            return read
+        weights, index = read.all_weights.topk(self.top_k(), dim=-1)
+        return RouterOutput(read.logits, weights, index)
+
     def scores(self, output: Any) -> torch.Tensor:
         """Return `scores_of` the router's `output`, (T, E) float32; the function from logits to scores is inferred once."""
-        read = RouterOutput.read(output, self.num_experts)
-        if self._function is None and read.top_k_index is not None:
+        read = self.read(output)
+        if self._function is None and len(read.logits):
             self._function = score_function(read)
         return scores_of(output, self.num_experts, self._function)
 
@@ -170,7 +184,7 @@ class Router:
             except (ValueError, IndexError, RuntimeError):
                 self._windowed = True  # if this fails as well, the call below raises the error
         output = self._call(tokens[None] if self._windowed else tokens)
-        read = RouterOutput.read(output, self.num_experts)
+        read = self.read(output)
         if read.top_k_index is None:
             read = self._routed_by_block(tokens, read)
         return _ranked(read.top_k_index, read.top_k_weights, self.scores(output))
@@ -279,16 +293,22 @@ class _Watch:
     def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
         self._router = router
         self._on_call = on_call
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pending: tuple[torch.Tensor, torch.Tensor, RouterOutput] | None = None
 
     def routed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        self._pending = hidden_states.detach().reshape(-1, hidden_states.shape[-1]), self._router.scores(output)
+        tokens = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
+        self._pending = tokens, self._router.scores(output), self._router.read(output)
 
     def called(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._pending is None:  # the experts were called without their router
             return
-        (router_input, scores), self._pending = self._pending, None
+        (router_input, scores, read), self._pending = self._pending, None
         given = [*args[1:], *(kwargs[name] for name in ("top_k_index", "top_k_weights") if name in kwargs)]
-        index, weights = given[0].detach(), given[1].detach()
+        # Stock experts that are called with all rows are not given the choice; in their place, an operator is, with a row for each.
+        index, weights = given[:2] if given else (read.top_k_index, read.top_k_weights)
+        assert index is not None and weights is not None, "the router or the block chooses"
+        if len(index) != len(router_input):
+            index, weights = (part.reshape(-1, len(router_input)).T for part in (index, weights))
+        index, weights = index.detach(), weights.detach()
         self._on_call(RoutedCall(self._router, router_input, scores, index.long(), weights))

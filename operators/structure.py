@@ -26,6 +26,11 @@ def is_experts(path: str, module: nn.Module) -> bool:
     return path.rpartition(".")[2] == "experts" and hasattr(module, "num_experts") and any(p.dim() == 3 for p in parameters.values())
 
 
+def calls_all_rows(experts: nn.Module) -> bool:
+    """Return whether a block calls its experts with a row of each token for each expert, and without the routing (Llama 4)."""
+    return len(inspect.signature(type(experts).forward).parameters) == 2  # with self
+
+
 def is_router(path: str, module: nn.Module, model: nn.Module) -> bool:
     """Return whether a module is the sibling of an experts module that scores the experts: its weight has one row per expert."""
     parent, _, leaf = path.rpartition(".")
@@ -118,6 +123,12 @@ def is_attention(module: nn.Module) -> bool:
     """Return whether a module calls the attention function that its config names, through transformers' attention interface."""
     owner: Any = type(module)
     return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS.get_interface(" in source_of(owner)
+
+
+def counts_cached_tokens(module: nn.Module) -> bool:
+    """Return whether a layer asks its cache for the number of tokens, which is one for all rows of a batch (attention of Llama 4)."""
+    owners: tuple[Any, ...] = type(module).__mro__  # an operator may have given it a class of its own
+    return any("past_key_values.get_seq_length(self.layer_idx)" in source_of(owner) for owner in owners if is_library(owner))
 
 
 def is_norm(module: nn.Module) -> bool:

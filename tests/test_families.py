@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.structure import calls_all_rows
 
 LOGITS_TOLERANCE = 1e-5  # relative, in float32: sums of one product list in two orders
 NEW_TOKENS = 24  # two steps are recorded, two compared, and windows of 16 fill
@@ -81,10 +82,19 @@ def is_greedy(model: PreTrainedModel, ids: torch.Tensor, tokens: list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one experts module was given and what it returned."""
+    """What one experts module was given, as the interface has it, and what it returned."""
 
     arguments: tuple[torch.Tensor, ...]
     output: torch.Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> Call:
+        if not calls_all_rows(module):
+            return cls(arguments, output)
+        (rows,) = arguments  # of all tokens for the first expert, then for the second one, ...; zero where it is not chosen
+        chosen = rows.any(-1)
+        index = torch.arange(int(module.num_experts)).repeat_interleave(len(rows) // int(module.num_experts))[chosen, None]  # type: ignore[arg-type]
+        return cls((rows[chosen], index, torch.ones(index.shape)), output[chosen])
 
 
 def recorded(model: PreTrainedModel) -> dict[str, Call]:
@@ -92,7 +102,7 @@ def recorded(model: PreTrainedModel) -> dict[str, Call]:
     calls: dict[str, Call] = {}
 
     def keep(path: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        return lambda _module, arguments, output: calls.update({path: Call(arguments, output)})
+        return lambda module, arguments, output: calls.update({path: Call.of(module, arguments, output)})
 
     handles = [module.register_forward_hook(keep(path)) for path, module in experts_of(model).items()]
     logits_of(model)

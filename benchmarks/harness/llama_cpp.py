@@ -175,9 +175,24 @@ class LlamaCpp:
         """Return those of the token that was evaluated last."""
         return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(self.vocab,))
 
-    def decode(self, steps: int) -> None:
-        """Evaluate `steps` tokens one at a time after those in the cache; each is the most likely successor of the last."""
-        token = 1
+    def decode(self, steps: int, **sampled: float) -> None:
+        """Evaluate `steps` tokens one at a time after those in the cache; each follows from the last.
+
+        Args:
+            sampled: the top_k, top_p and temperature of llama.cpp's samplers; by default, each token is the most likely one.
+        """
+        api, token = self._api, 1
+        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        if sampled:
+            samplers = (
+                api.llama_sampler_init_top_k(int(sampled["top_k"])),
+                api.llama_sampler_init_top_p(sampled["top_p"], 1),
+                api.llama_sampler_init_temp(sampled["temperature"]),
+                api.llama_sampler_init_dist(1),
+            )
+            for sampler in samplers:
+                api.llama_sampler_chain_add(chain, sampler)
         for _ in range(steps):
             self._evaluate([token])
-            token = int(self.logits().argmax())
+            token = int(api.llama_sampler_sample(chain, self._context, -1) if sampled else self.logits().argmax())
+        api.llama_sampler_free(chain)

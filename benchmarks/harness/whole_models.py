@@ -22,22 +22,29 @@ from harness.peers import PeerProcess
 from harness.rounds import seconds
 
 LONGEST = 4096  # tokens of the longest prompt of a benchmark
+SAMPLED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # as Qwen3's generation config
 Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The phases of a provider: `decode(n, context)` generates n tokens after a prompt of `context` and returns the seconds from the first
-    to the last, `prefill(n)` reads a prompt of n tokens, and `logits(context)` returns those of the token after a prompt."""
+    """The phases of a provider: `decode(n, context, sampled)` generates n tokens after a prompt of `context`, greedily or by `SAMPLED`, and
+    returns the seconds from the first to the last, `prefill(n)` reads a prompt of n tokens, and `logits(context)` returns those of the
+    token after a prompt."""
 
-    decode: Callable[[int, int], float]
+    decode: Callable[[int, int, bool], float]
     prefill: Callable[[int], object]
     logits: Callable[[int], NDArray[np.float32]]
 
 
 def decode_rate(phases: Phases, context: int, tokens: int) -> float:
     """Return tokens per second of all tokens except the first, which includes the prompt."""
-    return (tokens - 1) / phases.decode(tokens, context)
+    return (tokens - 1) / phases.decode(tokens, context, False)
+
+
+def sampled_rate(phases: Phases, context: int, tokens: int) -> float:
+    """Return what `decode_rate` returns, of sampled tokens."""
+    return (tokens - 1) / phases.decode(tokens, context, True)
 
 
 def prompt_rate(phases: Phases, tokens: int) -> float:
@@ -85,9 +92,9 @@ def phases_of(model: PreTrainedModel) -> Phases:
     """Return the phases of a transformers model, with our operators or without."""
     prompt = random_tokens(model.config.vocab_size)[None]
 
-    def decode(tokens: int, context: int) -> float:
-        clock = _Clock()
-        model.generate(prompt[:, :context], do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
+    def decode(tokens: int, context: int, sampled: bool) -> float:
+        clock, how = _Clock(), {"do_sample": True, **SAMPLED} if sampled else {"do_sample": False}
+        model.generate(prompt[:, :context], **how, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
         _, first, *_, last = clock.times
         return last - first
 
@@ -116,10 +123,10 @@ def llama_cpp(folder: Path) -> Iterator[Phases]:
     with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
         tokens = random_tokens(peer.vocab).tolist()
 
-        def decode(count: int, context: int) -> float:
+        def decode(count: int, context: int, sampled: bool) -> float:
             peer.prefill(tokens[:context])
             start = time.perf_counter()
-            peer.decode(count - 1)
+            peer.decode(count - 1, **SAMPLED if sampled else {})
             return time.perf_counter() - start
 
         def logits(context: int) -> NDArray[np.float32]:

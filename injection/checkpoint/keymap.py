@@ -6,15 +6,25 @@ Only this module and `sources` use transformers' loading internals (`core_model_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from moegraft.operators.decode.mtp_layers import REPEATED, body_layers, is_declared_mtp_key, mtp_key, mtp_layers
-from moegraft.operators.structure import MTP
+from moegraft.operators.layout import read_layout, why_unsupported
+from moegraft.operators.structure import MTP, is_experts
 
 
 @dataclass(slots=True)
@@ -61,6 +71,7 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
     transforms = [*get_model_conversion_mapping(skeleton), *_conversions_of_mtp_layers(skeleton)]
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converters += _conversions_of_each_expert(skeleton, converters)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = skeleton.state_dict()
     prefix = skeleton.base_model_prefix
@@ -96,6 +107,26 @@ def _conversions_of_mtp_layers(skeleton: PreTrainedModel) -> list[WeightTransfor
     for transform in conversions:
         transform.scope_prefix, transform.base_model_prefix = MTP, skeleton.base_model_prefix
     return conversions
+
+
+def _conversions_of_each_expert(skeleton: PreTrainedModel, converters: Sequence[WeightConverter]) -> list[WeightConverter]:
+    """Return the conversions of experts that are stored one by one, as quantisers store those of every family, where transformers has none.
+
+    Llama 4's are stored together in the model's own order otherwise.
+    """
+    experts = next((module for path, module in skeleton.named_modules() if is_experts(path, module)), None)
+    if experts is None or why_unsupported(experts) is not None or (layout := read_layout(experts)).interleaved or layout.bias:
+        return []
+    known = [pattern.replace("\\", "") for converter in converters for pattern in converter.target_patterns]
+    if any(f"experts.{name}" in pattern for pattern in known for name in layout.matrices):
+        return []
+    in_order = [Transpose(1, 2)] if layout.transposed else []
+    gate_up = [f"experts.*.{part}_proj.weight" for part in (("gate", "up") if layout.gated else ("up",))]
+    join = [Concatenate(1)] if layout.gated else []
+    return [
+        WeightConverter(gate_up, f"experts.{layout.parameter('up')}", [MergeModulelist(0), *join, *in_order]),
+        WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [MergeModulelist(0), *in_order]),
+    ]
 
 
 def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
 from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, stored_identity
@@ -321,16 +321,20 @@ def _store(
 ) -> _Store:
     if target.converter is None:
         return _Fused(layout, tensors[target.all_keys[0]], expected)
-    operations = target.converter.operations
-    stacked = isinstance(operations[0], MergeModulelist)
+    operations = list(target.converter.operations)
+    last = operations[-1]
+    transposes = isinstance(last, Transpose) and (last.dim0, last.dim1, last.check_dims) == (1, 2, False)
+    operations = operations[:-1] if transposes else operations
+    stacked = bool(operations) and isinstance(operations[0], MergeModulelist)
     joined = len(operations) == 2 and isinstance(operations[1], Concatenate)
-    plain = not (layout.transposed or layout.interleaved) and len(target.converter.target_patterns) == 1
+    parts = [part for part in layout.parts() if layout.parameter(part) == name]
+    fused = not joined and len(parts) > 1
+    as_linear = transposes == layout.transposed and not (fused and layout.transposed)
+    plain = as_linear and not layout.interleaved and len(target.converter.target_patterns) == 1
     if not (stacked and (joined or len(operations) == 1) and plain):
         return _Converted(layout, target, tensors, skeleton)
-    parts = [part for part in layout.parts() if layout.parameter(part) == name]
     patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.keys]
     columns = [_by_expert(layout, pattern, [tensors[key] for key in target.keys[pattern]]) for pattern in patterns]
-    fused = not joined and len(parts) > 1
     if not fused and len(columns) != len(parts):
         lacking = [pattern for pattern in target.converter.source_patterns if pattern not in target.keys]
         raise _missing(tensors, f"{target.name} (no key matches {', '.join(lacking)})")

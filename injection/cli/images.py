@@ -254,6 +254,8 @@ class ImageReader:
             raise ImageError("images: the model's processor gives them no tokens")
         tensors = {name: tensor for name, tensor in made.items() if isinstance(tensor, torch.Tensor)}
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("input_ids", "attention_mask")}
+        # Towers convert pixels in float32 themselves, and not those that a processor gives in bfloat16 (Llama 4's).
+        tensors = {name: tensor.to(self._model.dtype) if tensor.dtype == torch.bfloat16 else tensor for name, tensor in tensors.items()}
         for types in tensors.values():
             if types.shape == (1, len(token_ids)):  # of tokens, whose type may be that of an image for marks around it as well
                 places += types[0].nonzero()[:, 0].tolist()

@@ -458,7 +458,9 @@ def _near_kind(match: Match, modules: ModelModules, indent: str) -> str:
     named = [path for path in modules if path.rpartition(".")[2] == "experts"]
     if not named:
         return f"{indent}the model has no module named 'experts': it is no mixture of experts, or transformers builds it in another way"
-    return f"{indent}{named[0]} ({type(modules[named[0]]).__name__}) does not hold its experts in 3-D parameters"
+    fused = any(parameter.dim() == 3 for parameter in modules[named[0]].parameters(recurse=False))
+    reason = "does not state how many experts it holds, as num_experts" if fused else "does not hold its experts in 3-D parameters"
+    return f"{indent}{named[0]} ({type(modules[named[0]]).__name__}) {reason}"
 
 
 def _near_class(name: str, modules: ModelModules, indent: str) -> str:

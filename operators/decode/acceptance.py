@@ -1,6 +1,6 @@
 """The acceptance rules of speculative decoding, in the terms of the papers.
 
-q is the draft's distribution and p the full model's, each (V,), after every logits processor.
+q is the draft's distribution and p the full model's, each over the vocabulary, after every logits processor.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ from functools import cached_property
 
 import torch
 
+from moegraft.operators.decode.sampling import Scores
+
 
 @dataclass(frozen=True)
 class DraftToken:
     """One drafted token.
 
     Attributes:
-        probabilities: q, (V,) float32 that sums to 1; None where the drafter gives no distribution.
+        scores: those of q; None where the drafter gives no distribution.
     """
 
     token: int
-    probabilities: torch.Tensor | None = None
+    scores: Scores | None = None
 
     @cached_property
     def confidence(self) -> float:
         """The draft's probability of the token; 1 where there is no distribution."""
-        return 1.0 if self.probabilities is None else float(self.probabilities[self.token])
+        return 1.0 if self.scores is None else self.scores.probability(self.token)
 
 
 class AcceptanceRule(ABC):
-    """A rule that compares draft tokens with the full model's processed scores, (V,) float32."""
+    """A rule that compares draft tokens with the full model's processed scores."""
 
     @abstractmethod
-    def pick(self, scores: torch.Tensor) -> int:
+    def pick(self, scores: Scores) -> int:
         """Return the full model's own token."""
 
     @abstractmethod
-    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
         """Return whether `draft` is accepted."""
 
     @abstractmethod
-    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
+    def replacement(self, draft: DraftToken, scores: Scores) -> int:
         """Return the token that replaces the rejected `draft`."""
 
-    def note(self, token: int, logits: torch.Tensor, scores: torch.Tensor, accepted: DraftToken | None) -> None:  # noqa: B027
+    def note(self, token: int, logits: torch.Tensor, scores: Scores, accepted: DraftToken | None) -> None:  # noqa: B027
         """Note a token of a round with drafts, by the full model's logits (V,); `accepted`: the draft that it is, else None."""
 
 
 class Greedy(AcceptanceRule):
     """Accept the token of plain greedy decoding, and replace every other token by it."""
 
-    def pick(self, scores: torch.Tensor) -> int:
-        """Return the token with the highest score, the first of equal ones."""
-        plain = scores.is_cpu and scores.dtype == torch.float32 and not scores.requires_grad  # processors may return others
-        return int(scores.numpy().argmax() if plain else scores.argmax())  # NumPy's needs 10 of 50 us
+    def pick(self, scores: Scores) -> int:
+        return scores.likeliest()
 
-    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
         return draft.token == self.pick(scores)
 
-    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
+    def replacement(self, draft: DraftToken, scores: Scores) -> int:
         return self.pick(scores)
 
 
@@ -70,20 +70,16 @@ class Sampling(AcceptanceRule):
     The accepted text is distributed as p, whatever q is: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1 and appendix A.1.
     """
 
-    def pick(self, scores: torch.Tensor) -> int:
-        return int(torch.multinomial(scores.softmax(-1), 1))
+    def pick(self, scores: Scores) -> int:
+        return scores.draw()
 
-    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
-        return float(torch.rand(())) * draft.confidence < float(scores.softmax(-1)[draft.token])
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
+        return float(torch.rand(())) * draft.confidence < scores.probability(draft.token)
 
-    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
-        residual = scores.softmax(-1)
-        if draft.probabilities is None:
-            residual[draft.token] = 0
-        else:
-            residual = (residual - draft.probabilities).clamp(min=0)
-        # The residual is all zero only where p equals q up to rounding and the rounding rejected a token.
-        return int(torch.multinomial(residual, 1)) if residual.sum() > 0 else self.pick(scores)
+    def replacement(self, draft: DraftToken, scores: Scores) -> int:
+        if draft.scores is None:
+            return scores.draw_other(draft.token)
+        return scores.draw_beyond(draft.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +94,22 @@ class Adaptive(AcceptanceRule):
     tolerance: float
     count: Callable[[float, float], object] | None = None  # of tokens of rounds with drafts: log probability and agreement
 
-    def pick(self, scores: torch.Tensor) -> int:
+    def pick(self, scores: Scores) -> int:
         return self.lossless.pick(scores)
 
-    def accepts(self, draft: DraftToken, scores: torch.Tensor) -> bool:
-        q, p = draft.confidence, float(scores.softmax(-1)[draft.token])
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
+        q, p = draft.confidence, scores.probability(draft.token)
         return q > self.confidence and p > (1 - self.tolerance) * q
 
-    def replacement(self, draft: DraftToken, scores: torch.Tensor) -> int:
+    def replacement(self, draft: DraftToken, scores: Scores) -> int:
         return self.lossless.pick(scores)
 
-    def note(self, token: int, logits: torch.Tensor, scores: torch.Tensor, accepted: DraftToken | None) -> None:
+    def note(self, token: int, logits: torch.Tensor, scores: Scores, accepted: DraftToken | None) -> None:
         if self.count is not None:
             self.count(float(logits.log_softmax(-1)[token]), 1.0 if accepted is None else self.agreement(accepted, scores))
 
-    def agreement(self, draft: DraftToken, scores: torch.Tensor) -> float:
+    def agreement(self, draft: DraftToken, scores: Scores) -> float:
         """Return the probability that the lossless rule accepts a token that this rule accepted."""
         if isinstance(self.lossless, Greedy):
             return float(self.lossless.accepts(draft, scores))
-        return min(1.0, float(scores.softmax(-1)[draft.token]) / draft.confidence)
+        return min(1.0, scores.probability(draft.token) / draft.confidence)

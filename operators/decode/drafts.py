@@ -183,9 +183,9 @@ def draw(
     while len(drafts) < length:
         tokens = [draft.token for draft in drafts]
         scores = sequence.process(tokens, logits_after(tokens))
-        draft = DraftToken(rule.pick(scores), scores.softmax(-1))
+        draft = DraftToken(rule.pick(scores), scores)
         drafts.append(draft)
-        confidences.append(draft.confidence)
+        confidences.append(draft.confidence)  # which computes q, before the next pass overwrites the logits
         if draft.token in sequence.end_tokens or confidences[-1] < confidence or not continues(confidences):
             break
     return drafts

@@ -44,6 +44,7 @@ from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.passes import passes_over
+from moegraft.operators.decode.sampling import Scores, shorten, shortening
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting
@@ -268,6 +269,8 @@ class DecodedSequence:
         self._streamer = streamer
         self._with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
         self._with_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
+        # The processors from this one on leave few tokens; scores that are returned are those of all.
+        self._shortening = len(logits_processor) if self._with_scores else shortening(logits_processor)
         self._scores: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] = []
         self.finished = False
@@ -408,47 +411,55 @@ class DecodedSequence:
         else:
             self._numbers[start:end] = tokens
 
-    def process(self, tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """Apply every logits processor to a copy of the logits (V,) after the sequence and `tokens`: processors may write in place.
+    def process(self, tokens: Sequence[int], logits: torch.Tensor) -> Scores:
+        """Return the scores of the token after the sequence and `tokens`, by its logits (V,) and every logits processor.
 
-        Without processors, the scores are the logits themselves.
+        Processors, which may write in place, have a copy of the logits. Without any, the scores are the logits themselves.
         """
         if self._direct == ():
-            return logits
-        scores: torch.Tensor = logits[None].clone()
-        input_ids = self.followed_by(tokens)
+            return Scores.of_all(logits)
+        scores, input_ids = logits[None].clone(), self.followed_by(tokens)
         if self._direct is None:
-            scores = self._processors(input_ids, scores)
-        else:
-            for processor in self._direct:
-                scores = processor(input_ids, scores)
-        return scores[0]
+            return Scores.of_all(self._processors(input_ids, scores)[0])
+        for processor in self._direct[: self._shortening]:
+            scores = processor(input_ids, scores)
+        return self._shortened(scores[0])
 
-    def process_rows(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the processed scores (V,) of each row of logits (T, V): after the sequence, and after each token that it has by then."""
+    def _shortened(self, scores: torch.Tensor) -> Scores:
+        """Return what the last processors leave of the scores (V,) that those before them made."""
+        last: tuple[Any, ...] = self._direct[self._shortening :] if self._direct else ()
+        if last and scores.is_cpu and scores.dtype == torch.float32:
+            return shorten(scores, last)
+        for processor in last:
+            scores = processor(self.input_ids, scores[None])[0]
+        return Scores.of_all(scores)
+
+    def process_rows(self, logits: torch.Tensor) -> Iterator[Scores]:
+        """Yield the scores by each row of logits (T, V): of the token after the sequence, and after each token that it has by then."""
         if not self._direct or any(type(processor) not in _ROWWISE for processor in self._direct):
             for row in logits:
                 yield self.process([], row)
             return
         scores = logits.clone()
-        for processor in self._direct:
+        for processor in self._direct[: self._shortening]:
             end = _ROWWISE[type(processor)]
             rows = len(scores) if end is None else max(0, min(end(processor) - self.length, len(scores)))
             if rows:
                 processed = processor(self.input_ids, scores[:rows])
                 scores = processed if rows == len(scores) else torch.cat([processed, scores[rows:]])
-        yield from scores
+        for row in scores:
+            yield self._shortened(row)
 
-    def append(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
+    def append(self, token: int, scores: Scores | None = None, logits: torch.Tensor | None = None) -> None:
         """Append one token, and check whether it ends the sequence.
 
         Args:
-            scores, logits: of the token, (V,), which the call may want; the logits before and after the processors.
+            scores, logits: of the token, which the call may want; logits (V,) before the processors, scores after them.
         """
         self._write(self.length, (token,))
         self.length += 1
         if self._with_scores and scores is not None:
-            self._scores.append(scores[None].clone())
+            self._scores.append(scores.values[None].clone())
         if self._with_logits and logits is not None:
             self._logits.append(logits[None].clone())
         if self._always or token in self.end_tokens or self.length >= self._open_length:

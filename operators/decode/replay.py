@@ -43,8 +43,8 @@ VERIFIED_STEPS = 2  # of each kind, computed both ways: what counts in Python ma
 MAX_KINDS = 32  # of which programs are kept, for each position in a group: a server's batch has two for each number of rows
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded
 # Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are. Experts on a GPU listen to
-# their routers, also while a step is captured.
-_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.offload.gpu_layer")
+# their routers, also while a step is captured, and those of chosen rows compute what is recorded.
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.offload.gpu_layer", "moegraft.operators.chosen_rows")
 
 
 class FrozenModel:
@@ -52,7 +52,7 @@ class FrozenModel:
 
     1. Each module has the same submodules, parameters and buffers, and runs the `forward` of its class.
     2. Their memory is at the same addresses, and nothing has written to it since.
-    3. No module has forward hooks.
+    3. No module has forward hooks, except those that steps are known to bear.
     4. An attribute of a module that is None, or a tensor which a step reads as a constant, is still that.
     5. A module of another library, or of a class that derives from one's, such as an adapter, has the same attributes, or equal ones.
 

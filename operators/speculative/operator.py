@@ -34,8 +34,10 @@ from moegraft.operators.decode.rollback import unsupported_model_reason
 from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
 from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSettings, DraftSwitch
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.layout import experts_per_token
 from moegraft.operators.linear import WEIGHT_TYPES
 from moegraft.operators.speculative.eagle3 import Eagle3Checkpoint, add_eagle3_head, why_no_states
+from moegraft.operators.structure import calls_all_rows, is_experts
 from moegraft.operators.timeline import Timeline, round_spans
 
 
@@ -199,6 +201,22 @@ class ScheduledBatchDrafts(BatchDrafts):
         return self._current
 
 
+def why_no_fewer_experts(model: PreTrainedModel) -> str | None:
+    """Return why a stock model, which may be on meta, cannot draft with fewer experts; None where it can."""
+    advice = "write 'draft: ngram', or give 'draft_sparsity' or an EAGLE-3 head"
+    try:
+        if experts_per_token(model.config) == 1:
+            return f"draft experts computes fewer experts of a token, and each token has one; {advice}"
+    except UnsupportedModelError:  # the number is not stated
+        pass
+    for path, module in model.named_modules():
+        if is_experts(path, module) and calls_all_rows(module):
+            return (
+                f"draft experts computes fewer experts of a token, and {type(module).__name__} has an input of its own for each; {advice}"
+            )
+    return None
+
+
 class SpeculativeDraft(ModelOperator):
     """Self-speculative decoding over one KV cache (SS-MoE, WWW 2026; acceptance after Leviathan et al. 2023, arXiv:2211.17192).
 
@@ -252,7 +270,9 @@ class SpeculativeDraft(ModelOperator):
                 "after the last or under 'mtp.', a GGUF file in blocks after the last with 'nextn' tensors, and a model in memory has lost "
                 "them; load a checkpoint that has them, or draft with 'experts' or 'ngram'"
             )
-        return unsupported_model_reason(module)
+        if options.draft == "experts" and options.draft_sparsity is None:
+            reason = why_no_fewer_experts(module)
+        return reason or unsupported_model_reason(module)
 
     @classmethod
     def traits(cls, options: SpeculativeOptions) -> Traits:

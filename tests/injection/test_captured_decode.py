@@ -41,7 +41,10 @@ NEW = 20
 GRAPH = "cache: {ratio: 0.5}, decode: graph"
 EAGER = "cache: {ratio: 0.5}, decode: eager"
 # Of full attention; each a router or a shared expert of its own.
-WINDOWED = ("gpt_oss", "mixtral", "gemma4_text", "phimoe", "afmoe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "mimo_v2_flash")
+WINDOWED = (
+    *("gpt_oss", "mixtral", "gemma4_text", "phimoe", "afmoe", "exaone_moe", "cohere2_moe", "granitemoe_swa", "mimo_v2_flash"),
+    "llama4_text",  # chunks, of which the cache is that of windows
+)
 WINDOW = 16  # tokens, of all of these
 FAMILIES = ("qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe")
 # With recurrent or convolution states, beside layers of attention or within them.
@@ -187,7 +190,7 @@ def test_windows_without_their_masks_run_layer_by_layer(load, caplog: pytest.Log
 
 @pytest.mark.parametrize(
     ("length", "model_type"),
-    combinations([1, WINDOW - 1, WINDOW, 3 * WINDOW], ["gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "lfm2_moe", "zaya"]),
+    combinations([1, WINDOW - 1, WINDOW, 3 * WINDOW], ["gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "lfm2_moe", "zaya", "llama4_text"]),
 )
 @torch.no_grad()
 def test_a_fixed_cache_grows_again_unchanged(model_type: str, length: int) -> None:

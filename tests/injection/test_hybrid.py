@@ -27,7 +27,7 @@ rules:
   replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, gpu: "{gpu}", {more}}}}}
 """
 # Each a form of routing and of storage of its own.
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "nemotron_h", "minimax", "glm4_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "nemotron_h", "minimax", "glm4_moe", "llama4_text")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ FAMILIES = [
     "gpt_oss",  # clamped and biased gates
     "deepseek_v3",  # latent attention, a router with groups
     "qwen3_next",  # recurrent layers
+    "llama4_text",  # rows of chosen experts
 ]
 WORDS = 60  # of the vocabulary that prompts have, fewer than any of these models knows
 

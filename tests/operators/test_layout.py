@@ -8,6 +8,7 @@ from torch import nn
 
 from moegraft.operators.layout import read_layout, recognise_gate, why_unsupported
 from moegraft.operators.reference import reference_gate
+from moegraft.operators.structure import calls_all_rows
 
 GATE, UP = torch.linspace(-30, 30, 61), torch.linspace(-30, 30, 61)
 
@@ -133,6 +134,84 @@ def test_other_forms_are_refused() -> None:
     assert "scale" in (why_unsupported(module) or "")
     with pytest.raises(ValueError, match="scale"):
         read_layout(module)
+
+
+class Undeclared(nn.Module):
+    """Experts without flags, whose forward pass shows how they store matrices."""
+
+    def __init__(self, transposed: bool, concatenated: bool) -> None:
+        super().__init__()
+        module = Experts(transposed=transposed, concatenated=concatenated)
+        self.stored_as = transposed, concatenated
+        self.num_experts, self.hidden, self.limit, self.act_fn = module.num_experts, 6, 4.5, module.act_fn
+        self.gate_up_proj, self.down_proj = module.gate_up_proj, module.down_proj
+
+    def gate_of(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1) if self.stored_as[1] else (gate_up[..., ::2], gate_up[..., 1::2])
+        return self.act_fn(gate) * up.clamp(-self.limit, self.limit)
+
+    def expert(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        gate_up, down = self.gate_up_proj[number], self.down_proj[number]
+        if not self.stored_as[0]:
+            gate_up, down = gate_up.T, down.T
+        return self.gate_of(rows @ gate_up) @ down
+
+
+class Routed(Undeclared):
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for token, slot in torch.ones_like(top_k_index).nonzero().tolist():
+            out[token] += self.expert(hidden_states[token], int(top_k_index[token, slot])) * top_k_weights[token, slot]
+        return out
+
+
+class AllRows(Undeclared):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.view(len(self.gate_up_proj), -1, self.hidden)
+        return torch.cat([self.expert(each, number) for number, each in enumerate(rows)])
+
+
+class Residual(AllRows):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + hidden_states
+
+
+class SquaredWeights(Routed):
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states, top_k_index, top_k_weights**2)
+
+
+class ScaledInputs(Routed):
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states * top_k_weights, top_k_index, torch.ones_like(top_k_weights))
+
+
+class Sine(AllRows):
+    def gate_of(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gate_up.chunk(2, dim=-1)[0].sin()
+
+
+class MoreArguments(Routed):
+    def forward(self, hidden_states: torch.Tensor, batches: list[int]) -> torch.Tensor:  # type: ignore[override]
+        return hidden_states.split(batches)[0]
+
+
+@pytest.mark.parametrize("build", [Routed, AllRows])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("concatenated", [True, False])
+def test_a_form_that_is_not_declared_is_found(concatenated: bool, transposed: bool, build: type[Undeclared]) -> None:
+    module = build(transposed, concatenated)
+    given = dict(module.named_parameters())
+    layout = read_layout(module.to("meta"))
+    assert (layout.num_experts, layout.hidden, layout.intermediate) == (3, 6, 4)
+    assert (layout.gated, layout.bias, layout.transposed, layout.interleaved) == (True, False, transposed, not concatenated)
+    assert (layout.gate.activation, layout.gate.up_limit, layout.gate.gate_limit) == ("silu", 4.5, math.inf)
+    assert list(given) == ["gate_up_proj", "down_proj"] and calls_all_rows(module) == (build is AllRows)
+
+
+@pytest.mark.parametrize("build", [Residual, SquaredWeights, ScaledInputs, Sine, MoreArguments])
+def test_other_forward_passes_are_refused(build: type[Undeclared]) -> None:
+    assert why_unsupported(build(True, True)) is not None
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -15,7 +15,7 @@ class Phases:
 
     deadly: str = ""
 
-    def decode(self, tokens: int, context: int) -> float:
+    def decode(self, tokens: int, context: int, sampled: bool) -> float:
         if self.deadly == f"decode after {context}":
             os.kill(os.getpid(), signal.SIGILL)
         return 0.002 * tokens  # rates are finite

@@ -26,9 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.core_model_loading import revert_weight_conversion
 
 from moegraft.operators.decode.states import has_states
+from moegraft.operators.layout import read_layout, why_unsupported
 from support.family_rows import ROWS, SMALL_TEXT, SMALL_TOWER, VOCAB_SIZE, FamilyCase
 
 DECORATOR = "use_experts_implementation"
+FUSED = "self.gate_up_proj = nn.Parameter("
 ROUTER_GAIN = 2.0  # standard deviation of router logits: some experts are chosen often, others rarely
 
 
@@ -39,14 +41,15 @@ def _models_folder() -> Path:
 
 @cache
 def library_families() -> Mapping[str, tuple[str, ...]]:
-    """Return every family of the installed transformers that has the interface, with its experts classes."""
+    """Return every family of the installed transformers that has the interface, declared or by its parameters, with its experts classes."""
     found: dict[str, tuple[str, ...]] = {}
     for path in sorted(_models_folder().glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        if f"@{DECORATOR}" not in text:
+        if f"@{DECORATOR}" not in text and FUSED not in text:
             continue
         classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-        names = tuple(node.name for node in classes if any(DECORATOR in ast.unparse(mark) for mark in node.decorator_list))
+        declared = {node.name for node in classes for mark in node.decorator_list if DECORATOR in ast.unparse(mark)}
+        names = tuple(node.name for node in classes if node.name in declared or FUSED in ast.unparse(node))
         found[path.parent.name] = found.get(path.parent.name, ()) + names
     return found
 
@@ -129,7 +132,7 @@ def _fan_in(module: nn.Module, weight: torch.Tensor) -> int:
     if isinstance(module, nn.Embedding):
         return 1
     if weight.dim() == 3 and hasattr(module, "num_experts"):
-        return weight.shape[1] if getattr(module, "is_transposed", False) else weight.shape[2]
+        return weight.shape[1] if why_unsupported(module) is None and read_layout(module).transposed else weight.shape[2]
     return math.prod(weight.shape[1:])
 
 

@@ -139,6 +139,7 @@ SMALL_QWEN4: Mapping[str, Any] = {
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+SMALL_LLAMA4: Mapping[str, Any] = {"intermediate_size_mlp": 72, "attention_chunk_size": 16, "floor_scale": 4}
 SMALL_GEMMA4: Mapping[str, Any] = {
     "enable_moe_block": True,
     "hidden_size_per_layer_input": 8,
@@ -248,6 +249,17 @@ ROWS: tuple[FamilyCase, ...] = (
     _row("kolibri1", "Kolibri1ForCausalLM", SLIDING_THEN_FULL),
     _row("laguna", "LagunaForCausalLM"),
     _row("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}),
+    # One expert per token, as published, and layers without positions, whose temperature grows with the text.
+    _row("llama4_text", "Llama4ForCausalLM", SMALL_LLAMA4, {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 1]}, family="llama4"),
+    _row(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        SMALL_LLAMA4,
+        {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 0], "use_qk_norm": False},
+        towers={
+            "vision_config": {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "intermediate_size": 128}
+        },
+    ),
     _row("mellum", "MellumForCausalLM", DENSE_THEN_SPARSE),
     _row("mimo_v2_flash", "MiMoV2FlashForCausalLM"),
     _row("minimax", "MiniMaxForCausalLM"),
@@ -284,6 +296,7 @@ ROWS: tuple[FamilyCase, ...] = (
     _row("qwen4_exp_text", "Qwen4ExpForCausalLM", LINEAR_THEN_FULL, SMALL_QWEN4, family="qwen4_exp"),
     _row("qwen4_exp", "Qwen4ExpForConditionalGeneration", LINEAR_THEN_FULL, SMALL_QWEN4),
     _row("solar_open", "SolarOpenForCausalLM"),
+    _row("step3p7", "Step3p7ForConditionalGeneration", DENSE_THEN_SPARSE),
     _row("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", towers=SMALL_SAM),
     _row("zaya", "ZayaForCausalLM", {"num_experts_per_tok": 1}),
     # Mixtures of experts without the interface.
@@ -302,20 +315,12 @@ ROWS: tuple[FamilyCase, ...] = (
     ),
     _row("jetmoe", "JetMoeForCausalLM", {"kv_channels": 16}, reason=NOT_IN_ONE_MODULE.format("JetMoeMoA")),
     _row(
-        "llama4_text",
-        "Llama4ForCausalLM",
-        {"intermediate_size_mlp": 72, "attention_chunk_size": 16},
-        family="llama4",
-        reason=NO_INTERFACE.format("Llama4TextExperts"),
-    ),
-    _row(
         "longcat_flash",
         "LongcatFlashForCausalLM",
         EVERY_HEAD_ITS_KEYS,
         {"num_layers": 2, "ffn_hidden_size": 72, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "head_dim": 8},
-        reason="LongcatFlashExperts) does not hold its experts",
+        reason="LongcatFlashExperts) does not state how many experts it holds, as num_experts",
     ),
-    _row("step3p7", "Step3p7ForConditionalGeneration", DENSE_THEN_SPARSE, reason=NO_INTERFACE.format("Step3p7Experts")),
     _row("nllb-moe", "", family="nllb_moe", reason="not a causal language model: it has an encoder and a decoder"),
     _row("switch_transformers", "", reason="not a causal language model: it has an encoder and a decoder"),
 )

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h_moe",
+    "llama4_text": "llama4",
 }
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.embedding_norm": "token_embd_norm"}
 WHOLE |= {"model.embeddings": "token_embd", "model.norm_f": "output_norm"}
@@ -59,6 +60,10 @@ BLOCK = {
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
     "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
@@ -87,7 +92,7 @@ BLOCK |= {
     "mixer.fc1_latent_proj": "ffn_latent_down",
     "mixer.fc2_latent_proj": "ffn_latent_up",
 }
-SHARED = re.compile(r"(?:mlp|mixer)\.shared_experts?\.(gate|up|down)_proj")
+SHARED = re.compile(r"(?:mlp|mixer|feed_forward)\.shared_experts?\.(gate|up|down)_proj")
 
 
 def _block_name(name: str, model_type: str) -> str:
@@ -108,7 +113,7 @@ def _experts(block: str, name: str, values: NDArray[np.float32], model_type: str
     """Split the fused parameter `mlp.experts.<name>` into the tensors of the files."""
     bias = name.endswith("_bias")
     suffix = "bias" if bias else "weight"
-    rows = values if bias or model_type != "gpt_oss" else values.swapaxes(1, 2)
+    rows = values if bias or model_type not in ("gpt_oss", "llama4_text") else values.swapaxes(1, 2)
     if name.startswith("down"):
         return {f"{block}ffn_down_exps.{suffix}": rows}
     if model_type == "nemotron_h":

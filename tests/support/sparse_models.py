@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qw
 
 from moegraft.operators.layout import read_layout
 from moegraft.operators.reference import reference_experts
+from moegraft.operators.structure import calls_all_rows
 from support.byte_tokenizer import byte_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -78,6 +79,11 @@ def _sparse(module: nn.Module, path: str, threshold: float, seen: dict[str, list
         stored = module.get_parameter(layout.parameter(part)).detach()
         parts[part] = torch.stack([layout.cut(part, stored[expert]) for expert in range(layout.num_experts)])
 
+    def of_all_rows(rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all tokens for the first expert, then for the second one, ...; zero where it is not chosen."""
+        number = torch.arange(layout.num_experts).repeat_interleave(len(rows) // layout.num_experts)
+        return forward(rows, number.where(rows.any(-1), -1)[:, None], torch.ones(len(rows), 1))
+
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         if seen is not None:
             bias = parts.get("gate_bias")
@@ -92,4 +98,4 @@ def _sparse(module: nn.Module, path: str, threshold: float, seen: dict[str, list
         found = reference_experts(hidden_states, top_k_index, top_k_weights, *weights, layout.gate, **biases, threshold=threshold)
         return found.to(hidden_states.dtype)
 
-    return forward
+    return of_all_rows if calls_all_rows(module) else forward

@@ -98,6 +98,11 @@ def _gemma_tower(config: Any) -> None:
     config.text_config.use_bidirectional_attention = "vision"  # as the model with experts has it
 
 
+def _llama_processor(config: Any) -> Any:
+    side = 4 * config.vision_config.patch_size  # of a tile, of which four patches are a token
+    return transformers.Llama4ImageProcessor(size={"height": side, "width": side}, max_patches=4)
+
+
 QWEN = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
@@ -117,6 +122,8 @@ ERNIE |= {"video_token": "<|VIDEO|>", "video_start_token": "<|VIDEO_START|>", "v
 DOTS = {"start": "<|img|>", "end": "<|endofimg|>", "video": "<|video_pad|>", "audio": "<|audio_comp_pad|>"}
 GEMMA = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
 GEMMA |= {"boa_token": "<|audio>", "eoa_token": "<audio|>"}
+LLAMA = {"image": "<|image|>", "start": "<|image_start|>", "end": "<|image_end|>"}
+LLAMA |= {"x": "<|tile_x_separator|>", "y": "<|tile_y_separator|>"}
 GLM5_SIZES: dict[str, Any] = {"size": {"longest_edge": 1}, "min_image_tokens": 4, "max_image_tokens": 36}
 KIMI_SIZES: dict[str, Any] = {"temporal_patch_size": None, "size": {"max_height": 512, "max_width": 512}}
 CASES = {
@@ -139,6 +146,9 @@ CASES = {
         ),
         VisionCase(  # whose images have attention in both directions
             "gemma4", "<|image|>", {"image_token_id": "<|image|>"}, _gemma_processor, GEMMA, _gemma_tower
+        ),
+        VisionCase(  # whose images are tiles, with marks between them, and whose attention has chunks
+            "llama4", "<|image|>", {"image_token_id": "<|patch|>"}, _llama_processor, LLAMA, torchvision=True
         ),
         VisionCase("minimax_m3_vl", "]<]image[>[", {"image_token_id": "]<]image[>["}, _grid("MiniMaxM3VLImageProcessor"), torchvision=True),
         VisionCase(

@@ -332,8 +332,11 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
     """Return why no GGUF file of a model can be written that llama.cpp computes as transformers does; None if one can."""
     name = config.model_type
     if name not in FAMILIES:
-        return f"model type '{name}' cannot be written to GGUF files; supported are {', '.join(FAMILIES)}"
+        written = ", ".join(each for each, row in FAMILIES.items() if row.unwritten is None)
+        return f"model type '{name}' cannot be written to GGUF files; supported are {written}"
     family = FAMILIES[name]
+    if family.unwritten is not None:
+        return f"model type '{name}' is loaded from GGUF files, and not written to them: {family.unwritten}"
     if family.normalises not in (None, bool(getattr(config, "norm_topk_prob", None))):
         return f"norm_topk_prob is {config.norm_topk_prob} in the config, and llama.cpp computes {name} models as if it were not"
     dense = [layer for layer in getattr(config, "mlp_only_layers", None) or () if layer < config.num_hidden_layers]

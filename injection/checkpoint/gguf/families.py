@@ -141,6 +141,7 @@ class Family:
         recurrent: the type of the layers without attention that it supports beside those with full attention.
         has_interval: whether every n-th layer has full attention; it supports any order otherwise.
         mtp: whether its converter writes MTP layers, after the body's.
+        unwritten: why no files are written; None where they are.
         rotates_sections: whether files state the sections of rotary embeddings that a position's time, height and width rotate.
         requires: fields of the config that it computes all models with one value of.
         changes: what its converter does to parameters, by the end of their name; the first that fits counts.
@@ -161,6 +162,7 @@ class Family:
     has_interval: bool = False
     mtp: bool = False
     rotates_sections: bool = False
+    unwritten: str | None = None
     requires: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
 
@@ -236,6 +238,8 @@ FAMILIES: Mapping[str, Family] = {
         requires={"hidden_act": "silu", "mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
         changes=_GRANITE_HYBRID,
     ),
+    # Neighbouring columns are rotated in transformers as well.
+    "llama4_text": Family("llama4", unwritten="its keys for chunks of attention and for layers without positions are not known here"),
     # Without rotary embeddings, rows of queries and keys that a converter reorders alike change no product.
     "nemotron_h": Family(
         "nemotron_h_moe",

@@ -213,19 +213,23 @@ class Chat:
     def turn(self, question: str) -> Answer:
         """Answer a question: the text goes to stdout, a line about it to stderr. A question without an answer is not kept.
 
+        Its images are then shown with the next question, unless they are the reason.
+
         Raises:
             MoegraftError: the question cannot be answered.
         """
         self.conversation.ask(question, self._pictures)
-        self._pictures = []
         try:
             answer = self._answer()
-        except BaseException:
+        except BaseException as error:
             self.conversation.withdraw()
+            if isinstance(error, ImageError):
+                self._pictures = []
             raise
         if answer.stats is None:
             self.conversation.withdraw()
         else:
+            self._pictures = []
             self.conversation.answered(answer.text)
             self.totals.add(answer.stats)
             self.last = answer.stats

@@ -24,6 +24,7 @@ from moegraft.operators.decode.state_pool import StatePool, state_tensors
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import BatchDrafts
 from moegraft.operators.machine import probe_machine
+from moegraft.operators.structure import counts_cached_tokens
 
 logger = logging.getLogger(__name__)
 # Checkpoints of recurrent states:
@@ -412,6 +413,10 @@ def open_pool(
     Raises:
         UnbatchableError: the forward pass fails on a few tokens, or computes other logits beside another sequence.
     """
+    counting = next((module for module in model.modules() if counts_cached_tokens(module)), None)
+    if counting is not None:  # not seen in the logits of a few tokens, as the scale of queries is 1 up to thousands
+        kind = type(counting).__name__
+        raise UnbatchableError(f"{kind} scales queries by the number of tokens in the cache, which is one for all sequences of a batch")
     try:
         example, expected = _stock_steps(model)
         noise = _off(_stock_steps(model, singly=3)[1], expected)

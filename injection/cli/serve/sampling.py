@@ -7,10 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
 from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
+from moegraft.operators.decode.sampling import largest, likely
+
+_GROUP = 64  # tokens
 
 
 def usable(logits: torch.Tensor) -> torch.Tensor:
@@ -90,7 +97,7 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
             changed[row] = adjusted(given[row], job.ask, job.token_ids, job.constraint)
     if any(row is not old for row, old in zip(changed, given, strict=True)):
         logits = torch.stack(changed)
-    tokens: list[int] = logits.argmax(-1).tolist()
+    tokens: list[int] = (logits.numpy() if logits.is_cpu else logits).argmax(-1).tolist()  # NumPy's takes a tenth of the time
     alike: dict[tuple[int, bool], list[int]] = {}  # rows in which tokens are chosen in the same order
     for row, job in enumerate(jobs):
         if not job.ask.greedy:
@@ -101,31 +108,75 @@ def choose(logits: torch.Tensor, jobs: Sequence[Job | Draft]) -> list[int]:
             return torch.tensor(list(values), dtype=dtype, device=logits.device)[:, None]
 
         scores = logits if len(rows) == len(jobs) else logits[rows]
-        scores = (scores - scores.amax(-1, keepdim=True)) / column((jobs[row].ask.temperature for row in rows), torch.float32)
         index = None  # of the tokens from the likeliest to the unlikeliest
         if 0 < top_k < scores.shape[-1]:
-            scores, index = scores.topk(top_k)
-        elif nucleus:
-            scores, index = scores.sort(descending=True, stable=True)
+            scores, index = _largest(scores, top_k)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(column((jobs[row].ask.temperature for row in rows), torch.float32))
         shares = scores.exp()  # of the likeliest token's probability
-        cumulative = shares.cumsum(-1, dtype=torch.float64)
         if nucleus:  # up to the first token with which the share is reached
-            left_out = cumulative - shares >= column(jobs[row].ask.top_p for row in rows) * cumulative[:, -1:]
+            reached = column(jobs[row].ask.top_p for row in rows) * shares.sum(-1, keepdim=True, dtype=torch.float64)
+            if index is None:
+                scores, index = _likeliest(scores, [jobs[row].ask.top_p for row in rows])
+                shares = scores.exp()
+            left_out = shares.cumsum(-1, dtype=torch.float64) - shares >= reached
             left_out[:, 0] = False  # the likeliest token always stays
             shares = shares.masked_fill(left_out, 0)
         if any(jobs[row].ask.min_p for row in rows):
             shares = shares.masked_fill(shares < column(jobs[row].ask.min_p for row in rows), 0)
-            nucleus = True
-        if nucleus:
-            cumulative = shares.cumsum(-1, dtype=torch.float64)
-        total = cumulative[:, -1:].contiguous()
-        drawn = column(jobs[row].random.random() for row in rows) * total
-        # The first sum above the number; rounding must not pass the first that reaches the total, as later tokens have no probability.
-        places = torch.minimum(torch.searchsorted(cumulative, drawn, right=True), torch.searchsorted(cumulative, total))
+        places = _places(shares, column(jobs[row].random.random() for row in rows))
         chosen = places if index is None else index.gather(-1, places)
         for row, token in zip(rows, chosen[:, 0].tolist(), strict=True):
             tokens[row] = token
     return tokens
+
+
+def _places(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the place (R, 1) in each row of `shares` (R, N) where their sum exceeds the share (R, 1) of the total that a number is.
+
+    Sums are those of groups of tokens, and then of the tokens of one group: those after each token of a large vocabulary are 1 MB a row.
+    """
+    left = -shares.shape[-1] % _GROUP
+    padded = (functional.pad(shares, (0, left)) if left else shares).unflatten(-1, (-1, _GROUP))
+    of_groups = padded.sum(-1, dtype=torch.float64)
+    after = of_groups.cumsum(-1)
+    drawn = numbers * after[:, -1:]
+    group = _first_above(after, drawn)
+    before = after.gather(-1, group) - of_groups.gather(-1, group)
+    within = padded.gather(1, group[..., None].expand(-1, 1, _GROUP))[:, 0].cumsum(-1, dtype=torch.float64)
+    return group * _GROUP + _first_above(within, drawn - before)
+
+
+def _first_above(sums: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the place of the first of the rising sums (R, N) above a number (R, 1).
+
+    Rounding must not pass the first sum that reaches the last, as later tokens have no probability.
+    """
+    last = sums[:, -1:].contiguous()
+    return torch.minimum(torch.searchsorted(sums, numbers, right=True), torch.searchsorted(sums, last))
+
+
+def _largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` largest scores of each row of `scores` (R, V), from the largest on, and their tokens."""
+    if not scores.is_cpu:
+        return scores.topk(count)
+    ordered, index = _in_order(scores, [largest(row, count) for row in scores.numpy()])
+    return ordered[:, :count], index[:, :count]
+
+
+def _likeliest(scores: torch.Tensor, top_p: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of each row of `scores` (R, V) from the largest on, and their tokens: on the CPU those that `top_p` may leave."""
+    if not scores.is_cpu:
+        return scores.sort(descending=True, stable=True)
+    rows = zip(scores.softmax(-1).numpy(), top_p, strict=True)
+    return _in_order(scores, [likely(probabilities, share) for probabilities, share in rows])
+
+
+def _in_order(scores: torch.Tensor, tokens: Sequence[NDArray[np.int64]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of some tokens of each row of `scores` (R, V), from the largest on, and the tokens; shorter rows end with -inf."""
+    ordered = [ids[(-row[ids]).argsort(kind="stable")] for row, ids in zip(scores.numpy(), tokens, strict=True)]
+    index = pad_sequence([torch.from_numpy(ids) for ids in ordered], batch_first=True)
+    ends = torch.tensor([[len(ids)] for ids in ordered])
+    return scores.gather(-1, index).masked_fill(torch.arange(index.shape[1]) >= ends, -torch.inf), index
 
 
 def score(logits: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:

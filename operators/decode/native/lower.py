@@ -453,6 +453,19 @@ def _index_select(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], 
     to.small("embedding", outputs[0], to.contiguous(x), to.packed(index))
 
 
+@_lowers("index.Tensor")
+def _index_vector(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+    x, indices = args
+    if x.dims != 1 or len(indices) != 1 or indices[0].dtype != torch.int64:
+        raise _Unsupported
+    negative, index = (to.temporary(dtype, indices[0].sizes) for dtype in (torch.bool, torch.int64))
+    to.elementwise("lt", negative, indices[0], _ZERO)  # these count from the end
+    to.elementwise("mul", index, negative, x.sizes[0])
+    to.elementwise("add", index, index, indices[0])
+    table, out = (replace(place, sizes=(*place.sizes, _ONE), strides=(*place.strides, _ONE)) for place in (x, outputs[0]))
+    to.small("embedding", out, table, index)
+
+
 @_lowers("repeat.default")
 def _repeat(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
     x, repeats = args

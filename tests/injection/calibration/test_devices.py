@@ -27,8 +27,8 @@ RULES = """
 - match: {{kind: experts}}
   replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, sparsity: {{target: 0, scope: routed}}, {more}}}}}
 """
-# Plain, with shared experts, with biases and a clamp, ungated.
-FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "olmoe")
+# Plain, with shared experts, with biases and a clamp, ungated, and called with rows of chosen experts.
+FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "olmoe", "llama4_text")
 SHARE = 0.6
 
 

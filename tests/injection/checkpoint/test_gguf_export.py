@@ -401,6 +401,8 @@ def test_an_order_of_layers_that_llama_cpp_has_not_is_refused() -> None:
 def test_other_families_are_refused() -> None:
     case = case_of("phimoe")
     assert "'phimoe' cannot be written to GGUF files; supported are qwen3_moe" in str(export.why_not_exportable(build_model(case).config))
+    reason = export.why_not_exportable(build_config(case_of("llama4_text")))
+    assert reason is not None and "is loaded from GGUF files, and not written to them: its keys" in reason
 
 
 NUMBERS = r"\p{N}{1,3}"

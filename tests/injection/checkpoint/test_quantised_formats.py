@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import prompt, weight_of
 from support.quantised_files import FORMATS, FP4, FP8_BLOCKS, Format, Tensors, awq, compressed, float8, gptq
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.experts.hybrid import HybridExperts
 
 WEIGHTS = "model.safetensors"
 UP = "model.layers.1.mlp.experts.1.up_proj"
@@ -117,6 +118,58 @@ def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path,
     # Steps with FP8 are in float32, prompts in bfloat16 where the CPU multiplies in it. With integers, each of 14 products in a row rounds
     # activations to 8 bits.
     assert error.median() < (1e-2 if name.startswith("compressed fp8 ") and "blocks" not in name else 0.04), error
+
+
+def of_each_expert(tensors: Tensors) -> Tensors:
+    """The tensors of a Llama 4 checkpoint with matrices of single experts, as quantisers divide them."""
+    divided: Tensors = {}
+    for key, tensor in tensors.items():
+        parts = ("gate_proj", "up_proj") if key.endswith("gate_up_proj") else ("down_proj",)
+        for expert, matrices in enumerate(tensor) if ".experts." in key else ():
+            for part, matrix in zip(parts, matrices.T.chunk(len(parts)), strict=True):
+                divided[f"{key.rpartition('.')[0]}.{expert}.{part}.weight"] = matrix
+        if ".experts." not in key:
+            divided[key] = tensor
+    return divided
+
+
+@pytest.mark.parametrize("name", ["plain", "compressed fp8 rows", "compressed int4"])
+def test_experts_that_the_model_stores_together(name: str, tmp_path: Path) -> None:
+    """Llama 4 Maverick in FP8 has them one by one, and transformers has no conversion for them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "intermediate_size_mlp": 64, "vocab_size": 101, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    config = Llama4TextConfig(**sizes, **heads, num_hidden_layers=2, num_local_experts=3, interleave_moe_layer_step=2)
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    stock.save_pretrained(tmp_path)
+    stored, meant = Tensors(), Tensors()
+    for key, weight in of_each_expert(load_file(tmp_path / WEIGHTS)).items():
+        quantises = name != "plain" and key.endswith("_proj.weight") and ".self_attn." not in key
+        written = FORMATS[name].write(key.removesuffix(".weight"), weight) if quantises else ({key: weight}, weight)
+        stored |= written[0]
+        meant[key] = written[1]
+    for parameter_name, parameter in stock.named_parameters():
+        if ".experts." not in parameter_name:
+            parameter.data = meant[parameter_name]
+            continue
+        parts = ("gate_proj", "up_proj") if parameter_name.endswith("gate_up_proj") else ("down_proj",)
+        prefix = parameter_name.rpartition(".")[0]
+        each = [torch.cat([meant[f"{prefix}.{expert}.{part}.weight"] for part in parts]).T for expert in range(3)]
+        parameter.data = torch.stack(each)
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, tmp_path / WEIGHTS, {"format": "pt"})
+    if name != "plain":
+        reconfigure(tmp_path, lambda config: config.update(quantization_config=dict(FORMATS[name].settings)))
+    with pytest.raises(CheckpointError, match=r"nothing in this checkpoint feeds model\.layers\.1\.feed_forward\.experts"):
+        load(tmp_path, HEAD)
+    replaced, ids = load(tmp_path, EXPERTS), prompt(24)
+    assert [experts.weight_type for experts in replaced.modules() if isinstance(experts, HybridExperts)] == [TYPES_TOGETHER[name]]
+    with torch.no_grad():
+        logits = stock(ids).logits[0]
+        error = (replaced(ids).logits[0] - logits).norm(dim=-1) / logits.norm(dim=-1)
+    assert error.median() < {"plain": 1e-5, "compressed fp8 rows": 1e-2, "compressed int4": 0.04}[name], error
+
+
+TYPES_TOGETHER = {"plain": "float32", "compressed fp8 rows": "fp8_rows", "compressed int4": "int4"}
 
 
 @pytest.mark.parametrize(

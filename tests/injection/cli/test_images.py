@@ -33,7 +33,7 @@ from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 
 from moegraft.injection.cli import images as product
-from moegraft.injection.cli.chat.conversation import encode_chat
+from moegraft.injection.cli.chat.conversation import PromptRefusedError, encode_chat
 from moegraft.injection.cli.images import ImageError, decode_picture, read_image_reader, read_picture, read_url
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
@@ -99,7 +99,7 @@ class Pair:
         text = self.loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         given = {"images": [read_url(url, None).image for url in urls]} if urls else {}
         made: dict[str, torch.Tensor] = dict(reader._processor(text=[text], **given, return_tensors="pt"))
-        return made
+        return {name: tensor.to(self.stock.dtype) if tensor.dtype == torch.bfloat16 else tensor for name, tensor in made.items()}
 
     def answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The stock model's greedy answer."""
@@ -535,6 +535,28 @@ def test_a_chat_about_images(pair: Pair, tmp_path: Path, capsys: pytest.CaptureF
     assert chat.turn("hello there").text == pair.answer(CHATS["text"])
     run_command(chat, f"/image {tmp_path / 'missing.png'}")
     assert "No such file" in capsys.readouterr().err
+
+
+def test_images_stay_for_the_next_question_if_one_is_refused(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moegraft.injection.cli.chat.session import run_command
+
+    chat, path = _chat(pair), tmp_path / "a.png"
+    path.write_bytes(GOOD)
+    run_command(chat, f"/image {path}")
+    with pytest.raises(PromptRefusedError):
+        chat.turn("long " * 5000)
+    assert chat.turn("what?").text == pair.answer(CHATS["one image"])
+    run_command(chat, f"/image {path}")
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.conversation, "prompt", lambda most: refuse())
+        with pytest.raises(ImageError):
+            chat.turn("and now?")
+    turns = [*CHATS["one image"], text_message("assistant", pair.answer(CHATS["one image"])), text_message("user", "and now?")]
+    assert chat.turn("and now?").text == pair.answer(turns), "an image that cannot be used does not come again"
+
+
+def refuse() -> None:
+    raise ImageError("an image of no use")
 
 
 def test_the_command_line(pair: Pair, tmp_path: Path, program: list[str], chat_folder: Path) -> None:

@@ -64,6 +64,28 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers(options: dict[st
     assert ((drawn / draws - expected).abs() <= 5 * scatter + 1e-9).all()
 
 
+@pytest.mark.parametrize("size", [64, 1000, 1024, 9001])
+def test_a_large_vocabulary_is_drawn_from_as_by_its_cumulative_sums(size: int) -> None:
+    seeds = range(200)
+    logits = 3 * torch.randn(len(seeds), size, generator=torch.Generator().manual_seed(0))
+    logits[::3, size // 2 :] = -torch.inf
+    for options in ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 2.0, "top_k": 30}):
+        expected = []
+        for row, seed in zip(logits, seeds, strict=True):
+            values, index = (row / options["temperature"]).sort(descending=True, stable=True)
+            shares = values.double().softmax(-1)
+            if "top_k" in options:
+                shares[int(options["top_k"]) :] = 0
+            if "top_p" in options:
+                shares[shares.cumsum(-1) - shares >= options["top_p"]] = 0
+            if len(options) == 1:  # in the order of the tokens, as nothing is sorted
+                shares, index = shares[index.argsort()], torch.arange(size)
+            number = sampled(seed).random.random() * shares.sum()
+            expected.append(int(index[torch.searchsorted(shares.cumsum(-1), number, right=True)]))
+        found = choose(logits, [sampled(seed, **options) for seed in seeds])
+        assert sum(one != other for one, other in zip(found, expected, strict=True)) <= 1, "by rounding of sums"
+
+
 def test_a_drawn_token_does_not_depend_on_the_others() -> None:
     logits = torch.randn(len(OPTIONS), 4000, generator=torch.Generator().manual_seed(0)).bfloat16().float()  # with ties
     together = choose(logits, [sampled(seed, **options) for seed, options in enumerate(OPTIONS)])

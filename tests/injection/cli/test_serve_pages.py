@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,17 @@ def test_a_model_that_cannot_compute_a_few_tokens_is_not_batched(models: Models,
 
     model.register_forward_pre_hook(fail, with_kwargs=True)
     with pytest.raises(UnbatchableError, match=r"cannot compute .* \(inner\)"):
+        opened(model)
+
+
+@pytest.mark.parametrize("rules", [None, "cpu-exact"])
+def test_a_model_whose_queries_depend_on_the_tokens_in_the_cache_is_not_batched(rules: str | None) -> None:
+    """A few tokens do not show it: the scale of Llama 4's queries is 1 below 8192 tokens."""
+    case = case_of("llama4_text")
+    model = build_model(dataclasses.replace(case, text={**case.text, "floor_scale": 8192}))
+    if rules is not None:
+        model = optimize_and_load(model, rules, progress=False, threads=1)
+    with pytest.raises(UnbatchableError, match="Llama4TextAttention scales queries by the number of tokens in the cache"):
         opened(model)
 
 

@@ -30,7 +30,7 @@ rules:
 # Families whose modules are not replaced: another form of norm, or a rule of choice that the kernel does not support.
 OWN_ROUTERS = {
     "afmoe", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "gemma4_text", "hunyuan_v1_moe", "hy_v3", "inkling_text",
-    "kolibri1", "lfm2_moe", "minimax_m2", "phimoe", "zaya",
+    "kolibri1", "lfm2_moe", "llama4", "llama4_text", "minimax_m2", "phimoe", "zaya",
 }  # fmt: skip
 OWN_NORMS = {"cohere2_moe", "phimoe"}
 

@@ -36,6 +36,7 @@ from moegraft.operators.decode.native.steps import MAX_CONTINUED
 FAMILIES = (
     "qwen3_moe",
     "mixtral",  # every layer has a window of 16
+    "llama4_text",  # chunks of attention, and rows of chosen experts
     "gpt_oss",  # alternating windows and full layers
     "deepseek_v3",  # latent attention
     "qwen3_next",  # recurrent layers

@@ -110,6 +110,11 @@ def rows_of_integers(x: torch.Tensor, position: int) -> torch.Tensor:
     return torch.arange(3 * position).view(-1, 3).index_select(0, x[:5].long() - position)
 
 
+def numbers_by_index(x: torch.Tensor, position: int) -> torch.Tensor:
+    index = torch.arange(3 * position + 2)[::3].view(1, -1) - 2  # the first one counts from the end
+    return torch.arange(3 * position).float()[index].sum(-1) + x[(x[:4].view(2, 2) - position).long()]
+
+
 def repeated(x: torch.Tensor, position: int) -> torch.Tensor:
     return x[:6].view(2, 3).repeat(2, 1, 3) + x[:2].view(2, 1).repeat(1, 9)
 
@@ -126,7 +131,7 @@ def scattered(x: torch.Tensor, position: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "compute",
-    [numbers_of_the_position, rows_of_a_table, rows_of_integers, repeated, padded, scattered],
+    [numbers_of_the_position, rows_of_a_table, rows_of_integers, numbers_by_index, repeated, padded, scattered],
     ids=lambda compute: compute.__name__,
 )
 def test_calls_that_become_operations(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,7 @@ from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.sparsity import WINDOW_TOKENS
 
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe")
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl_moe", "llama4_text")
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},  # latent attention
     "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"]},  # recurrent states
     "glm4_moe": {},
+    "llama4_text": {"no_rope_layers": [1, 0, 1, 1, 0]},  # chunks of attention, and heads are published for it
 }
 
 

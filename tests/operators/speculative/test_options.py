@@ -14,6 +14,7 @@ from support.families import build_model, case_of, prompt
 from moegraft.injection import optimize_and_load
 from moegraft.operators.decode.acceptance import Adaptive, DraftToken, Greedy, Sampling
 from moegraft.operators.decode.drafts import NgramIndex, continuation
+from moegraft.operators.decode.sampling import Scores
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.speculative.operator import SpeculativeOptions
@@ -120,8 +121,12 @@ def test_ngrams_are_looked_up_in_the_text() -> None:
             assert index.continuation(length) == continuation(text[:end], length)
 
 
+def shares(*probabilities: float) -> Scores:
+    return Scores.of_all(torch.tensor(probabilities).log())
+
+
 def test_ngram_drafts_are_accepted_without_a_distribution() -> None:
-    scores = torch.tensor([0.7, 0.2, 0.1]).log()
+    scores = shares(0.7, 0.2, 0.1)
     torch.manual_seed(0)
     accepted = sum(Sampling().accepts(DraftToken(0), scores) for _ in range(4000)) / 4000
     assert abs(accepted - 0.7) < 0.03  # p(d)
@@ -132,15 +137,15 @@ def test_ngram_drafts_are_accepted_without_a_distribution() -> None:
 
 def test_adaptive_mode_accepts_by_the_rule_of_the_paper() -> None:
     rule = Adaptive(Greedy(), confidence=0.5, tolerance=0.3)
-    scores = torch.tensor([0.5, 0.45, 0.05]).log()
-    sure = DraftToken(1, torch.tensor([0.3, 0.6, 0.1]))
+    scores = shares(0.5, 0.45, 0.05)
+    sure = DraftToken(1, shares(0.3, 0.6, 0.1))
     assert not Greedy().accepts(sure, scores)
     assert rule.accepts(sure, scores)  # q 0.6 > 0.5 and p/q 0.75 > 0.7
-    assert not rule.accepts(DraftToken(1, torch.tensor([0.3, 0.65, 0.05])), scores)  # p/q 0.69
-    assert not rule.accepts(DraftToken(0, torch.tensor([0.4, 0.3, 0.3])), scores)  # q 0.4, though greedy would accept it
+    assert not rule.accepts(DraftToken(1, shares(0.3, 0.65, 0.05)), scores)  # p/q 0.69
+    assert not rule.accepts(DraftToken(0, shares(0.4, 0.3, 0.3)), scores)  # q 0.4, though greedy would accept it
     assert rule.replacement(sure, scores) == 0
     assert rule.agreement(sure, scores) == 0.0
-    assert rule.agreement(DraftToken(0, torch.tensor([0.6, 0.3, 0.1])), scores) == 1.0
+    assert rule.agreement(DraftToken(0, shares(0.6, 0.3, 0.1)), scores) == 1.0
 
 
 def test_the_lossy_mode_reports_agreement_and_perplexity(drafting: Any, caplog: pytest.LogCaptureFixture) -> None:
