@@ -665,11 +665,6 @@ def _kernel_norm(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     to.nodes.append(Node("norm", [out], [x, *([] if weight is None else [weight]), *gate], payload=spec))
 
 
-def _kernel_route(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    spec, x, weight, logits, weights, index = args
-    to.nodes.append(Node("router", [logits, weights, index], [x, weight], payload=spec))
-
-
 def _kernel_forward(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("acted") is not None:
         raise NotRecordableError("the activations of experts are observed")
@@ -704,7 +699,7 @@ def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
 _KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {
     "linear": lambda to, args, kwargs: to.nodes.append(Node("linear", [args[2]], [args[1]], payload=[args[0]])),
     "norm": _kernel_norm,
-    "route": _kernel_route,
+    "route": lambda to, args, kwargs: to.nodes.append(Node("router", list(args[3:]), list(args[1:3]), payload=args[0])),
     "forward": _kernel_forward,
     "attention": _kernel_attention,
     "paged_attention": _kernel_paged_attention,
