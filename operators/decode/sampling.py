@@ -142,16 +142,24 @@ def shorten(scores: torch.Tensor, processors: Sequence[Any]) -> Scores:
 
 
 def largest(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return the ascending ids of the `count` largest of scores `(V,)`, and of all that equal the last of them."""
+    """Return the ascending ids of the `count` largest of scores `(V,)`, and of all that equal the last of them.
+
+    Scores of -inf count only where all are.
+    """
+    tokens = np.arange(len(scores))
     groups = len(scores) // _GROUP
     if groups > count:  # as many groups have a score that is not below the last of their largest ones
-        maxima = scores[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
-        tokens = (~(scores < np.partition(maxima, -count)[-count])).nonzero()[0]  # with those that are no numbers
-    else:
-        tokens = np.arange(len(scores))
+        tokens = _reaching(scores, np.partition(scores[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0), -count)[-count])
+    if not len(tokens):
+        return np.arange(len(scores))
     values, count = scores[tokens], min(count, len(tokens))
-    kept: NDArray[np.int64] = tokens[~(values < np.partition(values, -count)[-count])]
-    return kept
+    kept: NDArray[np.int64] = tokens[_reaching(values, np.partition(values, -count)[-count])]
+    return kept if len(kept) else tokens
+
+
+def _reaching(scores: NDArray[np.float32], least: np.float32) -> NDArray[np.int64]:
+    """Return the places of scores that are not below `least`, nor -inf; those that are no numbers are among them."""
+    return (scores != -np.inf if least == -np.inf else ~(scores < least)).nonzero()[0]
 
 
 def likely(probabilities: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:

@@ -138,5 +138,13 @@ def test_what_is_drawn_in_place_of_a_rejected_draft(shorter: tuple[bool, bool]) 
     assert scores[0].probability(absent) == 0 and scores[0].draw_other(absent) in p.nonzero()[:, 0].tolist()
 
 
+def test_tokens_without_a_probability_are_none_of_the_largest() -> None:
+    scores = np.full(9000, -np.inf, np.float32)
+    scores[[5, 8999]] = 1.0, 2.0  # as a grammar leaves them
+    assert largest(scores, 20).tolist() == [5, 8999]
+    assert largest(scores[:100], 20).tolist() == [5]
+    assert len(largest(np.full(9000, -np.inf, np.float32), 20)) == 9000
+
+
 def test_all_of_few_scores_are_the_largest() -> None:
     assert largest(np.array([3.0, 1.0], np.float32), 9).tolist() == [0, 1]
