@@ -16,6 +16,7 @@ No GPU has run this yet.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import statistics
 import threading
@@ -29,6 +30,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.masking_utils import create_chunked_causal_mask
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
@@ -523,6 +525,9 @@ def _full_windows(cache: Any) -> tuple[bool, ...]:
 
 def _has_static_form(config: PretrainedConfig) -> bool:
     """Whether a static cache of this model has full attention, sliding windows and states alone."""
+    chunks = "chunked_attention" in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if chunks and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
+        return False  # transformers 5.17 fails where it makes the masks of chunks for static caches
     try:
         cache = StaticCache(config=config, max_cache_len=1)
     except (KeyError, ValueError, TypeError, NotImplementedError):

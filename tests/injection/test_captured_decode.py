@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import re
 import weakref
@@ -20,6 +21,7 @@ from support.faulty_device import Countdown, Faults, FaultyDevice
 from support.gpus import GPUS, emulated_only, limit, placed
 from support.virtual_device import VirtualDevice
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.masking_utils import create_chunked_causal_mask
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.decode import cuda_graph, replay
@@ -154,8 +156,11 @@ def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped
     model = load(model_type)
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model, ids=ids)
-    assert not notices(caplog), caplog.text
     assert found == tokens and difference(found_logits, logits) < tolerance
+    if model_type == "llama4_text" and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
+        assert "not of fixed size" in caplog.text, "transformers 5.17 cannot make the masks of chunks for it"
+        return
+    assert not notices(caplog), caplog.text
     assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared again
 
 
