@@ -1,7 +1,7 @@
-"""The choice of a token from a large vocabulary: what transformers' processors and `torch.multinomial` give, in a tenth of the time.
+"""The choice of a token from a large vocabulary: what transformers' processors and `torch.multinomial` give, in less time.
 
 With 151,936 tokens, sorting their scores takes 12 ms on a CPU and a random number with a logarithm for each of them 4 ms, where a decode
-step of six layers takes 7. Few tokens can be chosen, and only they are sorted and compared here.
+step of six layers of Qwen3-30B-A3B in int4 takes 16. Few tokens can be chosen, and only they are sorted and compared here.
 
 Shapes: V tokens of the vocabulary, N tokens that may be chosen.
 """
