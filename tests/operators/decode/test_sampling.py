@@ -52,12 +52,13 @@ def test_the_nucleus(size: int, top_p: float) -> None:
     for seed, (spread, least) in enumerate(product((0.1, 1.0, 3.0, 30.0), (1, 3))):
         scores, warper = scores_of(size, spread, seed), TopPLogitsWarper(top_p, min_tokens_to_keep=min(least, size))
         found, expected = spread_out(shorten(scores, [warper])), whole(scores, [warper])
-        assert (found != expected).sum() <= 1 + 1e-3 * size, "its border, where float32 sums of small numbers have an error"
+        assert (found != expected).sum() <= 1, "its border, by rounding"
         assert found.argmax() == expected.argmax()
         rest = [warper, MinPLogitsWarper(0.01)]
-        assert (spread_out(shorten(scores, rest)) != whole(scores, rest)).sum() <= 1 + 1e-3 * size
+        assert (spread_out(shorten(scores, rest)) != whole(scores, rest)).sum() <= 1
     flat = spread_out(shorten(torch.zeros(size), [TopPLogitsWarper(top_p)])).isfinite().sum()
-    assert abs(flat - whole(torch.zeros(size), [TopPLogitsWarper(top_p)]).isfinite().sum()) <= 1 + 1e-3 * size
+    wanted = whole(torch.zeros(size), [TopPLogitsWarper(top_p)]).isfinite().sum()
+    assert abs(flat - wanted) <= 1 + 1e-3 * size, "float32 sums of equal numbers have an error"
 
 
 def test_of_equal_tokens_at_the_border_as_many_stay() -> None:
