@@ -1,10 +1,11 @@
-// Zeroed memory that is aligned to huge pages and asks for them: weights are streamed, and 4 KiB pages cost page walks.
+// Memory of packed weights and of the jobs' scratch.
 #pragma once
 
 #include <cstddef>
 
 namespace moegraft {
 
+// Zeroed, aligned to huge pages, and asks for them: weights are streamed, and 4 KiB pages cost page walks.
 class AlignedMemory {
  public:
   AlignedMemory() = default;
@@ -25,6 +26,23 @@ class AlignedMemory {
   std::size_t mapping_bytes_ = 0;
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;
+};
+
+// Allocates consecutive arrays in one block of memory, each aligned to a cache line; without memory it only counts their bytes.
+class Arrays {
+ public:
+  explicit Arrays(std::byte* memory) : memory_(memory) {}
+  std::size_t bytes() const { return bytes_; }
+  template <class Element>
+  Element* take(std::size_t count) {
+    std::byte* start = memory_ != nullptr ? memory_ + bytes_ : nullptr;
+    bytes_ += (count * sizeof(Element) + 63) / 64 * 64;
+    return reinterpret_cast<Element*>(start);
+  }
+
+ private:
+  std::byte* memory_;
+  std::size_t bytes_ = 0;
 };
 
 }  // namespace moegraft

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/memory.h"
+
 namespace moegraft {
 namespace {
 
@@ -13,23 +15,6 @@ constexpr int kMaxPanels = 8;  // of a unit, which stay in a core's second-level
 constexpr int kTermTokens = 256;  // of a linear layer
 
 std::size_t line_bytes_of(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// The place of each array in a worker's scratch memory.
-class Carver {
- public:
-  explicit Carver(std::byte* memory) : memory_(memory) {}
-  template <class Value>
-  Value* take(std::size_t count) {
-    auto* const found = reinterpret_cast<Value*>(memory_ == nullptr ? nullptr : memory_ + used_);  // of null, only the sizes count
-    used_ += line_bytes_of(count * sizeof(Value));
-    return found;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::byte* memory_;
-  std::size_t used_ = 0;
-};
 
 typedef std::uint32_t Four __attribute__((vector_size(16)));
 // Words 0 to 3 of the first vector and 4 to 7 of the second.
@@ -122,10 +107,10 @@ TransposedWeights::TransposedWeights(const Kernels& kernels, WeightType source, 
 }
 
 std::size_t TransposedWeights::scratch_bytes() const {
-  Carver carver(nullptr);
-  carver.take<float>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
-  carver.take<std::uint16_t>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
-  return carver.used();
+  Arrays arrays(nullptr);
+  arrays.take<float>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
+  arrays.take<std::uint16_t>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
+  return arrays.bytes();
 }
 
 void TransposedWeights::write_units(std::uint32_t* words) {
@@ -140,9 +125,9 @@ void TransposedWeights::write_units(std::uint32_t* words) {
 
 void TransposedWeights::expand(const std::byte* matrix, std::size_t bytes_of_block, int blocks, int first, std::byte* panels,
                                std::byte* scratch, ExpandedWeights& expanded) const {
-  Carver carver(scratch);
-  auto* const out = carver.take<float>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
-  auto* const rounded = carver.take<std::uint16_t>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
+  Arrays arrays(scratch);
+  auto* const out = arrays.take<float>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
+  auto* const rounded = arrays.take<std::uint16_t>(static_cast<std::size_t>(units_.rows()) * kBlockRows);
   const bool halves = type_ == WeightType::kBFloat16;
   const int words = halves ? kGroup / 2 : kGroup;  // of 32 weights
   const std::size_t panel = panel_bytes(blocks * kBlockRows);
@@ -196,12 +181,12 @@ void InputGradient::prepare(std::vector<Term> terms, int tokens, std::byte* out,
 }
 
 std::size_t InputGradient::scratch_bytes() const {
-  Carver carver(nullptr);
-  carver.take<std::byte>(weights_.scratch_bytes());
-  carver.take<std::byte>(weights_.panel_bytes(groups_of(0) * kGroup) * static_cast<std::size_t>(unit_blocks_));
-  carver.take<float>(static_cast<std::size_t>(product(0, std::max(longest_, 1)).rows()) * kBlockRows);
-  carver.take<float>(static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(unit_blocks_ * kBlockRows));
-  return carver.used();
+  Arrays arrays(nullptr);
+  arrays.take<std::byte>(weights_.scratch_bytes());
+  arrays.take<std::byte>(weights_.panel_bytes(groups_of(0) * kGroup) * static_cast<std::size_t>(unit_blocks_));
+  arrays.take<float>(static_cast<std::size_t>(product(0, std::max(longest_, 1)).rows()) * kBlockRows);
+  arrays.take<float>(static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(unit_blocks_ * kBlockRows));
+  return arrays.bytes();
 }
 
 void InputGradient::run(int worker, std::byte* scratch, ExpandedWeights& expanded) const {
@@ -212,11 +197,11 @@ void InputGradient::run(int worker, std::byte* scratch, ExpandedWeights& expande
 }
 
 void InputGradient::compute(int unit, std::byte* scratch, ExpandedWeights& expanded) const {
-  Carver carver(scratch);
-  auto* const expansion = carver.take<std::byte>(weights_.scratch_bytes());
-  auto* const panels = carver.take<std::byte>(weights_.panel_bytes(groups_of(0) * kGroup) * static_cast<std::size_t>(unit_blocks_));
-  auto* const out = carver.take<float>(static_cast<std::size_t>(product(0, std::max(longest_, 1)).rows()) * kBlockRows);
-  auto* const sums = carver.take<float>(static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(unit_blocks_ * kBlockRows));
+  Arrays arrays(scratch);
+  auto* const expansion = arrays.take<std::byte>(weights_.scratch_bytes());
+  auto* const panels = arrays.take<std::byte>(weights_.panel_bytes(groups_of(0) * kGroup) * static_cast<std::size_t>(unit_blocks_));
+  auto* const out = arrays.take<float>(static_cast<std::size_t>(product(0, std::max(longest_, 1)).rows()) * kBlockRows);
+  auto* const sums = arrays.take<float>(static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(unit_blocks_ * kBlockRows));
   const int first_block = unit * unit_blocks_, blocks = std::min(unit_blocks_, round_up(cols_, kGroup) / kGroup - first_block);
   const int cols = blocks * kGroup;
   std::fill_n(sums, static_cast<std::size_t>(tokens_) * static_cast<std::size_t>(cols), 0.0f);
@@ -259,18 +244,18 @@ void InputGradient::compute(int unit, std::byte* scratch, ExpandedWeights& expan
 
 struct ExpertsGradientJob::Worker {
   Worker(const ExpertsGradientJob& job, std::byte* memory) {
-    Carver carver(memory);
+    Arrays arrays(memory);
     const auto rows = static_cast<std::size_t>(job.rows_) * kBlockRows, pairs = static_cast<std::size_t>(job.pairs_) * kBlockRows;
-    hidden = carver.take<std::uint32_t>(job.hidden_words_);
-    gradient = carver.take<std::uint32_t>(job.gradient_words_);
-    widened = carver.take<float>(static_cast<std::size_t>(job.hidden_groups_) * kGroup);
-    for (float*& out : gate_up) out = carver.take<float>(rows);
-    down = carver.take<float>(rows);
-    for (float** values : {&gate, &up, &value, &slope, &curves}) *values = carver.take<float>(pairs);
-    expansion = carver.take<std::byte>(job.down_.scratch_bytes());
-    panels = carver.take<std::byte>(job.down_.panel_bytes(job.layout_.down_blocks * kBlockRows) *
+    hidden = arrays.take<std::uint32_t>(job.hidden_words_);
+    gradient = arrays.take<std::uint32_t>(job.gradient_words_);
+    widened = arrays.take<float>(static_cast<std::size_t>(job.hidden_groups_) * kGroup);
+    for (float*& out : gate_up) out = arrays.take<float>(rows);
+    down = arrays.take<float>(rows);
+    for (float** values : {&gate, &up, &value, &slope, &curves}) *values = arrays.take<float>(pairs);
+    expansion = arrays.take<std::byte>(job.down_.scratch_bytes());
+    panels = arrays.take<std::byte>(job.down_.panel_bytes(job.layout_.down_blocks * kBlockRows) *
                                     static_cast<std::size_t>(job.down_.blocks_at_once()));
-    bytes = carver.used();
+    bytes = arrays.bytes();
   }
   std::size_t bytes;
   std::uint32_t *hidden, *gradient;  // the records of one segment, tile by tile

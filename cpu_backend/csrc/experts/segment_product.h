@@ -131,6 +131,7 @@ class TokenRecords {
 
   void begin(int tokens) { tokens_ = tokens, by_tiles_ = by_matrix_ = false; }
   void serve(const SegmentProduct& product) { (product.records() == format_ ? by_tiles_ : by_matrix_) = true; }
+  void serve_tiles() { by_tiles_ = true; }  // where a caller reads tile_record() itself
   std::size_t words() const { return tile_words() + (by_matrix_ ? record_words(matrix_format()) * static_cast<std::size_t>(tokens_) : 0); }
   void place(std::uint32_t* words) { words_ = words; }
   void encode(int token, const float* values) const {
@@ -141,6 +142,7 @@ class TokenRecords {
     if (by_tiles_) encode_as(format_, words_);
     if (by_matrix_) encode_as(matrix_format(), words_ + tile_words());
   }
+  const std::uint32_t* tile_record(int token) const { return words_ + record_words(format_) * static_cast<std::size_t>(token); }
   Records of(const SegmentProduct& product) const {
     return {words_ + (product.records() == format_ ? 0 : tile_words()), product.record_words(), product.group_words()};
   }

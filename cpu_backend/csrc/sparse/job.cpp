@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/memory.h"
 #include "experts/routing.h"
 
 namespace moegraft {
@@ -21,23 +22,6 @@ void prefetch_start(const std::byte* row) {
 }
 
 int first_bit(std::uint32_t mask) { return __builtin_ctz(mask); }
-
-// Allocates consecutive arrays in one block of memory, each aligned to a cache line; without memory it only counts their bytes.
-class Arrays {
- public:
-  explicit Arrays(std::byte* memory) : memory_(memory) {}
-  std::size_t bytes() const { return bytes_; }
-  template <class Element>
-  Element* take(std::size_t count) {
-    std::byte* start = memory_ != nullptr ? memory_ + bytes_ : nullptr;
-    bytes_ += (count * sizeof(Element) + 63) / 64 * 64;
-    return reinterpret_cast<Element*>(start);
-  }
-
- private:
-  std::byte* memory_;
-  std::size_t bytes_ = 0;
-};
 
 constexpr int kSparseUnitsPerWorker = 4;  // of the rows phase, for balance; with as many segments, a unit reads whole rows
 
@@ -138,18 +122,12 @@ SparseJob::SparseJob(const Kernels& kernels, const PackedExperts& experts, Activ
       hidden_groups_(round_up(experts.shape().hidden, kGroup) / kGroup),
       neuron_groups_(layout_.neurons / kGroup),
       chunks_(chunks_of(experts.shape().hidden)),
-      hidden_words_(static_cast<std::size_t>(hidden_groups_) * group_words(format_)),
-      matrix_words_(static_cast<std::size_t>(hidden_groups_) * group_words(kernels.matrix.records_of(format_))),
       lane_words_(static_cast<std::size_t>(chunks_) * kLanes * group_words(format_)),
       scale_bytes_(row_scale_bytes(type_, experts.shape().hidden)),
-      chunk_bytes_(static_cast<std::size_t>(lines_per_chunk(type_)) * static_cast<std::size_t>(line_bytes(type_))) {}
+      chunk_bytes_(static_cast<std::size_t>(lines_per_chunk(type_)) * static_cast<std::size_t>(line_bytes(type_))),
+      hidden_(kernels, format_, hidden_groups_) {}
 
-int SparseJob::segment_pairs() const {
-  const bool by_matrix = kernels_.matrix.serves(format_, kNeverMatrix - 1);
-  const std::size_t fitting = by_matrix ? kernels_.matrix.segment_bytes / (matrix_words_ * 4) : kSegmentBytes / (hidden_words_ * 4);
-  const int tile = by_matrix ? kernels_.matrix.tile_tokens : kernels_.max_tokens[static_cast<int>(format_)];
-  return std::max(1, static_cast<int>(fitting) / tile) * tile;
-}
+int SparseJob::segment_pairs() const { return moegraft::segment_pairs(kernels_, format_, hidden_groups_); }
 
 SegmentProduct SparseJob::gate_of(const Segment& segment) const { return {kernels_, type_, format_, hidden_groups_, segment.pairs}; }
 
@@ -167,13 +145,6 @@ bool SparseJob::mostly_needed(const Segment& segment, int wanted, int neurons) c
          static_cast<float>(wanted) > kernels_.sparse.dense_share[static_cast<int>(format_)] * static_cast<float>(neurons * segment.pairs);
 }
 
-// Records in format_ come first, then those for the matrix kernel; where both are the same, once.
-Records SparseJob::records_for(const SegmentProduct& product) const {
-  const auto* words = reinterpret_cast<const std::uint32_t*>(scratch_.records->data());
-  if (product.records() != format_) words += static_cast<std::size_t>(batch_.tokens) * hidden_words_;
-  return {words, product.record_words(), product.group_words()};
-}
-
 void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch) {
   first_token_ += static_cast<std::size_t>(batch_.tokens);  // the tokens of the previous pass
   batch_ = batch;
@@ -185,7 +156,8 @@ void SparseJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratch
   unit_chunks_ = (chunks_ + parts_ - 1) / parts_;
   parts_ = (chunks_ + unit_chunks_ - 1) / unit_chunks_;
   sizes_ = needed_sizes();
-  scratch.records->reserve(tokens * (hidden_words_ + (by_matrix_ ? matrix_words_ : 0)) * 4);
+  scratch.records->reserve(hidden_.words() * 4);
+  hidden_.place(reinterpret_cast<std::uint32_t*>(scratch.records->data()));
   scratch.lanes->reserve(tokens * lane_words_ * 4);
   scratch.neurons->reserve(place_arrays(nullptr));
   place_arrays(scratch.neurons->data());
@@ -217,11 +189,13 @@ SparseSizes SparseJob::needed_sizes() {
   SparseSizes sizes{
       1, static_cast<std::size_t>(layout_.neurons), static_cast<std::size_t>(std::max(hidden_groups_ * kGroup, layout_.neurons)), 0, 1, 0,
       0};
-  by_matrix_ = uses_matrix_ = false;
+  hidden_.begin(batch_.tokens);
+  hidden_.serve_tiles();  // the lanes are made of these
+  uses_matrix_ = false;
   const auto grow = [](std::size_t& size, std::size_t needed) { size = std::max(size, needed); };
   for (const Segment& segment : batch_.routing->segments()) {
     const SegmentProduct gate = gate_of(segment);
-    by_matrix_ = by_matrix_ || gate.records() != format_;
+    hidden_.serve(gate);
     uses_matrix_ = uses_matrix_ || gate.by_matrix();
     grow(sizes.pairs, static_cast<std::size_t>(segment.pairs));
     grow(sizes.gathered_words, gate.words());
@@ -264,14 +238,8 @@ void SparseJob::encode_token(int token, Worker& mine) {
   kernels_.widen(activations_, batch_.hidden_states + element_bytes(activations_) * static_cast<std::size_t>(token) * hidden, mine.values,
                  hidden);
   std::memset(mine.values + hidden, 0, sizeof(float) * static_cast<std::size_t>(hidden_groups_ * kGroup - hidden));
-  auto* record = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(token) * hidden_words_;
-  kernels_.encode[static_cast<int>(format_)](mine.values, hidden_groups_, record, static_cast<std::size_t>(group_words(format_)));
-  transpose_to_lanes(record, hidden_groups_, format_, lanes_of(token));
-  if (!by_matrix_) return;
-  const Format format = kernels_.matrix.records_of(format_);
-  auto* records = reinterpret_cast<std::uint32_t*>(scratch_.records->data()) + static_cast<std::size_t>(batch_.tokens) * hidden_words_;
-  kernels_.encode[static_cast<int>(format)](mine.values, hidden_groups_, records + static_cast<std::size_t>(token) * matrix_words_,
-                                            static_cast<std::size_t>(group_words(format)));
+  hidden_.encode(token, mine.values);
+  transpose_to_lanes(hidden_.tile_record(token), hidden_groups_, format_, lanes_of(token));
 }
 
 // The neurons phase computes the gate for all tokens, then up for the active neurons. Up is computed one unit later, when its rows have
@@ -283,7 +251,7 @@ void SparseJob::compute_neurons(int unit, Worker& mine) {
   if (mine.gathered_segment != segment_index) {
     compute_pending(mine);  // with the records of its segment
     const SegmentProduct product = gate_of(segment);
-    const Records hidden = records_for(product);
+    const Records hidden = hidden_.of(product);
     const Pair* pairs = batch_.routing->pairs().data() + segment.first_pair;
     mine.records = mine.gathered;
     if (segment.pairs == 1 && !product.by_matrix()) mine.records = hidden.of(pairs->token);  // read in place

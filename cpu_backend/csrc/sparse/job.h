@@ -62,7 +62,6 @@ class SparseJob final : public Job {
   SegmentProduct down_of(const Segment& segment) const;
   bool may_be_dense(const Segment& segment) const;
   bool mostly_needed(const Segment& segment, int wanted, int neurons) const;
-  Records records_for(const SegmentProduct& product) const;
 
   // neurons phase
   void compute_neurons(int unit, Worker& mine);
@@ -107,15 +106,13 @@ class SparseJob final : public Job {
   const int hidden_groups_;
   const int neuron_groups_;
   const int chunks_;
-  const std::size_t hidden_words_;
-  const std::size_t matrix_words_;  // of a token's record for the matrix kernel
   const std::size_t lane_words_;
   const std::size_t scale_bytes_;  // in front of a row's lines
   const std::size_t chunk_bytes_;
+  TokenRecords hidden_;
   ExpertsBatch batch_{};
   ExpertsScratch scratch_{};
   SparseSizes sizes_{};
-  bool by_matrix_ = false;  // whether any segment of the pass needs records for the matrix kernel
   bool uses_matrix_ = false;
   std::size_t first_token_ = 0;  // the pass's first token in the caller's batch
   int unit_chunks_ = 1;  // chunks in one unit of the rows phase

@@ -82,6 +82,11 @@ class Place:
         """Return the place with dimension `dim` moved to the end."""
         return self.permuted([other for other in range(self.dims) if other != dim % self.dims] + [dim % self.dims])
 
+    def unsqueezed(self, dim: int) -> Place:
+        """Return the place with a dimension of size 1 inserted before dimension `dim`, or at the end for `dims`."""
+        sizes, strides = ((*numbers[:dim], new, *numbers[dim:]) for numbers, new in ((self.sizes, Affine(1)), (self.strides, Affine(1))))
+        return replace(self, sizes=sizes, strides=strides)
+
     def expanded(self, sizes: Sequence[Affine]) -> Place:
         """Return the place broadcast to `sizes`."""
         missing = len(sizes) - self.dims

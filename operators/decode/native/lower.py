@@ -26,6 +26,7 @@ ELEMENT_NAMES = {
     torch.bool: "bool",
 }
 _ZERO, _ONE = Affine(0), Affine(1)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_ROTARY_COLUMNS = 1024  # of the native operation
 Number = float | int | Affine
 Operand = Place | Number
@@ -251,6 +252,7 @@ class Lowering:
 
 
 Lower = Callable[[Lowering, Sequence[Any], Mapping[str, Any], Sequence[Place]], None]
+LowerKernel = Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]
 _LOWERINGS: dict[str, Lower] = {}
 
 
@@ -286,9 +288,9 @@ _BITWISE = {
 }  # fmt: skip
 
 
-def _unary(name: str) -> Lower:
+def _elementwise(name: str) -> Lower:
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-        to.elementwise(name, outputs[0], args[0])
+        to.elementwise(name, outputs[0], *map(_operand, args))
 
     return lower
 
@@ -319,7 +321,7 @@ def _bitwise(name: str) -> Lower:
     return lower
 
 
-for _names, _lower_as in ((_UNARY, _unary), (_BINARY, _binary), (_BITWISE, _bitwise)):
+for _names, _lower_as in ((_UNARY, _elementwise), (_BINARY, _binary), (_BITWISE, _bitwise)):
     for _aten, _native in _names.items():
         for _form in ("default",) if _names is _UNARY else ("Tensor", "Scalar", "default"):
             _LOWERINGS[f"{_aten}.{_form}"] = _LOWERINGS[f"{_aten}_.{_form}"] = _lower_as(_native)
@@ -380,19 +382,13 @@ def _softplus(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outp
     to.elementwise("softplus", outputs[0], args[0], _operand(beta), _operand(threshold))
 
 
-@_lowers("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
-def _where(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.elementwise("where", outputs[0], args[0], _operand(args[1]), _operand(args[2]))
-
-
 @_lowers("masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor", "masked_fill_.Tensor")
 def _masked_fill(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
     to.elementwise("where", outputs[0], args[1], _operand(args[2]), args[0])
 
 
-@_lowers("_to_copy.default", "clone.default")
-def _copy(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.elementwise("copy", outputs[0], args[0])
+_LOWERINGS |= dict.fromkeys(("_to_copy.default", "clone.default"), _elementwise("copy"))
+_LOWERINGS |= dict.fromkeys(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), _elementwise("where"))
 
 
 @_lowers("copy_.default")
@@ -426,8 +422,7 @@ def _cat(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: 
     start = _ZERO
     for piece in pieces:
         if stacked:
-            sizes, strides = ((*numbers[:dim], new, *numbers[dim:]) for numbers, new in ((piece.sizes, _ONE), (piece.strides, _ZERO)))
-            piece = replace(piece, sizes=sizes, strides=strides)
+            piece = piece.unsqueezed(dim)
         if piece.dims != out.dims:
             raise _Unsupported
         to.elementwise("copy", out.sliced(dim, start, piece.sizes[dim]), piece)
@@ -462,8 +457,7 @@ def _index_vector(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], 
     to.elementwise("lt", negative, indices[0], _ZERO)  # these count from the end
     to.elementwise("mul", index, negative, x.sizes[0])
     to.elementwise("add", index, index, indices[0])
-    table, out = (replace(place, sizes=(*place.sizes, _ONE), strides=(*place.strides, _ONE)) for place in (x, outputs[0]))
-    to.small("embedding", out, table, index)
+    to.small("embedding", outputs[0].unsqueezed(1), x.unsqueezed(1), index)
 
 
 @_lowers("repeat.default")
@@ -495,9 +489,17 @@ def _constant_pad(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], 
     to.elementwise("copy", out, x)
 
 
-@_lowers("_softmax.default")
-def _softmax(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.small("softmax", outputs[0].with_last(args[1]), args[0].with_last(args[1]))
+def _along_dim(name: str) -> Lower:
+    """Return the lowering of a call whose result has the sizes of its operand, and whose second argument is a dimension."""
+
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
+        to.small(name, outputs[0].with_last(args[1]), args[0].with_last(args[1]))
+
+    return lower
+
+
+_LOWERINGS["_softmax.default"] = _along_dim("softmax")
+_LOWERINGS["cumsum.default"] = _along_dim("cumsum")
 
 
 def _reduced(out: Place, x: Place, dim: int) -> tuple[Place, Place]:
@@ -505,7 +507,7 @@ def _reduced(out: Place, x: Place, dim: int) -> tuple[Place, Place]:
     x = x.with_last(dim)
     if out.dims == x.dims:
         return out.with_last(dim), x
-    return Place(out.storage, out.dtype, out.offset, (*out.sizes, _ONE), (*out.strides, _ONE)), x
+    return out.unsqueezed(out.dims), x
 
 
 def _reduction(name: str) -> Lower:
@@ -528,14 +530,14 @@ def _topk(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
     dim, largest = _argument(args, kwargs, 2, "dim", -1), _argument(args, kwargs, 3, "largest", True)
     ordered = _argument(args, kwargs, 4, "sorted", True)
     values, ids = (place.with_last(dim) for place in outputs)
-    if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if values.dtype not in _FLOATS:
         raise _Unsupported
     to.nodes.append(Node("small", [values, ids], [args[0].with_last(dim)], "topk", [float(largest), float(ordered)]))
 
 
 def _narrowed(place: Place, like: Place) -> Place:
     """Return the place with the sizes of `like` in all dimensions but the last."""
-    return Place(place.storage, place.dtype, place.offset, (*like.sizes[:-1], place.sizes[-1]), place.strides)
+    return replace(place, sizes=(*like.sizes[:-1], place.sizes[-1]))
 
 
 def _index(to: Lowering, index: Place) -> Place:
@@ -568,27 +570,19 @@ def _scatter(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
         to.small("scatter", out, index, numbers=[float(value)])
 
 
-@_lowers("cumsum.default")
-def _cumsum(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
-    to.small("cumsum", outputs[0].with_last(args[1]), args[0].with_last(args[1]))
-
-
 @_lowers("mm.default", "bmm.default", "addmm.default")
 def _matmul(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
     out = outputs[0]
     bias = args[0] if len(args) == 3 else None
     a, b = args[-2:]
-    if kwargs or out.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not a.dtype == b.dtype == out.dtype:
+    if kwargs or out.dtype not in _FLOATS or not a.dtype == b.dtype == out.dtype:
         raise _Unsupported
     if bias is not None and (bias.dims > 1 or bias.dtype != out.dtype):
         raise _Unsupported
     a = to.contiguous(a)
     if _ONE not in b.strides[-2:] and _ONE not in b.sizes[-2:]:
         b = to.contiguous(b)
-    batched = [
-        place if place.dims == 3 else Place(place.storage, place.dtype, place.offset, (_ONE, *place.sizes), (_ZERO, *place.strides))
-        for place in (out, a, b)
-    ]
+    batched = [place if place.dims == 3 else place.unsqueezed(0) for place in (out, a, b)]
     to.nodes.append(Node("matmul", [batched[0]], [*batched[1:], *([] if bias is None else [bias])]))
 
 
@@ -629,8 +623,7 @@ def _convolution(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], o
         to.elementwise("mul", products, x.sliced(2, Affine(token), width), kernel)
         to.small("sum", target if bias is None else sums, products)
         if bias is not None:
-            shift = Place(bias.storage, bias.dtype, bias.offset, (bias.sizes[0], _ONE), (bias.strides[0], _ZERO))
-            to.elementwise("add", target, sums, shift)
+            to.elementwise("add", target, sums, bias.unsqueezed(1))
 
 
 @_lowers("polar.default")
@@ -646,9 +639,8 @@ def _parts(place: Place) -> tuple[Place, Place]:
     if place.dtype != torch.complex64:
         raise _Unsupported
     strides = tuple(stride.times(2) for stride in place.strides)
-    offset = place.offset.times(2)
-    real = Place(place.storage, torch.float32, offset, place.sizes, strides)
-    return real, Place(place.storage, torch.float32, offset.plus(_ONE), place.sizes, strides)
+    real = replace(place, dtype=torch.float32, offset=place.offset.times(2), strides=strides)
+    return real, replace(real, offset=real.offset.plus(_ONE))
 
 
 def _complex_product(to: Lowering, one: Place, other: Place, out: Place) -> None:
@@ -674,19 +666,16 @@ def _kernel_forward(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]
     to.nodes.append(Node("experts", [out], [x, index, weights], payload=payload))
 
 
-def _kernel_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    query, key, value, out = args
-    optional = {name: kwargs[name] for name in ("mask", "sinks", "key_tail")}
-    reads = [query, key, value, *(place for place in optional.values() if place is not None)]
-    numbers = {**kwargs, **{name: place is not None for name, place in optional.items()}}
-    to.nodes.append(Node("attention", [out], reads, payload=numbers))
+def _kernel_attention(kind: str, *optional: str) -> LowerKernel:
+    """Return the lowering of an attention kernel: its kind of node, and the names of its operands that may be absent."""
 
+    def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        query, key, value, out, *pages = args
+        present = {name: kwargs[name] is not None for name in optional}
+        reads = [query, key, value, *pages, *(kwargs[name] for name in optional if present[name])]
+        to.nodes.append(Node(kind, [out], reads, payload={**kwargs, **present}))
 
-def _kernel_paged_attention(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    query, key, value, out, pool, table, held = args
-    sinks = kwargs["sinks"]
-    reads = [query, key, value, pool, table, held, *([] if sinks is None else [sinks])]
-    to.nodes.append(Node("paged attention", [out], reads, payload={**kwargs, "sinks": sinks is not None}))
+    return lower
 
 
 def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -696,13 +685,13 @@ def _kernel_recurrent(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, An
     to.nodes.append(Node("recurrent", [out, *(past[0] if past else ()), *present[:written]], present[written:], name, list(numbers)))
 
 
-_KERNELS: dict[str, Callable[[Lowering, Sequence[Any], Mapping[str, Any]], None]] = {
+_KERNELS: dict[str, LowerKernel] = {
     "linear": lambda to, args, kwargs: to.nodes.append(Node("linear", [args[2]], [args[1]], payload=[args[0]])),
     "norm": _kernel_norm,
     "route": lambda to, args, kwargs: to.nodes.append(Node("router", list(args[3:]), list(args[1:3]), payload=args[0])),
     "forward": _kernel_forward,
-    "attention": _kernel_attention,
-    "paged_attention": _kernel_paged_attention,
+    "attention": _kernel_attention("attention", "mask", "sinks", "key_tail"),
+    "paged_attention": _kernel_attention("paged attention", "sinks"),
     "matmul": lambda to, args, kwargs: to.nodes.append(Node("matmul", [args[2]], list(args[:2]))),
     "recurrent": _kernel_recurrent,
 }
