@@ -139,19 +139,19 @@ def check_adapters(runtime: Runtime, layer: Layer, batch: tuple[torch.Tensor, to
     gradient = torch.randn(x.shape, generator=generator).to(x.dtype)
     leaves = [each.double().requires_grad_() for each in (x, gate_up, weights)]
     rows = dict(zip(parts, leaves[1].chunk(len(parts), dim=-1), strict=True))
-    real = [place for place in torch.cartesian_prod(*map(torch.arange, index.shape)).tolist() if 0 <= index[*place] < shape.num_experts]
     expected, objective = torch.zeros(x.shape, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     activations = torch.zeros(added.shape, dtype=torch.float64)
-    for token, place in real:
-        expert = int(index[token, place])
+    for expert in range(shape.num_experts):
+        tokens, places = (index == expert).nonzero(as_tuple=True)
         biases = {part: each[expert].double() for part, each in layer.biases.items()}
         seen = {part: each[expert].double() for part, each in layer.seen.items()}
-        found = {part: seen[part] @ leaves[0][token] + rows[part][token, place] + biases.get(part, 0) for part in parts}
+        found = {part: leaves[0][tokens] @ seen[part].T + rows[part][tokens, places] + biases.get(part, 0) for part in parts}
         neurons = reference_gate(layer.spec, found.get("gate"), found["up"])
-        share, down = leaves[2][token, place], seen["down"] @ neurons + biases.get("down", 0)
-        expected[token] += (share * down).detach()
-        objective = objective + share * ((down @ gradient[token].double()) + neurons @ added[token, place].double())
-        activations[token, place] = neurons.detach()
+        share, down = leaves[2][tokens, places], neurons @ seen["down"].T + biases.get("down", 0)
+        expected.index_add_(0, tokens, (share[:, None] * down).detach())
+        objectives = (down * gradient[tokens].double()).sum(-1) + (neurons * added[tokens, places].double()).sum(-1)
+        objective = objective + share @ objectives
+        activations[tokens, places] = neurons.detach()
     objective.backward()
     out, given = torch.full_like(x, float("nan")), torch.zeros_like(added)
     runtime.adapted_forward(layer.packed, as_array(x), index.numpy(), weights.numpy(), as_array(out), gate_up=gate_up, activations=given)

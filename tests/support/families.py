@@ -6,12 +6,12 @@ A family is a package of `transformers.models`. `unlisted_families` returns fami
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import importlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
@@ -47,10 +47,12 @@ def library_families() -> Mapping[str, tuple[str, ...]]:
         text = path.read_text(encoding="utf-8")
         if f"@{DECORATOR}" not in text and FUSED not in text:
             continue
-        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-        declared = {node.name for node in classes for mark in node.decorator_list if DECORATOR in ast.unparse(mark)}
-        names = tuple(node.name for node in classes if node.name in declared or FUSED in ast.unparse(node))
-        found[path.parent.name] = found.get(path.parent.name, ()) + names
+        names, declared = list[str](), False
+        for block in re.split(r"^(?=@|class |def )", text, flags=re.MULTILINE):  # parsing them all would take a second
+            if block.startswith("class ") and (declared or FUSED in block):
+                names.append(re.split(r"\W", block, maxsplit=2)[1])
+            declared = block.startswith("@") and (declared or DECORATOR in block)
+        found[path.parent.name] = (*found.get(path.parent.name, ()), *names)
     return found
 
 
@@ -82,9 +84,10 @@ def cache_layers(case: FamilyCase) -> list[Any]:
         return []
 
 
-def stateful_cases() -> list[FamilyCase]:
+@cache
+def stateful_cases() -> tuple[FamilyCase, ...]:
     """Return the served cases of which a cache of transformers holds recurrent states or those of convolutions."""
-    return [case for case in served_cases() if any(map(has_states, cache_layers(case)))]
+    return tuple(case for case in served_cases() if any(map(has_states, cache_layers(case))))
 
 
 def case_of(model_type: str) -> FamilyCase:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -29,8 +31,19 @@ def dequantised(blocks: Blocks, weight_type: str) -> NDArray[np.float32]:
 def quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
     """Quantise (..., cols) to blocks (..., bytes); return random blocks for a type that nothing here can quantise to.
 
-    The package gguf has no quantiser to Q4_K and Q6_K; those of moegraft are compared with its decoder where exports are tested.
+    The package gguf has no quantiser to Q4_K and Q6_K; those of moegraft are compared with its decoder where exports are tested. Blocks are
+    kept, as each instruction set is tested with the same: not to be changed.
     """
+    key = weight_type, values.shape, hashlib.blake2b(np.ascontiguousarray(values)).digest()
+    if key not in _quantised:
+        _quantised[key] = _quantise(values, weight_type)
+    return _quantised[key]
+
+
+_quantised: dict[tuple[str, tuple[int, ...], bytes], Blocks] = {}
+
+
+def _quantise(values: NDArray[np.float32], weight_type: str) -> Blocks:
     if weight_type not in KINDS:
         return any_blocks(values.shape, weight_type, seed=0)
     if weight_type not in ("q4_k", "q6_k"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -186,14 +186,15 @@ def chunk_order(spans: list[tuple[str, float, float]]) -> list[tuple[int, int]]:
     return [(int(name.split()[1]), int(name.split()[3])) for name, _, _ in spans]
 
 
-def serve_in_a_process(kind: str) -> None:
-    """Run one transfer in a spawned process, on a device of its own."""
-    harness = Harness(make_device(kind), (3, 3))
-    demand = harness.queue.request(1, 2, Urgency.DEMAND)
-    assert demand is not None
-    harness.compute.wait(demand.ready())
-    harness.read(1, 2, demand.slot)
-    harness.queue.release(demand, harness.after())
-    harness.settle()
-    harness.check()
-    harness.close()
+def serve_in_a_process(kinds: Sequence[str]) -> None:
+    """Run one transfer on a device of each kind in a spawned process, which the devices belong to."""
+    for kind in kinds:
+        harness = Harness(make_device(kind), (3, 3))
+        demand = harness.queue.request(1, 2, Urgency.DEMAND)
+        assert demand is not None, kind
+        harness.compute.wait(demand.ready())
+        harness.read(1, 2, demand.slot)
+        harness.queue.release(demand, harness.after())
+        harness.settle()
+        harness.check()
+        harness.close()

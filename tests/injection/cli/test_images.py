@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import json
 import os
 import struct
 import sys
@@ -29,6 +30,7 @@ pytest.importorskip("PIL", reason="an extra for tests: pip install 'moegraft[tes
 import anthropic
 import openai
 from PIL import Image
+from support.programs import Program
 from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 
@@ -83,6 +85,7 @@ class Pair:
         self.folder = folder
         self.loaded = load_vision_model(folder)
         self.stock: PreTrainedModel = case.stock_class.from_pretrained(folder).train(False)
+        self._answers: dict[str, str] = {}
 
     def inputs(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """The inputs of a chat as transformers documents them: the template's text and the images, by the model's processor."""
@@ -102,7 +105,13 @@ class Pair:
         return {name: tensor.to(self.stock.dtype) if tensor.dtype == torch.bfloat16 else tensor for name, tensor in made.items()}
 
     def answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The stock model's greedy answer."""
+        """The stock model's greedy answer, computed once for each chat."""
+        asked = json.dumps(messages)
+        if asked not in self._answers:
+            self._answers[asked] = self._answer(messages)
+        return self._answers[asked]
+
+    def _answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         for module in self.stock.modules():
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None  # type: ignore[assignment]
@@ -560,20 +569,19 @@ def refuse() -> None:
 
 
 def test_the_command_line(pair: Pair, tmp_path: Path, program: list[str], chat_folder: Path) -> None:
-    import subprocess
-
     path = tmp_path / "a.png"
     path.write_bytes(GOOD)
 
-    def run(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    def run(model: Path) -> tuple[int, str, str]:
         given = ["--model", str(model), "--rules", "cpu-exact", "--dtype", "float32", "-p", "what?", "--temperature", "0", "--quiet"]
-        arguments = [*program, *given, "--max-new-tokens", str(TOKENS), *options]
-        return subprocess.run(arguments, capture_output=True, text=True, check=False)
+        chat = Program([*program[1:], *given, "--max-new-tokens", str(TOKENS), "--image", str(path)], os.environ)
+        shown, errors = chat.communicate()
+        return chat.wait(), shown, errors
 
-    answer = run(pair.folder, "--image", str(path))
-    assert answer.stdout.strip() == pair.answer(CHATS["one image"]), answer.stderr
+    _, shown, errors = run(pair.folder)
+    assert shown.strip() == pair.answer(CHATS["one image"]), errors
     path.write_bytes(GOOD[:99])
-    damaged = run(pair.folder, "--image", str(path))
-    assert damaged.returncode and "damaged" in damaged.stderr and "Traceback" not in damaged.stderr
-    blind = run(chat_folder, "--image", str(path))
-    assert blind.returncode and "reads text, and no images" in blind.stderr
+    code, _, errors = run(pair.folder)
+    assert code and "damaged" in errors and "Traceback" not in errors
+    code, _, errors = run(chat_folder)
+    assert code and "reads text, and no images" in errors

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 from support import ROOT
 from support.gpus import placed
+from support.programs import Program
 from support.serving import PATIENCE_S, SCHEMA, Server, ask, messages, openai, serving, until
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
@@ -573,10 +574,8 @@ def test_the_command_of_the_readme_serves_until_ctrl_c() -> None:
     arguments = [*shlex.split(line.replace("path/or/hub-id", ""), comments=True)[1:], "--port", "0"]
     arguments.remove("--model")
     arguments += ["--served-model-name", "one", "--served-model-name", "two", "--allow-origin", "https://a.example", "--strict"]
-    code = "from moegraft.injection.cli.moegraft import main; main()"
-    running = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    running = Program(["-m", "moegraft.injection.cli.moegraft", *arguments], os.environ)
     try:
-        assert running.stderr is not None and running.stdout is not None
         address = next(match.group(1) for said in running.stderr if (match := re.search(r" at (http://\S+)/v1 ", said)))
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5, timeout=PATIENCE_S)
         assert [model.id for model in client.models.list()] == ["one", "two"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,18 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 ASKED = [(ids_of(length, seed=length), tokens) for length, tokens in ((70, 40), (9, 12), (200, 60), (33, 1), (64, 30), (1, 50))]
 
 
+@pytest.fixture(scope="module")
+def stock_answers(checkpoints: Folders) -> Callable[[str], list[list[int]]]:
+    """The greedy answers of a checkpoint's stock model to `ASKED`, computed once."""
+
+    @cache
+    def answers(name: str) -> list[list[int]]:
+        stock = checkpoints(name)[1]
+        return [greedy(stock, torch.tensor([ids]), max_new_tokens=tokens)[0].tolist() for ids, tokens in ASKED]
+
+    return answers
+
+
 @pytest.mark.parametrize(
     ("name", "depth", "extra"),
     [
@@ -154,17 +167,15 @@ ASKED = [(ids_of(length, seed=length), tokens) for length, tokens in ((70, 40), 
     ],
 )
 def test_answers_beside_others_are_those_without_drafts(
-    name: str, depth: int, extra: str, checkpoints: Folders, loaded: LoadedModel
+    name: str, depth: int, extra: str, checkpoints: Folders, stock_answers: Callable[[str], list[list[int]]], loaded: LoadedModel
 ) -> None:
     """Of several lengths, which join and leave."""
-    folder, stock = checkpoints(name)
-    server = Server(loaded, load(folder, extra, max_draft=depth))
+    server = Server(loaded, load(checkpoints(name)[0], extra, max_draft=depth))
     jobs = []
     for ids, tokens in ASKED:
         jobs.append(server.begin(ids, tokens))
         server.step(2)
-    for found, (ids, tokens) in zip(server.run(jobs), ASKED, strict=True):
-        assert found == greedy(stock, torch.tensor([ids]), max_new_tokens=tokens)[0].tolist()
+    assert server.run(jobs) == stock_answers(name)
     statistics = server.operator.statistics()
     acceptance = statistics["acceptance_by_position"]
     assert len(acceptance) == depth

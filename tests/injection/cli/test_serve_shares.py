@@ -265,7 +265,7 @@ def streamed(address: str, tokens: int) -> Any:
 
 def test_sigterm_gives_running_answers_the_grace_and_ends_the_others() -> None:
     """There is no time in which all of these end, and plenty for the short ones."""
-    process, address = start("--grace", "5")
+    process, address = start("--grace", "3")
     try:
         long = [streamed(address, 4000) for _ in range(24)]
         short = streamed(address, 8)

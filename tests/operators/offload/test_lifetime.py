@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import ROOT
-from support.transfer_harness import DEVICES, Harness, make_device, serve_in_a_process
+from support.gpus import ON_CUDA
+from support.programs import Program
+from support.transfer_harness import DEVICES, EMULATED, Harness, make_device, serve_in_a_process
 from support.virtual_device import VirtualDevice
 
 from moegraft.operators.experts.forecast import MachineProfile
@@ -21,7 +22,6 @@ from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.offload.transfers import Urgency
 
-TESTS = ROOT / "tests"
 SLOW = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=1e-6)  # 1 byte a millisecond: a chunk of 64 bytes takes 64 ms
 
 INTERRUPTED = """
@@ -92,17 +92,19 @@ print("interrupts", interrupts, "steps", steps, flush=True)
 """
 
 
-def start(code: str) -> subprocess.Popen[str]:
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+@contextmanager
+def started(code: str) -> Iterator[Program]:
+    program = Program(["-c", code], os.environ)
+    try:
+        yield program
+    finally:
+        program.kill()
 
 
 def test_ctrl_c_in_a_transfer_closes_within_a_second() -> None:
     import signal
 
-    with start(INTERRUPTED) as process:
-        assert process.stdout is not None
+    with started(INTERRUPTED) as process:
         assert process.stdout.readline() == "waiting\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -114,7 +116,7 @@ def test_ctrl_c_in_a_transfer_closes_within_a_second() -> None:
 
 
 def test_ctrl_c_at_any_moment_leaves_a_consistent_table() -> None:
-    with start(TORN) as process:
+    with started(TORN) as process:
         out, error = process.communicate(timeout=30)
     assert process.returncode == 0, error
     _, interrupts, _, steps = out.split()
@@ -146,14 +148,16 @@ def test_a_forked_child_is_refused(kind: str) -> None:
     harness.close()
 
 
-@pytest.mark.parametrize("kind", DEVICES)
-def test_spawned_processes_have_devices_of_their_own(kind: str) -> None:
-    harness = Harness(make_device(kind), (3, 3))
-    process = multiprocessing.get_context("spawn").Process(target=serve_in_a_process, args=(kind,))
+@pytest.mark.parametrize("kinds", [EMULATED, pytest.param(["cuda"], marks=ON_CUDA)], ids=str)
+def test_spawned_processes_have_devices_of_their_own(kinds: list[str]) -> None:
+    """The emulated kinds share a process: its imports take seconds, and devices know nothing of each other."""
+    harnesses = [Harness(make_device(kind), (3, 3)) for kind in kinds]
+    process = multiprocessing.get_context("spawn").Process(target=serve_in_a_process, args=(kinds,))
     process.start()
     process.join(60)
     assert process.exitcode == 0
-    harness.close()
+    for harness in harnesses:
+        harness.close()
 
 
 @pytest.mark.parametrize("kind", ["virtual", "threaded"])

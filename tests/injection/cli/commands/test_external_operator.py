@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from moegraft.injection import build_meta_model, graft, load, plan
+from moegraft.injection.estimate import measure as store
+from moegraft.injection.estimate.measure import Measurements
+from moegraft.operators.base import Rate
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
@@ -136,7 +139,10 @@ def test_verify_compares_it_with_stock(path: Path, folder: Path, run_json: RunJs
 
 
 @pytest.mark.usefixtures("installed")
-def test_init_and_schema_take_no_harm(folder: Path, tmp_path: Path, run: Run) -> None:
+def test_init_and_schema_take_no_harm(folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rates = dict.fromkeys(("float32", "bfloat16", "int8", "int4"), Rate(1.0, 1.0))
+    store.save(Measurements(10.0, rates, rates, 0.1, 0.0))  # or it would measure this machine, for a quarter of a minute
     result = run("init", "--model", folder, "--out", tmp_path / "initial.yaml")
     assert result.exit_code == 0, result.output
     assert run("check", tmp_path / "initial.yaml", "--model", folder).exit_code == 0
