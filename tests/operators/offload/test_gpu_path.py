@@ -53,20 +53,21 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize(
-    "rig",
+    ("rig", "first_gpu_ms"),
     [
-        ("on_demand", (0,) * LAYERS),  # experts arrive, few at a time
-        ("on_demand", (4,) * LAYERS),  # and others are resident
-        ("two_threshold", (2,) * LAYERS),  # the CPU takes part
-        ("fixed", (EXPERTS,) * LAYERS),  # one launch
-        ("all_cpu", (2,) * LAYERS),  # none
+        (("on_demand", (0,) * LAYERS), 0.0),  # experts arrive, few at a time, one by one
+        (("on_demand", (0,) * LAYERS), 5.0),  # together
+        (("on_demand", (4,) * LAYERS), 0.0),  # and others are resident
+        (("on_demand", (4,) * LAYERS), 5.0),
+        (("two_threshold", (2,) * LAYERS), 0.0),  # the CPU takes part
+        (("fixed", (EXPERTS,) * LAYERS), 0.0),  # one launch
+        (("all_cpu", (2,) * LAYERS), 0.0),  # none
     ],
-    indirect=True,
+    indirect=["rig"],
     ids=str,
 )
-@pytest.mark.parametrize("first_gpu_ms", [0.0, 5.0], ids=["one by one", "together"])
 def test_the_sum_is_right(rig: EngineRig, first_gpu_ms: float) -> None:
-    rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms if rig.engine.scheduler.name == "on_demand" else 0.0))
+    rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms))
     for step, tokens in enumerate(BATCHES):
         for number in range(LAYERS):
             found, expected = rig.call(number, tokens, seed=100 * step + number)

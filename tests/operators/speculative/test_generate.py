@@ -321,9 +321,8 @@ def test_steps_that_stay_plain_follow_each_other_in_one_call(
         return tokens
 
     monkeypatch.setattr(NativePasses, "greedy", noted)
-    whole = twin.generate(ids, max_new_tokens=90, do_sample=False)
-    model.generate(ids, max_new_tokens=90, do_sample=False)  # makes the programs
     arguments: dict[str, Any] = {"max_new_tokens": 90, "do_sample": False}
+    whole = model.generate(ids, **arguments)  # makes the programs
     if end == "token":
         new = whole[0, ids.shape[1] :].tolist()
         arguments["eos_token_id"] = max(set(new), key=new.index)  # the one that is generated last
