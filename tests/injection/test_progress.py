@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from moegraft.injection import progress
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.progress import ProgressLine
 
@@ -24,10 +25,17 @@ def until(found: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes longer than a tenth of a second is shown, instead of two seconds."""
+    monkeypatch.setattr(progress, "QUICK_S", 0.1)
+
+
 def shows_progress() -> bool:
     return any(thread.name == "moegraft-progress" for thread in threading.enumerate())
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
     ("total", "unit", "half", "shown"),
     [
@@ -46,6 +54,7 @@ def test_a_pipe_gets_lines(total: int, unit: str, half: int, shown: str) -> None
     assert not shows_progress()
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_terminal_gets_one_line_that_is_replaced_and_erased() -> None:
     file = io.StringIO()
     console = Console(file=file, width=200, force_terminal=True)
@@ -70,6 +79,7 @@ def test_what_is_quick_or_not_wanted_shows_nothing() -> None:
     assert file.getvalue() == "" and not shows_progress()
 
 
+@pytest.mark.usefixtures("soon")
 def test_nothing_is_shown_once_an_answer_has_begun() -> None:
     out, err = io.StringIO(), io.StringIO()
     terminal = Terminal(out, Console(file=err))
