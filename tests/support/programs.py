@@ -6,7 +6,6 @@ their own in everything else: arguments, environment, folder, outputs, signals, 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import json
@@ -18,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -33,8 +32,10 @@ LIBRARIES = (
     "support.families",
     "moegraft.injection.cli.moegraft",
     "moegraft.injection.cli.local_chat",
+    "moegraft.injection.cli.chat.session",
     "moegraft.injection.cli.serve.app",
-    "moegraft.injection.cli.serve.app",
+    "moegraft.operators.decode.native.steps",
+    "uvicorn",
 )
 
 
@@ -129,7 +130,6 @@ def fork_programs(descriptor: int) -> None:
     load_registry()
     gc.collect()
     gc.freeze()  # what all share is not written to
-    atexit.register(gc.unfreeze)  # what is left at the end is taken apart
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a forked process has one of them"
@@ -148,6 +148,16 @@ def fork_programs(descriptor: int) -> None:
             return
         for each in descriptors:
             os.close(each)
+
+
+class _Unfreezing:
+    """Lets what all programs share be taken apart at the end, or bindings report leaks: when modules are cleared.
+
+    Earlier, one more collection would walk it, for half a second of each program.
+    """
+
+    def __del__(self, unfreeze: Callable[[], None] = gc.unfreeze) -> None:
+        unfreeze()
 
 
 def _keep(arguments: list[str], environment: dict[str, str], folder: str, terminal: bool, out: int, err: int, control: int) -> None:
@@ -182,6 +192,7 @@ def _keep(arguments: list[str], environment: dict[str, str], folder: str, termin
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.end_of_program = _Unfreezing()  # type: ignore[attr-defined]
     kind, what, *rest = arguments
     if kind == "-m":
         sys.argv = [what, *rest]
