@@ -38,6 +38,7 @@ from moegraft.injection.cli.images import ImageError, decode_picture, read_image
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.cli.serve import engine
+from moegraft.injection.cli.serve.prefix_files import PART_TOKENS
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits
 
@@ -220,6 +221,21 @@ def test_the_prefix_cache_is_that_of_the_image(server: Server, pair: Pair) -> No
     grown = [first, text_message("assistant", "abc"), shown("see", picture(9))]
     assert cached(grown) == before + 1  # a later image: all are placed again
     assert cached(grown) == len(pair.inputs(grown)["input_ids"][0]) - 1
+
+
+def test_prefixes_on_disk_are_those_of_the_image(pair: Pair, tmp_path: Path) -> None:
+    """After a restart, and beyond the image: the positions of what follows are shifted."""
+    first, other = (shown(LONG, picture(number), LONG) for number in (7, 8))
+    cached = []
+    for messages in ([first], [other], [first, text_message("assistant", "abc"), text_message("user", "and now?")]):
+        with serving(pair.loaded, Limits(max_tokens=20, prefix_folder=tmp_path)) as server:
+            reply = answers(server, messages)
+            assert reply.choices[0].message.content == pair.answer(messages)
+            cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+    images = pair.inputs([first])["input_ids"][0].tolist()
+    last = max(place for place, token in enumerate(images) if token == pair.loaded.model.config.image_token_id)
+    assert cached[0] == 0 and cached[1] < last < cached[2]
+    assert cached[2] % PART_TOKENS == 0
 
 
 def test_batch_invariant_answers(pair: Pair) -> None:
