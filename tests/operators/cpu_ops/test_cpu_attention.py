@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.families import build_model, case_of, prompt
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.attention import IMPLEMENTATION, CpuAttention, ImplementationName
@@ -121,6 +122,8 @@ def test_attention_weights_of_an_encoder_that_passes_no_arguments_on(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aria's encoder of images does not inform its layers of `output_attentions`: stock layers always return their weights."""
+    if compiled and not hasattr(output_capturing, "selected_hidden_states"):
+        pytest.skip("transformers before 5.23 sets its collector outside the graphs of this encoder, which cannot read it")
     model = stock("aria")
     model.set_attn_implementation("eager")
     pixels = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
