@@ -395,6 +395,13 @@ def serve() -> str:
             f"A Qwen3-Next-shaped model (four layers, three of them recurrent, 64 experts) in 8 bits: {row['clients']} clients make "
             f"{row['tokens_s']} tokens/s, {row['ratio']} times those of one. The bytes of a step allow {row['limit']} times."
         )
+    restarts = {row["prompt"].split()[-1]: row for row in rows if row["case"] == "restart"}
+    disk, (computed, stored, known) = restarts["disk"], (restarts[way]["p50_first_ms"] for way in ("computed", "disk", "memory"))
+    parts.append(
+        f"The first token of a prompt of {disk['prompt'].split()[0]} tokens comes after {computed} ms where it is computed, after {stored} "
+        f"ms where a server before has stored it in `--prefix-cache-dir` ({disk['stored_mib']} MiB; {float(disk['ratio']):.1%} of that "
+        f"time, in which the last part of 128 tokens is computed), and after {known} ms where it is in memory (`--restart`)."
+    )
     return "\n\n".join([*parts, provenance(rows)])
 
 

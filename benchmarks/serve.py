@@ -10,10 +10,14 @@ lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` wi
     python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
     python benchmarks/serve.py --recurrent                                      # 1 and 8 clients of a Qwen3-Next-shaped model, alternating
+    python benchmarks/serve.py --restart                                        # the first token of a prompt that a server before had read
 
 With `--recurrent`, `ratio` is the median over rounds of the tokens/s over those of one client, and `limit` what it would be if a step took
 as long as memory gives its bytes: weights are read once for all rows, except experts that none of them chooses, and each row's states are
 read and written.
+
+With `--restart`, the time to the first token of a prompt of 4096 tokens is that of a server that has never read it, of one started again
+with the same `--prefix-cache-dir`, and of the same server once more; `ratio` is the median over rounds of each over the first.
 
 `--llama-server` is the program of that name, built from llama.cpp's sources, which the source distribution of llama-cpp-python includes:
 
@@ -53,7 +57,7 @@ from transformers import PreTrainedConfig
 MODEL, RECURRENT = "qwen3-30b-a3b", "qwen3-next"
 PLACES = 32
 LAYERS = 6
-SHORT, LONG, LONGEST = 32, 2048, 8000  # tokens of prompts
+SHORT, LONG, KEPT, LONGEST = 32, 2048, 4096, 8000  # tokens of prompts
 PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
@@ -440,6 +444,36 @@ def measure_recurrent(server: Served, clients: Sequence[int], tokens: int, secon
     return rows
 
 
+def measure_restart(command: Sequence[str], port: int, folder: Path, rounds: int) -> list[dict[str, object]]:
+    """Return a row for a prompt that is computed, read from disk after a restart, and known in memory; each round has its own prompt."""
+    times: dict[str, list[float]] = {"computed": [], "disk": [], "memory": []}
+    stored = folder / "prefixes"
+    command = [*command, "--prefix-cache-dir", str(stored)]
+    place = command.index("--prefix-cache")
+    del command[place : place + 2]  # the memory's default
+    for seed in range(rounds):
+        for ways in (("computed",), ("disk", "memory")):
+            with running("moegraft", command, port, folder) as server:
+                asyncio.run(ask(server.port, SHORT, 4, 10**6 + seed))
+                for way in ways:
+                    times[way].append(asyncio.run(ask(server.port, KEPT, 4, seed)).first_s)
+                    print(f"{way}: {times[way][-1]:.3f} s", flush=True)
+    size = sum(path.stat().st_size for path in stored.iterdir()) / rounds
+    return [
+        {
+            "case": "restart",
+            "server": "moegraft",
+            "clients": 1,
+            "prompt": f"{KEPT} {way}",
+            "rounds": rounds,
+            "p50_first_ms": round(1e3 * statistics.median(found), 1),
+            "ratio": round(median_ratio(found, times["computed"]), 4),
+            "stored_mib": round(size / 2**20, 1),
+        }
+        for way, found in times.items()
+    ]
+
+
 def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program llama-server")
@@ -453,6 +487,7 @@ def main() -> None:
     options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     options.add_argument("--recurrent", action="store_true", help="measure 1 and 8 clients of a model with recurrent layers instead")
+    options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
     until_s = time.perf_counter() + (given.minutes * 60 if given.minutes else float("inf"))
     key, packages = ("case", "server", "clients", "prompt"), ("torch", "transformers", "fastapi", "uvicorn")
@@ -470,6 +505,12 @@ def main() -> None:
                 rows.add({**row, **about})
             return
         make_model(folder)
+        if given.restart:
+            rules, port = stack.enter_context(rule_file(cpu_rules("int8"))), free_port()
+            command = [*serve_command(folder, rules, port, given.threads, 4), "--gguf", str(folder / "model.gguf")]
+            for row in measure_restart(command, port, folder, given.rounds):
+                rows.add({**row, **about})
+            return
         context, places = (LONGEST + 64, 4) if given.beside else (LONG + 512, PLACES)
         llama_server = None if given.batch_invariant else given.llama_server
         found = stack.enter_context(servers(folder, llama_server, given.threads, context, places, invariant=given.batch_invariant))

@@ -70,6 +70,14 @@ class ServeOptions:
         str | None,
         _option("--prefix-cache", "SIZE", "Of --kv-memory, for conversations that may go on, such as 2GiB; 0: none. Default: half."),
     ] = None
+    prefix_cache_dir: Annotated[
+        Path | None,
+        _option("--prefix-cache-dir", "FOLDER", "Keep them there as well, and begin with them after a restart; by default nowhere."),
+    ] = None
+    prefix_cache_disk: Annotated[
+        str | None,
+        _option("--prefix-cache-disk", "SIZE", "Of that folder, such as 50GiB. Default: a quarter of what is free on its disk."),
+    ] = None
     batch_invariant: Annotated[
         bool,
         typer.Option(
@@ -105,6 +113,10 @@ class ServeOptions:
             raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
         if self.image_folder is not None and not self.image_folder.is_dir():
             raise ValueError(f"--image-folder {self.image_folder}: there is no such folder")
+        if self.prefix_cache_dir is not None and self.prefix_cache_dir.exists() and not self.prefix_cache_dir.is_dir():
+            raise ValueError(f"--prefix-cache-dir {self.prefix_cache_dir}: this is a file; give a folder")
+        if self.prefix_cache_disk is not None and self.prefix_cache_dir is None:
+            raise ValueError("--prefix-cache-disk limits --prefix-cache-dir, which is missing; give both")
         self.adapters()
 
     def adapters(self) -> dict[str, str]:
@@ -135,7 +147,10 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     --grace seconds; a second signal ends it at once.
     """
     _require_server()
-    sizes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
+    memory, prefixes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
+    on_disk = parse_size(options.prefix_cache_disk, "--prefix-cache-disk")
+    if options.prefix_cache_dir is not None and prefixes == 0:
+        raise OptionsError("--prefix-cache-dir needs some --prefix-cache in memory, from which it is written; leave --prefix-cache 0 out")
     terminal = open_terminal()
     # Before weights are read, so that an address in use is reported at once.
     listening = _listen(options.host, options.port) if talks_to_user() else socket.socket()
@@ -152,8 +167,10 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
             max_batch=options.max_batch,
             prefill_chunk=options.prefill_chunk,
             max_client=options.max_client,
-            kv_memory=sizes[0],
-            prefix_cache=sizes[1],
+            kv_memory=memory,
+            prefix_cache=prefixes,
+            prefix_folder=options.prefix_cache_dir,
+            prefix_disk=on_disk,
             batch_invariant=options.batch_invariant,
             strict=options.strict,
             image_folder=options.image_folder,

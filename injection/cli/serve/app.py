@@ -72,6 +72,7 @@ def chat_page() -> tuple[str, dict[str, str]]:
         "default-src": "'none'",
         "script-src": " ".join(map(_hash, scripts)),
         "style-src": _hash(style),
+        "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -430,6 +431,7 @@ def _status(service: Service) -> dict[str, Any]:
         "waiting": engine.waiting,
         "memory": asdict(engine.memory),
         "one_at_a_time_because": service.alone_because,
+        "reads_images": not isinstance(service.images, str),
         "work": engine.work,
     }
 

@@ -159,6 +159,10 @@ class Metrics:
         yield _gauge("moegraft:tokens_per_second", "Generated tokens per second.", [({}, engine.tokens_per_s)])
         memory = [({"what": name}, size) for name, size in asdict(engine.memory).items()]
         yield _gauge("moegraft:cache_bytes", "Bytes of keys and values, and of recurrent states.", memory)
+        if (files := service.prefix_files) is not None:
+            yield _gauge("moegraft:prefix_files_bytes", "Bytes of prefixes on disk.", [({}, files.size)])
+            read = files.read_tokens
+            yield _counter("moegraft:prefix_files_tokens", "Tokens of prompts whose keys and values were read from disk.", [({}, read)])
         yield _gauge("moegraft:placement", "What runs where.", [({"what": line}, 1) for line in service.placement])
         work = [({"what": name}, count) for name, count in engine.work.items()]
         yield _counter("moegraft:work", "Counts of experts, drafts and sparsity, for the whole model.", work)

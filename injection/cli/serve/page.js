@@ -1,6 +1,7 @@
 "use strict";
 const at = id => document.getElementById(id);
-let chat = newChat();  // {id, messages}; a message has role and content, an answer perhaps reasoning and calls of tools
+let chat = newChat();  // {id, messages}; a message has role, content and perhaps images; an answer perhaps reasoning and calls of tools
+let images = [];  // of the next message, as data URLs
 let stopper = null;
 let editing = null;  // the place of the question that is being changed
 let model = null;
@@ -63,6 +64,41 @@ function showAnswer(box, message) {
   for (const call of message.calls ?? []) fold(`Call of ${call.name}`, call.arguments, "call", box, open.shift() ?? false);
 }
 
+// Only images that are part of the page's own data: nothing is fetched.
+function addImage(url, parent) {
+  const image = make("img", "", "", parent);
+  image.src = url;
+  image.alt = "image";
+}
+
+function showImages() {
+  at("images").replaceChildren();
+  images.forEach((url, place) => {
+    const box = button("", at("images"), () => { images.splice(place, 1); showImages(); });
+    box.title = "Remove this image";
+    addImage(url, box);
+  });
+}
+
+async function attach(files) {
+  const read = [...files].filter(file => file.type.startsWith("image/")).map(file => new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(new Error(`${file.name} cannot be read`));
+    reader.readAsDataURL(file);
+  }));
+  try { images.push(...await Promise.all(read)); } catch (error) { add("error", error.message); }
+  showImages();
+  at("text").focus();
+}
+
+// Puts a question back to be changed or sent again.
+function giveBack(message) {
+  at("text").value = message.content;
+  images = [...message.images ?? []];
+  showImages();
+}
+
 async function copy(text, box) {
   if (navigator.clipboard) await navigator.clipboard.writeText(text);
   else getSelection().selectAllChildren(box);  // without HTTPS there is no clipboard: it is selected, to be copied by hand
@@ -71,8 +107,9 @@ async function copy(text, box) {
 function showMessage(place) {
   const message = chat.messages[place], isUser = message.role === "user";
   const box = add(`said ${message.role}`, isUser ? message.content : "");
+  for (const url of message.images ?? []) addImage(url, box);
   const acts = add(isUser ? "acts mine" : "acts", "");
-  if (isUser) button("Edit", acts, () => { editing = place; at("text").value = message.content; at("text").focus(); });
+  if (isUser) button("Edit", acts, () => { editing = place; giveBack(message); at("text").focus(); });
   else {
     showAnswer(box, message);
     button("Copy", acts, () => copy(message.content, box));
@@ -120,6 +157,8 @@ function open(other) {
   stopper?.abort();
   stopper = editing = null;
   chat = other;
+  images = [];
+  showImages();
   answering(false);
   show();
   showChats();
@@ -155,6 +194,7 @@ async function status() {
   model = now.model;
   at("model").textContent = now.model;
   at("status").textContent = statusLine(now);
+  at("attach").hidden = !now.reads_images;
   at("placement").replaceChildren();
   for (const line of now.placement) add("line", line, at("placement"));
   if (now.one_at_a_time_because) add("line", `one request at a time: ${now.one_at_a_time_because}`, at("placement"));
@@ -180,7 +220,7 @@ async function stream(reply, onEvent) {
 // Asks for an answer to the chat, whose last message is a question.
 async function ask() {
   const mine = stopper = new AbortController(), here = chat, question = here.messages.at(-1);
-  const body = {messages: here.messages.map(({role, content}) => ({role, content})), stream: true, stream_options: {include_usage: true}};
+  const body = {messages: here.messages.map(asSent), stream: true, stream_options: {include_usage: true}};
   const box = add("said assistant", ""), about = add("about", ""), answer = {role: "assistant", content: "", reasoning: "", calls: []};
   toEnd();
   const asked = performance.now();
@@ -227,7 +267,7 @@ async function ask() {
   if (!pieces && !last) {  // the question was not answered: it is given back to be sent again
     here.messages.pop();
     show();
-    at("text").value ||= question.content;
+    if (!at("text").value) giveBack(question);
   } else {
     here.messages.push(answer);
     keep();
@@ -243,11 +283,13 @@ async function ask() {
 
 function send() {
   const text = at("text").value;
-  if (stopper || !text.trim()) return;
+  if (stopper || !(text.trim() || images.length)) return;
   draft = text;
   at("text").value = "";
   if (editing !== null) { chat.messages = chat.messages.slice(0, editing); editing = null; show(); }
-  chat.messages.push({role: "user", content: text});
+  chat.messages.push({role: "user", content: text, ...(images.length ? {images} : {})});
+  images = [];
+  showImages();
   showMessage(chat.messages.length - 1);
   ask();
 }
@@ -267,6 +309,19 @@ at("text").addEventListener("keydown", event => {
   if (event.isComposing) return;
   if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
   if (event.key === "ArrowUp" && !at("text").value && draft) { event.preventDefault(); at("text").value = draft; }
+});
+at("attach").addEventListener("click", () => at("files").click());
+at("files").addEventListener("change", async () => { await attach(at("files").files); at("files").value = ""; });
+at("text").addEventListener("paste", event => {
+  if (at("attach").hidden || !event.clipboardData.files.length) return;
+  event.preventDefault();
+  attach(event.clipboardData.files);
+});
+document.addEventListener("dragover", event => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
+document.addEventListener("drop", event => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();  // the browser would leave the page for the file
+  if (!at("attach").hidden) attach(event.dataTransfer.files);
 });
 document.addEventListener("keydown", event => {
   if (event.key === "Escape") { stopper?.abort(); editing = null; }

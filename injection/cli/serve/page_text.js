@@ -56,6 +56,13 @@ function workLine(made) {
   return parts.join(" · ") + (made.together ? " (with the answers beside it)" : "");
 }
 
+// A message as the server takes it.
+function asSent({role, content, images}) {
+  if (!images?.length) return {role, content};
+  const parts = images.map(url => ({type: "image_url", image_url: {url}}));
+  return {role, content: content.trim() ? [...parts, {type: "text", text: content}] : parts};
+}
+
 // What the server is doing.
 function statusLine(now) {
   const parts = [`${now.tokens_per_second.toFixed(1)} tokens/s in all`, `${now.running} running`];
@@ -111,4 +118,4 @@ function markdown(text) {
   return blocks;
 }
 
-if (typeof module !== "undefined") module.exports = {inline, markdown, splitEvents, liveLine, speedLine, workLine, statusLine};
+if (typeof module !== "undefined") module.exports = {asSent, inline, markdown, splitEvents, liveLine, speedLine, workLine, statusLine};

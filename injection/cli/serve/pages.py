@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from moegraft.injection.cli.images import ImageInputs
+from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
-from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.cache import StateName, new_cache
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
@@ -85,9 +86,12 @@ class SequencePool:
     If the model has recurrent states, each sequence also has a place for them, and another can begin with a prefix only at its checkpoints
     (decode/state_pool.py): one near the end of a prompt, others in long prompts, and one at the end of the answer.
 
+    Attributes:
+        streams: the MTP layers, if they draft.
+        files: prefixes on disk, which are read where they have more of a prompt than those in memory; None: there are none.
+
     Args:
         prefix_bytes: for the prefixes, checkpoints included.
-        streams: the MTP layers, if they draft.
     """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, prefix_bytes: int, streams: PagedStreams | None = None) -> None:
@@ -104,6 +108,7 @@ class SequencePool:
         self._steps = None if injection is None else injection.context.replay
         self._stepped: list[PagedSequence] = []  # the rows of the last step
         self._passes: Any = None  # that may follow the last step, from `passes` of `_steps`
+        self.files: PrefixFiles | None = None
 
     @property
     def memory(self) -> CacheMemory:
@@ -112,6 +117,12 @@ class SequencePool:
         pages = size * self._pool.pages, size * promised, size * self._pool.used, size * self._prefix_pages()
         states = self._states
         return CacheMemory(*pages, *(() if states is None else (states.place_bytes * count for count in (states.running, states.kept))))
+
+    @property
+    def layout(self) -> str:
+        """The layers' keys, values and states in pages: equal where they can be exchanged."""
+        tensors = [*self._pool.data.items(), *(() if self._states is None else self._states.data.items())]
+        return " ".join(f"{name}:{tensor.dtype}:{tuple(tensor.shape[1:])}" for name, tensor in tensors)
 
     @property
     def recurrent(self) -> bool:
@@ -161,7 +172,10 @@ class SequencePool:
     def _fork(self, token_ids: IntArray, scope: str, multiple: int, images: ImageInputs | None) -> PagedSequence | None:
         usable = {prefix: self._usable(prefix, token_ids, multiple, images) for prefix in self._prefixes if prefix.scope == scope}
         best = max(usable, key=usable.__getitem__, default=None)
-        if best is None or not (shared := usable[best]):
+        shared = 0 if best is None else usable[best]
+        if self.files is not None and (sequence := self._read(self.files, token_ids, scope, multiple, images, (best, shared))):
+            return sequence
+        if best is None or not shared or best not in self._prefixes:  # evicted for what could not be read
             return None
         self._prefixes.remove(best)  # so that it is not evicted for the copy of its own page
         try:
@@ -178,6 +192,68 @@ class SequencePool:
         if self._states is not None:
             self._states.enter(sequence, best.sequence.checkpoints[shared])
         return sequence
+
+    def _read(
+        self,
+        files: PrefixFiles,
+        token_ids: IntArray,
+        scope: str,
+        multiple: int,
+        images: ImageInputs | None,
+        known: tuple[_Prefix | None, int],
+    ) -> PagedSequence | None:
+        """Return a sequence with a prefix on disk; None if there is none with more tokens than one in memory.
+
+        Args:
+            known: that prefix, and with how many of its tokens a sequence can begin.
+        """
+
+        def usable(tokens: int) -> int:
+            return (tokens if images is None else images.usable(tokens)) // multiple * multiple
+
+        prefix, shared = known
+        parts = files.find(token_ids, scope, usable, states=self._states is not None)
+        if not parts or parts[-1].end <= shared:
+            return None
+        whole = shared // PART_TOKENS * PART_TOKENS
+        sequence = self._pool.fork(prefix.sequence, whole) if prefix is not None and whole else PagedSequence()
+        try:
+            self._make_room(pages_of(parts[-1].end) - len(sequence.pages))
+            self._pool.grow(sequence, parts[-1].end)
+            for part in parts[whole // PART_TOKENS :]:
+                tensors = files.read(part)
+                if tensors is None:
+                    break
+                pages = sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
+                for number, data in self._pool.data.items():
+                    data[pages] = tensors[str(number)].to(data.device)
+                sequence.tokens = part.end
+        except NoPagesError:
+            sequence.tokens = 0
+        if sequence.tokens <= shared or (self._states is not None and sequence.tokens < parts[-1].end):
+            self._pool.release(sequence)  # a file was damaged, or there is no room
+            return None
+        self._pool.crop(sequence, usable(sequence.tokens))
+        if self._states is not None:
+            assert tensors is not None, "the last part was read"
+            self._states.enter(sequence)
+            stored = {name: tensors[_state_key(name)][None].to(data.device) for name, data in self._states.data.items()}
+            self._states.write([sequence], stored)
+            self._save(sequence)
+        files.read_tokens += sequence.tokens - whole
+        return sequence
+
+    def _write(self, files: PrefixFiles, prefix: _Prefix) -> None:
+        """Let what a prefix has be written, in copies, as its pages may be given to another sequence at any time."""
+        checkpoints = prefix.sequence.checkpoints
+        for part in files.missing(prefix.token_ids, prefix.scope, list(checkpoints)):
+            pages = prefix.sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
+            tensors = {str(number): data[pages].cpu() for number, data in self._pool.data.items()}
+            if part.has_states and self._states is not None:
+                place = checkpoints[part.end]
+                tensors |= {_state_key(name): data[place].clone().cpu() for name, data in self._states.data.items()}
+            if not files.write(part, tensors):
+                return
 
     def _usable(self, prefix: _Prefix, token_ids: IntArray, multiple: int, images: ImageInputs | None) -> int:
         """Return with how many tokens of a prefix a sequence can begin."""
@@ -331,6 +407,8 @@ class SequencePool:
             if not sequence.tokens:
                 return
         self._prefixes.append(new)
+        if self.files is not None:
+            self._write(self.files, new)
         while self._prefix_pages() > self._most_prefix_pages:
             self._evict(self._prefixes[0])
 
@@ -370,6 +448,10 @@ class SequencePool:
     def _make_room(self, pages: int) -> None:
         while self._prefixes and self._pool.free < pages:
             self._evict(self._prefixes[0])
+
+
+def _state_key(name: StateName) -> str:
+    return ".".join(map(str, name))
 
 
 def _last_place(prompt_tokens: int, multiple: int) -> int:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
 from moegraft.injection.cli.chat.conversation import Conversation, Message, Prompt, PromptRefusedError, answer_opening, encode_chat
+from moegraft.injection.cli.chat.conversation import fingerprint as model_fingerprint
 from moegraft.injection.cli.images import MOST_IMAGES, MOST_PIXELS, ImageError, ImageInputs, read_url, sample_picture
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import OptionsError
@@ -32,7 +33,9 @@ from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
-from moegraft.injection.cli.serve.pages import UnbatchableError, default_limit, open_pool
+from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, default_limit, mib, open_pool
+from moegraft.injection.cli.serve.prefix_files import PrefixFiles
+from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
 from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
@@ -60,6 +63,8 @@ class Limits:
         max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
         kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
         prefix_cache: bytes of these for conversations that have ended; None: half.
+        prefix_folder: where they are stored as well, and found after a restart; None: nowhere.
+        prefix_disk: bytes of its files; None: a quarter of what is free.
         batch_invariant: whether an answer is exactly the same whatever else is answered.
         strict: whether requests with parameters that have no effect here are refused.
         image_folder: whose images requests may name; None: none.
@@ -73,6 +78,8 @@ class Limits:
     max_client: int | None = None
     kv_memory: int | None = None
     prefix_cache: int | None = None
+    prefix_folder: Path | None = None
+    prefix_disk: int | None = None
     batch_invariant: bool = False
     strict: bool = False
     image_folder: Path | None = None
@@ -91,6 +98,7 @@ class Service:
         max_body: bytes of one request.
         created: when the model was loaded, in Unix seconds.
         fingerprint: is the same where the version, the model and the placement of its operators are.
+        prefix_files: prefixes on disk.
 
     Args:
         names: the model's own name if there are none.
@@ -124,6 +132,7 @@ class Service:
         default_body = MOST_BODY if isinstance(self.images, str) else MOST_IMAGE_BODY
         self.max_body = default_body if limits.max_body is None else limits.max_body
         self.alone_because = batching_obstacle(loaded.model)
+        self.prefix_files: PrefixFiles | None = None
         self.metrics = Metrics(self)
         with ExitStack() as changed:
             self.engine = Engine(
@@ -177,6 +186,9 @@ class Service:
                     logger.warning("serve: images are refused: %s", self.images)
                 if drafts is not None and pool.most_drafted is not None and pool.most_drafted < limits.max_batch:
                     logger.info("serve: at most %d answers draft: the memory has no room for the states of more", pool.most_drafted)
+                if limits.prefix_folder is not None:
+                    self.prefix_files = pool.files = self._prefix_files(pool, limits.prefix_folder)
+                    changed.callback(pool.files.close)
                 return Scheduler(
                     loaded.model,
                     pool,
@@ -192,6 +204,8 @@ class Service:
         if limits.batch_invariant and operator is not None:
             raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
         logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
+        if limits.prefix_folder is not None:
+            logger.warning("serve: --prefix-cache-dir has no effect where requests are answered one at a time")
         limit = default_limit(loaded.model) if limits.kv_memory is None else limits.kv_memory
         return SequentialDecoder(
             loaded.model,
@@ -201,6 +215,21 @@ class Service:
             memory_limit=limit,
             prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
         )
+
+    def _prefix_files(self, pool: SequencePool, folder: Path) -> PrefixFiles:
+        """
+        Raises:
+            OptionsError: the folder cannot be used.
+        """
+        limits = self.limits
+        chunk = limits.prefill_chunk if limits.batch_invariant else None  # of which every bit depends there
+        key = f"{model_fingerprint(self.loaded.model)} {pool.layout} {limits.batch_invariant} {chunk}"
+        try:
+            files = PrefixFiles(folder, key, prefix_limit(folder) if limits.prefix_disk is None else limits.prefix_disk)
+        except OSError as error:
+            raise OptionsError(f"--prefix-cache-dir {folder}: {error.strerror}; give a folder that can be written") from error
+        logger.info("serve: %s has %s of prefixes, of at most %s", folder, mib(files.size), mib(files.limit))
+        return files
 
     def _probe(self) -> ImageInputs | None:
         """Return a prompt with an image; None where the model reads none."""

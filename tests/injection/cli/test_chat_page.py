@@ -123,6 +123,15 @@ def test_the_lines_that_the_page_shows() -> None:
 
 
 @with_node
+def test_messages_are_sent_with_their_images() -> None:
+    assert run_node("page.asSent({role: 'user', content: 'hi', other: 1})") == {"role": "user", "content": "hi"}
+    assert run_node("page.asSent({role: 'user', content: 'hi', images: []})") == {"role": "user", "content": "hi"}
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    found = run_node("[' hi', ' '].map(content => page.asSent({role: 'user', content, images: ['data:x']}))")
+    assert [message["content"] for message in found] == [[image, {"type": "text", "text": " hi"}], [image]]
+
+
+@with_node
 def test_a_stream_in_any_pieces_is_the_same_events() -> None:
     """Cut anywhere, as a network may."""
     stream = 'data: {"a": "x\\ndata: y"}\n\n: a comment\n\ndata: {"b": "<&>"}\n\ndata: [DONE]\n\n'

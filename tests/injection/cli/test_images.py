@@ -31,6 +31,7 @@ pytest.importorskip("PIL", reason="an extra for tests: pip install 'moegraft[tes
 import anthropic
 import openai
 from PIL import Image
+from support.browser import browsing, find_chromium
 from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 
@@ -42,6 +43,7 @@ from moegraft.injection.cli.images import ImageError, decode_picture, read_image
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.cli.serve import engine
+from moegraft.injection.cli.serve.prefix_files import PART_TOKENS
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.meta_model import find_model
@@ -225,6 +227,65 @@ def test_the_prefix_cache_is_that_of_the_image(server: Server, pair: Pair) -> No
     grown = [first, text_message("assistant", "abc"), shown("see", picture(9))]
     assert cached(grown) == before + 1  # a later image: all are placed again
     assert cached(grown) == len(pair.inputs(grown)["input_ids"][0]) - 1
+
+
+def test_prefixes_on_disk_are_those_of_the_image(pair: Pair, tmp_path: Path) -> None:
+    """After a restart, and beyond the image: the positions of what follows are shifted."""
+    first, other = (shown(LONG, picture(number), LONG) for number in (7, 8))
+    cached = []
+    for messages in ([first], [other], [first, text_message("assistant", "abc"), text_message("user", "and now?")]):
+        with serving(pair.loaded, Limits(max_tokens=20, prefix_folder=tmp_path)) as server:
+            reply = answers(server, messages)
+            assert reply.choices[0].message.content == pair.answer(messages)
+            cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+    images = pair.inputs([first])["input_ids"][0].tolist()
+    last = max(place for place, token in enumerate(images) if token == pair.loaded.model.config.image_token_id)
+    assert cached[0] == 0 and cached[1] < last < cached[2]
+    assert cached[2] % PART_TOKENS == 0
+
+
+IMAGES = "document.querySelectorAll('#images img').length"
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here (Debian's package chromium brings one)")
+def test_the_chat_page_sends_images(server: Server, pair: Pair, loaded: LoadedModel) -> None:
+    """Chosen, pasted or dropped; what is no image is not sent, and a page of a model without images offers none."""
+    bytes_of = [list(as_file(each)) for each in (A, B)]
+    files = f"[...{bytes_of}.map((bytes, place) => new File([new Uint8Array(bytes)], `${{place}}.png`, {{type: 'image/png'}}))"
+    files += ", new File(['x'], 'x.txt', {type: 'text/plain'})]"
+    give = f"(() => {{ const given = new DataTransfer(); {files}.forEach(file => given.items.add(file)); return given; }})()"
+    said = "document.querySelectorAll('.said.user')"
+    with browsing(find_chromium() or "") as tab:
+        tab.open(f"{server.address}/")
+        tab.until("!document.getElementById('attach').hidden")
+        chosen = "const files = document.getElementById('files'); files.files = given.files; files.dispatchEvent(new Event('change'));"
+        pasted = "document.getElementById('text').dispatchEvent(new ClipboardEvent('paste', {clipboardData: given, cancelable: true}));"
+        dropped = "document.dispatchEvent(new DragEvent('drop', {dataTransfer: given, cancelable: true}));"
+        for count, way in enumerate((chosen, pasted, dropped), 1):
+            tab.value(f"(given => {{ {way} }})({give})")
+            tab.until(f"{IMAGES} === {2 * count}")
+        for left in (5, 4, 3, 2):  # the first ones are removed
+            tab.value("document.querySelector('#images button').click()")
+            assert tab.value(IMAGES) == left
+        tab.value("document.getElementById('text').focus()")
+        tab.type("what?")
+        tab.press("Enter")
+        expected = len(pair.inputs([shown(A, B, "what?")])["input_ids"][0])
+        tab.until(f"[...document.querySelectorAll('.about')].some(line => line.textContent.startsWith('{expected} tokens read'))")
+        assert tab.value(f"{said}[0].querySelectorAll('img').length") == 2 and tab.value(IMAGES) == 0
+        tab.open(f"{server.address}/health")
+        tab.open(f"{server.address}/")  # the chat was kept
+        tab.until(f"{said}.length === 1 && {said}[0].querySelectorAll('img').length === 2")
+        assert tab.value(f"[...{said}[0].querySelectorAll('img')].every(image => image.complete && image.naturalWidth > 0)")
+        tab.value("[...document.querySelectorAll('.acts button')].find(one => one.textContent === 'Edit').click()")
+        assert tab.value(IMAGES) == 2 and tab.value("document.getElementById('text').value") == "what?"
+        assert tab.errors == []
+        with serving(loaded) as texts:
+            tab.open(f"{texts.address}/")
+            tab.until("document.getElementById('model').textContent === 'tiny'")
+            assert tab.value("document.getElementById('attach').hidden")
+            tab.value(f"(given => {{ {dropped} }})({give})")
+            assert tab.value(IMAGES) == 0
 
 
 def test_batch_invariant_answers(pair: Pair) -> None:
