@@ -254,17 +254,21 @@ def test_chat_answers_with_an_adapter(folders: dict[str, Path], tmp_path: Path) 
     assert answer("--adapter", str(folders["first"])) == first
 
 
-def test_a_saved_chat_is_not_resumed_with_another_adapter(folders: dict[str, Path]) -> None:
+def test_a_saved_chat_is_not_resumed_with_another_adapter(folders: dict[str, Path], tmp_path: Path) -> None:
     from moegraft.injection.cli.chat.conversation import fingerprint
 
-    def identity(name: str | None) -> str:
+    def identity(folder: Path | None) -> str:
         model = optimize_and_load(demo_path(), "cpu", progress=False)
-        if name is not None:
-            load_adapter(model, folders[name])
+        if folder is not None:
+            load_adapter(model, folder)
         return fingerprint(model)
 
-    assert len({identity(name) for name in (None, "first", "second")}) == 3
-    assert identity("first") == identity("first")
+    first = folders["first"]
+    scaled = Path(shutil.copytree(first, tmp_path / "scaled"))
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    (scaled / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 3 * config["lora_alpha"]}))
+    assert len({identity(folder) for folder in (None, first, folders["second"], scaled)}) == 4
+    assert identity(first) == identity(first)
 
 
 def test_a_configuration_of_pefts_own_names_the_way() -> None:

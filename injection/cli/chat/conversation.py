@@ -334,9 +334,9 @@ NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a SHA-256 of everything that a model's keys and values depend on; it is the same on another machine.
 
-    It covers the config, the operators' options and thresholds, and up to 16 KiB, in 64 stripes, of each parameter and stored buffer, of
-    each packed matrix, and of each expert. Training changes almost all values of what it changes; an edit of single values between the
-    stripes is not noticed.
+    It covers the config, the operators' options and thresholds, the scales of adapters, and up to 16 KiB, in 64 stripes, of each parameter
+    and stored buffer, of each packed matrix, and of each expert. Training changes almost all values of what it changes; an edit of single
+    values between the stripes is not noticed.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_THE_MODEL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -345,6 +345,9 @@ def fingerprint(model: PreTrainedModel) -> str:
         if tensor.numel() and not tensor.is_meta:
             rows = tensor.detach().reshape(len(tensor) if tensor.dim() == 3 else 1, -1)  # one for each expert of a fused parameter
             digest.update(sampled(rows.contiguous().view(torch.uint8)))
+    for path, module in model.named_modules():
+        if isinstance(scaling := getattr(module, "scaling", None), dict):  # of PEFT's adapters, whose weights are parameters
+            digest.update(f"{path} {sorted(scaling.items())}".encode())
     injection = injection_of(model)
     for swap in injection.plan.swaps if injection is not None else ():
         digest.update(f"{swap.module} {swap.operator} {swap.traits.identity}".encode())

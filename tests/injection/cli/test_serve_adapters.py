@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ pytest.importorskip("peft", reason="PEFT is not installed (the extra `train`)")
 
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from moegraft.injection.cli.serve.prefix_files import PART_TOKENS
 from moegraft.injection.lora import Adapters
 
 NAMES = ("poems", "org/code-1.5")
@@ -99,6 +101,26 @@ def test_adapters_share_no_prefix(server: Server, expected: dict[str, str]) -> N
             reply = ask(server, TEXT, model=name)
             assert reply.choices[0].message.content == expected[name]
             assert bool(reply.usage.prompt_tokens_details.cached_tokens) == cached, name
+
+
+def test_prefixes_on_disk_are_those_of_the_adapter(chat_folder: Path, folders: dict[str, str], stock: LoadedModel, tmp_path: Path) -> None:
+    """An adapter with other weights or another scale is another one, whatever its name."""
+    first, second = (folders[name] for name in NAMES)
+    scaled = Path(shutil.copytree(first, tmp_path / "scaled"))
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    (scaled / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
+    limits = Limits(prefix_folder=tmp_path / "prefixes", prefill_chunk=PART_TOKENS)
+    for folder, name, known in (
+        (first, "poems", 0),
+        (first, "tiny", 0),
+        (second, "poems", 0),
+        (str(scaled), "poems", 0),
+        (first, "poems", PART_TOKENS),
+    ):
+        model = optimize_and_load(chat_folder, "cpu-exact", dtype=torch.float32, progress=False, threads=1)
+        loaded = LoadedModel("tiny", model, stock.tokenizer, lambda: [], adapters=Adapters(model, {"poems": folder}))
+        with serving(loaded, limits, names=("tiny",)) as server:
+            assert ask(server, 4 * TEXT, model=name).usage.prompt_tokens_details.cached_tokens == known, (folder, name)
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["batches", "one at a time"])
