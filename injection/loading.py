@@ -225,8 +225,12 @@ def _check_unread(source: ModelSource, keymap: KeyMap, operators: Mapping[str, O
     extra = [key for key in keymap.unread if key.startswith(tuple(f"{path}." for path in operators))]
     if extra:
         raise CheckpointError(f"{source.folder}: nothing in the model reads {_some(extra)}")
-    if keymap.unread:
-        logger.warning("%s: nothing in the model reads %s", source.folder, _some(list(keymap.unread)))
+    if source.left_out:
+        name = source.model_class.__name__
+        logger.warning("%s: only %s is loaded, which writes text; left out are %s", source.folder, name, ", ".join(source.left_out))
+    unread = [key for key in keymap.unread if not key.startswith(tuple(f"{part}." for part in source.left_out))]
+    if unread:
+        logger.warning("%s: nothing in the model reads %s", source.folder, _some(unread))
 
 
 def _check_rest(skeleton: PreTrainedModel, keymap: KeyMap, tensors: Mapping[str, LazyTensor], taken: set[str]) -> None:

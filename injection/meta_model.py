@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationMixin,
     PretrainedConfig,
@@ -49,6 +50,7 @@ class ModelSource:
     Attributes:
         gguf: the weights; None if they are in `folder`.
         quantised: the quantisation settings of the weights, which `config` lacks.
+        left_out: the parts of the checkpoint's model beside `model_class`, which writes text, as its config names them.
     """
 
     folder: Path
@@ -56,6 +58,7 @@ class ModelSource:
     model_class: type[PreTrainedModel]
     gguf: GgufModel | None = None
     quantised: Mapping[str, Any] | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Path:
@@ -154,7 +157,7 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
     """Return the class that generates text with this config: the config's architecture, else its causal language model.
 
     The architecture comes first because the checkpoint's keys are named after it: an image-text model's weights have other names than
-    those of its language model alone.
+    those of its language model alone. Of a model that speaks the text as well (Qwen3-Omni), it is the class of the part that writes it.
 
     Raises:
         UnsupportedModelError: transformers has no such class.
@@ -163,6 +166,8 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
     found: Any = None
     if remote and trust_remote_code:
         found = get_class_from_dynamic_module(remote, str(folder))
+    elif (part := _writing_part(config)) is not None:
+        found = AutoModelForImageTextToText._model_mapping.get(type(part), None)
     else:
         named = [getattr(transformers, name, None) for name in config.architectures or []]
         generating = [cls for cls in named if isinstance(cls, type) and issubclass(cls, GenerationMixin)]
@@ -175,10 +180,22 @@ def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: boo
     return model_class
 
 
+def _writing_part(config: PretrainedConfig) -> PretrainedConfig | None:
+    """Return the part of a composite config that is itself composite and has the text config of the whole; None where none is."""
+    parts: list[Any] = [part for name in config.sub_configs if getattr(part := getattr(config, name, None), "sub_configs", None)]
+    return next((part for part in parts if part.get_text_config() is config.get_text_config() is not part), None)
+
+
 def _config_of(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
-    """Return the part of a composite config that `model_class` is built from."""
-    text_class = config.sub_configs.get("text_config")
-    return config.get_text_config() if text_class is not None and model_class.config_class == text_class else config
+    """Return the part of a composite config that `model_class` is built from, with the dtype and quantisation of the whole."""
+    parts = (_writing_part(config), config.get_text_config() if "text_config" in config.sub_configs else None)
+    part = next((part for part in parts if type(part) is model_class.config_class), None)
+    if part is None or part is config:
+        return config
+    for key in ("dtype", *SETTINGS_KEYS):
+        if getattr(config, key, None) is not None and getattr(part, key, None) is None:
+            setattr(part, key, getattr(config, key))
+    return part
 
 
 def find_model(
@@ -192,11 +209,13 @@ def find_model(
     folder = resolve_folder(model, weights=weights and gguf is None)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
-    config = _config_of(model_class, config)
+    whole, config = config, _config_of(model_class, config)
+    others = whole.sub_configs if config is _writing_part(whole) else ()
+    left_out = tuple(name.removesuffix("_config") for name in others if getattr(whole, name) is not config)
     stated = getattr(config, SETTINGS_KEYS[0], None)
     if isinstance(stated, Mapping) and stated.get("quant_method") == METHOD:
         config = as_floats(config)
-    source = ModelSource(folder, config, model_class)
+    source = ModelSource(folder, config, model_class, left_out=left_out)
     return source if gguf is None else with_gguf(source, gguf)
 
 

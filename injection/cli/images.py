@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from moegraft.injection.meta_model import read_config
 from moegraft.operators.errors import MoegraftError, error_sentence
 
 if TYPE_CHECKING:
@@ -186,10 +187,9 @@ class ImageInputs:
         """The model's own positions, (1, T) or (axes, 1, T) int64; to be asked in the thread that owns the model."""
         model: Any = self._model
         ids = torch.tensor([self.token_ids], device=model.device)
+        given = {"attention_mask": torch.ones_like(ids), **{name: t.to(model.device) for name, t in self._tensors.items()}}
         with without_position_state(model):
-            found: torch.Tensor = model._prepare_position_ids_for_generation(
-                ids, {name: t.to(model.device) for name, t in self._tensors.items()}
-            )
+            found: torch.Tensor = model._prepare_position_ids_for_generation(ids, given)
         return found
 
     @cached_property
@@ -283,10 +283,13 @@ def read_image_reader(folder: Path, model: PreTrainedModel, tokenizer: PreTraine
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    if type(model.config) not in PROCESSOR_MAPPING:
+    kind: Any = PROCESSOR_MAPPING.get(type(model.config), None)
+    if kind is None:  # of a part of the whole model whose processor it is
+        with suppress(MoegraftError):
+            kind = PROCESSOR_MAPPING.get(type(read_config(folder)), None)
+    if kind is None:
         return f"transformers has no processor of images for models of type {model.config.model_type}"
     try:
-        kind: Any = PROCESSOR_MAPPING[type(model.config)]
         of_images: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: None})
         settings, _ = kind.get_processor_dict(folder)
         own = {"tokenizer": tokenizer, "image_processor": AutoImageProcessor.from_pretrained(folder)}

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, is_plain
@@ -310,7 +311,8 @@ class CpuAttention(CpuOperator):
             return "dtypes or shapes"
         if query.shape[0] != key.shape[0] or (mask is not None and not _fits(mask, query, key)):
             return "a mask or batch of another shape"
-        if kwargs.get("dropout") or kwargs.get("output_attentions") or self._config.output_attentions:
+        asked = kwargs.get("output_attentions") or self._config.output_attentions or (base == "eager" and _collects_weights())
+        if kwargs.get("dropout") or asked:
             return "dropout or attention weights"
         if kwargs.get("s_aux") is not None and base == "sdpa":
             return "sinks, which sdpa leaves out"
@@ -417,6 +419,13 @@ def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
         return False
     batch, heads, queries = query.shape[:3]
     return mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries and mask.shape[3] >= key.shape[2]
+
+
+def _collects_weights() -> bool:
+    """Whether transformers collects the attention weights of this pass: an encoder need not pass `output_attentions` on to its layers."""
+    collector = output_capturing._active_collector
+    collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
 
 
 def _is_read(name: str, given: object, base: str) -> bool:

@@ -289,6 +289,7 @@ ROWS: tuple[FamilyCase, ...] = (
     _row(
         "qwen3_omni_moe_thinker",
         "Qwen3OmniMoeThinkerForConditionalGeneration",
+        {"sliding_window": None},  # as published: its mask has no window, and transformers' cache would have one
         family="qwen3_omni_moe",
         whole={"vision_start_token_id": 151652},
     ),

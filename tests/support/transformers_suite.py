@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ STUBS = {
     "generation/test_utils.py": "GenerationTesterMixin",
     "distributed_testing_utils.py": "run_distributed",
 }
+UNUSED = ("librosa",)  # packages that test modules import for tests over downloaded models, which transformers skips
 # What a checkout of transformers 5.6 has, and what the present version has in its place.
 REPLACED = {'"cache_implementation": "dynamic_full",': "", ".get_max_cache_shape(": ".get_max_length("}
 # By the beginning of a test's name. The mixins of expert and tensor parallelism are not run: they shard parameters, and packed experts
@@ -96,6 +98,9 @@ def fetch(folder: Path, checkout: Path | None) -> tuple[Path, set[str]]:
             file.write_text(f"class {stub}:\n    pass\n")
             (file.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
+    for name in UNUSED:
+        if importlib.util.find_spec(name) is None:
+            (root / f"{name}.py").touch()
     sources = (*package.rglob("*.py"), Path(transformers.testing_utils.__file__ or ""))
     return root, {mark for file in sources for mark in re.findall(r"\bmark\.(\w+)", file.read_text(encoding="utf-8"))}
 

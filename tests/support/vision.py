@@ -48,6 +48,7 @@ class VisionCase:
         processor: makes the smallest processor of images.
         named: further tokens, and those that the processor asks the tokenizer for, by its names for them.
         change: of the config of `family_rows.py`.
+        whole: makes the checkpoint's model of the stock model, which is the part of it that writes the text.
         torchvision: whether the processor needs it.
     """
 
@@ -57,6 +58,7 @@ class VisionCase:
     processor: Make
     named: Mapping[str, str] = field(default_factory=dict)
     change: Callable[[Any], None] | None = None
+    whole: Callable[[Any], Any] | None = None
     torchvision: bool = False
 
     @property
@@ -98,6 +100,22 @@ def _gemma_tower(config: Any) -> None:
     config.text_config.use_bidirectional_attention = "vision"  # as the model with experts has it
 
 
+def _with_talker(thinker: Any) -> Any:
+    """Qwen3-Omni's thinker with the parts that speak its text, which have experts as well."""
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text |= {"head_dim": 16, "vocab_size": 64, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    text |= {"shared_expert_intermediate_size": 24, "rope_parameters": thinker.config.text_config.rope_parameters}
+    codes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
+    talker = {"text_config": text, "code_predictor_config": {**codes, "num_hidden_layers": 1, "vocab_size": 64, "num_code_groups": 4}}
+    talker |= {"thinker_hidden_size": thinker.config.text_config.hidden_size, "num_code_groups": 4, "spatial_merge_size": 2}
+    sound = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sound |= {"decoder_dim": 32, "codebook_size": 64, "upsample_rates": (2, 2), "num_quantizers": 4}
+    parts = {"thinker_config": thinker.config, "talker_config": talker, "code2wav_config": sound}
+    whole = transformers.Qwen3OmniMoeForConditionalGeneration(transformers.Qwen3OmniMoeConfig(**parts))
+    whole.thinker, whole.generation_config = thinker, thinker.generation_config
+    return whole
+
+
 def _llama_processor(config: Any) -> Any:
     side = 4 * config.vision_config.patch_size  # of a tile, of which four patches are a token
     return transformers.Llama4ImageProcessor(size={"height": side, "width": side}, max_patches=4)
@@ -119,6 +137,11 @@ GLM = {
 GLM_MARK = "<|begin_of_image|><|image|><|end_of_image|>"
 ERNIE = {"image_token": "<|IMAGE|>", "image_start_token": "<|IMAGE_START|>", "image_end_token": "<|IMAGE_END|>"}
 ERNIE |= {"video_token": "<|VIDEO|>", "video_start_token": "<|VIDEO_START|>", "video_end_token": "<|VIDEO_END|>"}
+OMNI = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>"}
+OMNI |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+OMNI |= {"audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>"}
+OMNI_IDS = {name: token for name, token in QWEN.items() if name != "vision_end_token_id"}
+OMNI_IDS |= {"audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>"}
 DOTS = {"start": "<|img|>", "end": "<|endofimg|>", "video": "<|video_pad|>", "audio": "<|audio_comp_pad|>"}
 GEMMA = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
 GEMMA |= {"boa_token": "<|audio>", "eoa_token": "<audio|>"}
@@ -132,6 +155,9 @@ CASES = {
         VisionCase("qwen3_vl_moe", QWEN_MARK, QWEN, _grid("Qwen2VLImageProcessorPil")),
         VisionCase("qwen3_5_moe", QWEN_MARK, QWEN, _grid("Qwen2VLImageProcessorPil")),  # with recurrent states
         VisionCase("qwen4_exp", QWEN_MARK, QWEN, _grid("Qwen2VLImageProcessorPil")),
+        VisionCase(  # whose checkpoint has the parts that speak as well
+            "qwen3_omni_moe_thinker", QWEN_MARK, OMNI_IDS, _grid("Qwen2VLImageProcessorPil"), OMNI, whole=_with_talker
+        ),
         VisionCase("glm4v_moe", GLM_MARK, GLM, _grid("Glm4vImageProcessorPil")),
         VisionCase("glm5_next", GLM_MARK, GLM, _grid("Glm5NextImageProcessorPil", **GLM5_SIZES)),
         VisionCase(
@@ -188,7 +214,7 @@ def save_vision_model(case: VisionCase, folder: Path, seed: int = 0) -> None:
     head.weight.data = torch.zeros_like(head.weight).index_copy(0, torch.tensor(spoken), head.weight.data[spoken])
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder)
+    (model if case.whole is None else case.whole(model)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     case.processor(config).save_pretrained(folder)
 

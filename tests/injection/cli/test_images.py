@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import io
 import json
+import logging
 import os
 import struct
 import sys
@@ -35,6 +36,8 @@ from support.programs import Program
 from support.serving import PATIENCE_S, Server, ask, call, serving, until
 from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model, picture, save_vision_model
 
+from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.quantised import quantisation_of
 from moegraft.injection.cli import images as product
 from moegraft.injection.cli.chat.conversation import PromptRefusedError, encode_chat
 from moegraft.injection.cli.images import ImageError, decode_picture, read_image_reader, read_picture, read_url
@@ -44,6 +47,7 @@ from moegraft.injection.cli.serve import engine
 from moegraft.injection.cli.serve.prefix_files import PART_TOKENS
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.meta_model import find_model
 
 A, B = picture(0), picture(1, 190, 100)
 TOKENS = 12
@@ -181,8 +185,8 @@ def test_answers_are_those_of_the_stock_model(pair_of: Callable[[str], Pair], na
         with ThreadPoolExecutor(8) as pool:
             abouts = [*CHATS, *CHATS]
             assert list(pool.map(lambda about: text_of(server, CHATS[about]), abouts)) == [expected[about] for about in abouts]
-        batched = name in ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe", "gemma4", "minimax_m3_vl", "kimi_k25")
-        assert (server.service.alone_because is None) == batched, server.service.alone_because
+        alone = name in ("qwen4_exp", "glm5_next", "dots3_note", "llama4")
+        assert (server.service.alone_because is not None) == alone, server.service.alone_because
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
@@ -447,6 +451,26 @@ def test_a_long_conversation_loses_its_oldest_images(server: Server, pair: Pair)
         model=server.service.model_id, input=items, max_output_tokens=TOKENS, temperature=0, truncation="auto"
     )
     assert reply.output_text == pair.answer([*old, *CHATS["one image"]])
+
+
+def test_parts_that_speak_are_left_out(
+    pair_of: Callable[[str], Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3-Omni's checkpoint the thinker is loaded, with the dtype and the quantisation of the whole."""
+    folder = pair_of("qwen3_omni_moe_thinker").folder
+    monkeypatch.setattr(logging.getLogger("moegraft"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        model = optimize_and_load(folder, "cpu-exact", progress=False, threads=1)
+    assert type(model).__name__ == "Qwen3OmniMoeThinkerForConditionalGeneration"
+    (line,) = [record.message for record in caplog.records if "left out" in record.message or "nothing in the model" in record.message]
+    assert line.endswith("only Qwen3OmniMoeThinkerForConditionalGeneration is loaded, which writes text; left out are talker, code2wav")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "qwen3_omni_moe"
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": settings}))
+    found = find_model(tmp_path, weights=False).config
+    assert found.model_type == "qwen3_omni_moe_thinker" and found.dtype == torch.bfloat16
+    assert quantisation_of(found) == settings
 
 
 def test_files_of_one_folder(pair: Pair, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.families import build_model, case_of, prompt
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.attention import IMPLEMENTATION, CpuAttention, ImplementationName
@@ -114,6 +115,31 @@ def test_unsupported_calls_run_in_pytorch(call: Callable[[PreTrainedModel], None
     with counted(monkeypatch) as calls:
         call(model)
     assert not calls
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_weights_of_an_encoder_that_passes_no_arguments_on(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aria's encoder of images does not inform its layers of `output_attentions`: stock layers always return their weights."""
+    if compiled and not hasattr(output_capturing, "selected_hidden_states"):
+        pytest.skip("transformers before 5.23 sets its collector outside the graphs of this encoder, which cannot read it")
+    model = stock("aria")
+    model.set_attn_implementation("eager")
+    pixels = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    ours: Any = injected(stock("aria"), tmp_path)
+    ours.set_attn_implementation("eager")
+    tower = ours.model.vision_tower
+    with torch.no_grad(), counted(monkeypatch) as calls:
+        expected = model.model.vision_tower(pixels, output_attentions=True)
+        call = torch.compile(tower, backend="aot_eager") if compiled else tower
+        found = call(pixels, output_attentions=True)
+        assert not calls
+        plain = call(pixels)
+    assert calls == [4] and plain.attentions is None
+    assert len(found.attentions) == len(expected.attentions) == 1
+    torch.testing.assert_close(found.attentions, expected.attentions)
+    torch.testing.assert_close(plain.last_hidden_state, expected.last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
