@@ -353,21 +353,20 @@ ALONE = textwrap.dedent(
     attempt(given, fails_once)
     failing(torch, "save", OSError("no result"), call=lambda model: (answer(model), model.moegraft.close()), on=0)
     time.sleep(1)
-    connecting_s, parallel.NOTICE_S = parallel.CONNECTING_S, 1
+    parallel.CONNECTING_S, parallel.NOTICE_S = 5, 1
     ended = pathlib.Path(path, "ended")
     if rank:
-        parallel.CONNECTING_S = 3
         attempt(given)
-        parallel.CONNECTING_S = connecting_s
+        parallel.CONNECTING_S = 300
         model = api.optimize_and_load(path, given, progress=False)
         del model
-        time.sleep(1.5)  # rank 0 notices that it waits
+        time.sleep(3)
         attempt(given)
         ended.touch()
     else:
         model = api.optimize_and_load(path, whole, progress=False)
         answer(model)
-        time.sleep(4)
+        time.sleep(6)
         model = api.optimize_and_load(path, given, progress=False)
         attempt(given)
         while not ended.exists():  # this process has the store, where the other reads why
@@ -568,8 +567,8 @@ def test_a_rank_that_fails_alone_ends_all_with_its_message(tmp_path: Path) -> No
     assert "rank 1 on " in lead[0] and "failed: MemoryError: no buffer" in lead[0] and lead[1] == "True" and other[0] == "followed"
     assert lead[2] == "OSError: no result" and other[1] == "GroupLostError: rank 0 failed: OSError: no result"
     assert "rank 1 cannot reach all of the 2 processes" in other[2] and "with the same model and rules" in other[2]
-    assert "missing after 3 s: rank 0 on " in other[2] and "it has loaded a whole model" in other[2]
-    assert "rank 1, waits up to 3 s for rank 0 on " in results[1][2], "reported before it ends"
+    assert "missing after 5 s: rank 0 on " in other[2] and "it has loaded a whole model" in other[2]
+    assert "rank 1, waits up to 5 s for rank 0 on " in results[1][2], "reported before it ends"
     assert lead[3].startswith("found") and "another model is loaded over these processes" in lead[4]
     assert "MoegraftError: rank 0 on " in other[3] and "another model is loaded over these processes" in other[3]
 
