@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
-from moegraft.operators.decode.cache import StateName, new_cache
+from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
@@ -221,24 +221,25 @@ class SequencePool:
             self._make_room(pages_of(parts[-1].end) - len(sequence.pages))
             self._pool.grow(sequence, parts[-1].end)
             for part in parts[whole // PART_TOKENS :]:
-                tensors = files.read(part)
+                pages = sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
+                place = 0 if part.has_states else None  # any
+                forms = {name: (data.dtype, (len(rows), *data.shape[1:])) for name, data, rows in self._stored(pages, place)}
+                tensors = files.read(part, forms)
                 if tensors is None:
                     break
-                pages = sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
-                for number, data in self._pool.data.items():
-                    data[pages] = tensors[str(number)].to(data.device)
                 sequence.tokens = part.end
+                if part.has_states and self._states is not None:
+                    self._states.enter(sequence)
+                    place = sequence.place
+                for name, data, rows in self._stored(pages, place):
+                    data[rows] = tensors[name].to(data.device)
         except NoPagesError:
             sequence.tokens = 0
-        if sequence.tokens <= shared or (self._states is not None and sequence.tokens < parts[-1].end):
+        if sequence.tokens <= shared or (self._states is not None and sequence.place is None):
             self._pool.release(sequence)  # a file was damaged, or there is no room
             return None
         self._pool.crop(sequence, usable(sequence.tokens))
         if self._states is not None:
-            assert tensors is not None, "the last part was read"
-            self._states.enter(sequence)
-            stored = {name: tensors[_state_key(name)][None].to(data.device) for name, data in self._states.data.items()}
-            self._states.write([sequence], stored)
             self._save(sequence)
         files.read_tokens += sequence.tokens - whole
         return sequence
@@ -248,12 +249,17 @@ class SequencePool:
         checkpoints = prefix.sequence.checkpoints
         for part in files.missing(prefix.token_ids, prefix.scope, list(checkpoints)):
             pages = prefix.sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
-            tensors = {str(number): data[pages].cpu() for number, data in self._pool.data.items()}
-            if part.has_states and self._states is not None:
-                place = checkpoints[part.end]
-                tensors |= {_state_key(name): data[place].clone().cpu() for name, data in self._states.data.items()}
-            if not files.write(part, tensors):
+            place = checkpoints[part.end] if part.has_states else None
+            if not files.write(part, {name: data[rows].cpu() for name, data, rows in self._stored(pages, place)}):
                 return
+
+    def _stored(self, pages: list[int], place: int | None) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
+        """Yield what a file has of pages and, if a place is given, of its states: the names, and the tensors here with their rows."""
+        for number, data in self._pool.data.items():
+            yield str(number), data, pages
+        if place is not None and self._states is not None:
+            for name, data in self._states.data.items():
+                yield ".".join(map(str, name)), data, [place]
 
     def _usable(self, prefix: _Prefix, token_ids: IntArray, multiple: int, images: ImageInputs | None) -> int:
         """Return with how many tokens of a prefix a sequence can begin."""
@@ -448,10 +454,6 @@ class SequencePool:
     def _make_room(self, pages: int) -> None:
         while self._prefixes and self._pool.free < pages:
             self._evict(self._prefixes[0])
-
-
-def _state_key(name: StateName) -> str:
-    return ".".join(map(str, name))
 
 
 def _last_place(prompt_tokens: int, multiple: int) -> int:

@@ -134,15 +134,18 @@ class PrefixFiles:
                 os.utime(self._folder / part.name)
         return best
 
-    def read(self, part: Part) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of a part; None if its file is gone, or is damaged, which removes it."""
+    def read(self, part: Part, forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of a part, of the given dtypes and shapes; None if its file is gone, or is damaged, which removes it."""
         path = self._folder / part.name
         try:
             with path.open("rb") as file:
                 checksum, content = file.read(8), file.read()
             if checksum != _checksum(content):
                 raise ValueError("its checksum is another")
-            return load(content)
+            tensors = load(content)
+            if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} != forms:
+                raise ValueError("its tensors have other forms")
+            return tensors
         except FileNotFoundError:
             self._forget(part)
         except (OSError, SafetensorError, ValueError) as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from support.families import build_model, case_of, prompt
 from support.serving import ask, serving
 from transformers import PreTrainedModel
@@ -178,7 +180,13 @@ def emptied(path: Path) -> None:
     os.truncate(path, 0)
 
 
-@pytest.mark.parametrize("damage", [flipped, shifted, cut, emptied, lambda path: path.write_bytes(b"x" * 64)])
+def replaced(path: Path) -> None:
+    """Whole, but with tensors that this model has no place for."""
+    content = save({"0": torch.zeros(3)})
+    path.write_bytes(f"{zlib.crc32(content):08x}".encode() + content)
+
+
+@pytest.mark.parametrize("damage", [flipped, shifted, cut, emptied, replaced, lambda path: path.write_bytes(b"x" * 64)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_a_damaged_file_is_removed_and_computed_again(
     started: Pools, tmp_path: Path, damage: Callable[[Path], None], family: str, caplog: pytest.LogCaptureFixture
