@@ -400,7 +400,7 @@ def serve() -> str:
     parts.append(
         f"The first token of a prompt of {disk['prompt'].split()[0]} tokens comes after {computed} ms where it is computed, after {stored} "
         f"ms where a server before has stored it in `--prefix-cache-dir` ({disk['stored_mib']} MiB; {float(disk['ratio']):.1%} of that "
-        f"time, in which the last part of 128 tokens is computed), and after {known} ms where it is in memory (`--restart`)."
+        f"time), and after {known} ms where it is in memory (`--restart`)."
     )
     return "\n\n".join([*parts, provenance(rows)])
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from moegraft.injection.cli.images import ImageInputs
-from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles
+from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles, shared_tokens
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
@@ -72,9 +72,7 @@ class _Prefix:
 
     def shared(self, token_ids: IntArray) -> int:
         """Return with how many tokens both begin."""
-        size = min(len(self.token_ids), len(token_ids))
-        differ = np.flatnonzero(self.token_ids[:size] != token_ids[:size])
-        return int(differ[0]) if len(differ) else size
+        return shared_tokens(self.token_ids, token_ids)
 
 
 class SequencePool:
@@ -212,8 +210,8 @@ class SequencePool:
             return (tokens if images is None else images.usable(tokens)) // multiple * multiple
 
         prefix, shared = known
-        parts = files.find(token_ids, scope, usable, states=self._states is not None)
-        if not parts or parts[-1].end <= shared:
+        parts, tokens = files.find(token_ids, scope, usable, states=self._states is not None)
+        if tokens <= shared:
             return None
         whole = shared // PART_TOKENS * PART_TOKENS
         sequence = self._pool.fork(prefix.sequence, whole) if prefix is not None and whole else PagedSequence()
@@ -222,13 +220,13 @@ class SequencePool:
             self._pool.grow(sequence, parts[-1].end)
             for part in parts[whole // PART_TOKENS :]:
                 pages = sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
-                place = 0 if part.has_states else None  # any
+                place = 0 if part.is_tail else None  # any
                 forms = {name: (data.dtype, (len(rows), *data.shape[1:])) for name, data, rows in self._stored(pages, place)}
                 tensors = files.read(part, forms)
                 if tensors is None:
                     break
                 sequence.tokens = part.end
-                if part.has_states and self._states is not None:
+                if part.is_tail and self._states is not None:
                     self._states.enter(sequence)
                     place = sequence.place
                 for name, data, rows in self._stored(pages, place):
@@ -238,7 +236,7 @@ class SequencePool:
         if sequence.tokens <= shared or (self._states is not None and sequence.place is None):
             self._pool.release(sequence)  # a file was damaged, or there is no room
             return None
-        self._pool.crop(sequence, usable(sequence.tokens))
+        self._pool.crop(sequence, usable(min(sequence.tokens, tokens)))
         if self._states is not None:
             self._save(sequence)
         files.read_tokens += sequence.tokens - whole
@@ -246,11 +244,12 @@ class SequencePool:
 
     def _write(self, files: PrefixFiles, prefix: _Prefix) -> None:
         """Let what a prefix has be written, in copies, as its pages may be given to another sequence at any time."""
-        checkpoints = prefix.sequence.checkpoints
-        for part in files.missing(prefix.token_ids, prefix.scope, list(checkpoints)):
+        checkpoints, length = prefix.sequence.checkpoints, len(prefix.token_ids)
+        end = [length] if length > PART_TOKENS and length % PART_TOKENS else []
+        for part in files.missing(prefix.token_ids, prefix.scope, end if self._states is None else checkpoints):
             pages = prefix.sequence.pages[part.start // PAGE_TOKENS : pages_of(part.end)]
-            place = checkpoints[part.end] if part.has_states else None
-            if not files.write(part, {name: data[rows].cpu() for name, data, rows in self._stored(pages, place)}):
+            place = checkpoints.get(part.end) if part.is_tail else None
+            if not files.write(part, prefix.token_ids, {name: data[rows].cpu() for name, data, rows in self._stored(pages, place)}):
                 return
 
     def _stored(self, pages: list[int], place: int | None) -> Iterator[tuple[str, torch.Tensor, list[int]]]:

@@ -111,16 +111,17 @@ def test_prefixes_on_disk_are_those_of_the_adapter(chat_folder: Path, folders: d
     (scaled / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
     limits = Limits(prefix_folder=tmp_path / "prefixes", prefill_chunk=PART_TOKENS)
     for folder, name, known in (
-        (first, "poems", 0),
-        (first, "tiny", 0),
-        (second, "poems", 0),
-        (str(scaled), "poems", 0),
-        (first, "poems", PART_TOKENS),
+        (first, "poems", False),
+        (first, "tiny", False),
+        (second, "poems", False),
+        (str(scaled), "poems", False),
+        (first, "poems", True),
     ):
         model = optimize_and_load(chat_folder, "cpu-exact", dtype=torch.float32, progress=False, threads=1)
         loaded = LoadedModel("tiny", model, stock.tokenizer, lambda: [], adapters=Adapters(model, {"poems": folder}))
         with serving(loaded, limits, names=("tiny",)) as server:
-            assert ask(server, 4 * TEXT, model=name).usage.prompt_tokens_details.cached_tokens == known, (folder, name)
+            cached = ask(server, 4 * TEXT, model=name).usage.prompt_tokens_details.cached_tokens
+            assert bool(cached) == known, (folder, name)
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["batches", "one at a time"])
