@@ -72,11 +72,15 @@ class ServeOptions:
     ] = None
     prefix_cache_dir: Annotated[
         Path | None,
-        _option("--prefix-cache-dir", "FOLDER", "Keep them there as well, and begin with them after a restart; by default nowhere."),
+        _option("--prefix-cache-dir", "FOLDER", "Also keep conversations in this folder, for the server to continue after a restart."),
     ] = None
     prefix_cache_disk: Annotated[
         str | None,
-        _option("--prefix-cache-disk", "SIZE", "Of that folder, such as 50GiB. Default: a quarter of what is free on its disk."),
+        _option(
+            "--prefix-cache-disk",
+            "SIZE",
+            "Limit of the files in --prefix-cache-dir, such as 50GiB. Default: a quarter of the free disk space.",
+        ),
     ] = None
     batch_invariant: Annotated[
         bool,

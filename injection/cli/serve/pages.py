@@ -86,7 +86,7 @@ class SequencePool:
 
     Attributes:
         streams: the MTP layers, if they draft.
-        files: prefixes on disk, which are read where they have more of a prompt than those in memory; None: there are none.
+        files: the prefixes on disk, if any; they are read if they share more tokens with a prompt than the prefixes in memory.
 
     Args:
         prefix_bytes: for the prefixes, checkpoints included.

@@ -288,7 +288,7 @@ class PrefixFiles:
             try:
                 if not self._failed:
                     self._write(part, tokens, tensors)
-            except OSError as error:
+            except (OSError, SafetensorError, MemoryError) as error:
                 self._failed = True  # the answers do not depend on it
                 logger.warning("serve: %s: prefixes are not written any more: %s", self._folder, error)
             finally:

@@ -260,7 +260,7 @@ def test_the_chat_page_sends_images(server: Server, pair: Pair, loaded: LoadedMo
     files = f"[...{bytes_of}.map((bytes, place) => new File([new Uint8Array(bytes)], `${{place}}.png`, {{type: 'image/png'}}))"
     files += ", new File(['x'], 'x.txt', {type: 'text/plain'})]"
     give = f"(() => {{ const given = new DataTransfer(); {files}.forEach(file => given.items.add(file)); return given; }})()"
-    said = "document.querySelectorAll('.said.user')"
+    questions = "document.querySelectorAll('.said.user')"
     with browsing(find_chromium() or "") as tab:
         tab.open(f"{server.address}/")
         tab.until("!document.getElementById('attach').hidden")
@@ -278,11 +278,11 @@ def test_the_chat_page_sends_images(server: Server, pair: Pair, loaded: LoadedMo
         tab.press("Enter")
         expected = len(pair.inputs([shown(A, B, "what?")])["input_ids"][0])
         tab.until(f"[...document.querySelectorAll('.about')].some(line => line.textContent.startsWith('{expected} tokens read'))")
-        assert tab.value(f"{said}[0].querySelectorAll('img').length") == 2 and tab.value(IMAGES) == 0
+        assert tab.value(f"{questions}[0].querySelectorAll('img').length") == 2 and tab.value(IMAGES) == 0
         tab.open(f"{server.address}/health")
         tab.open(f"{server.address}/")  # the chat was kept
-        tab.until(f"{said}.length === 1 && {said}[0].querySelectorAll('img').length === 2")
-        assert tab.value(f"[...{said}[0].querySelectorAll('img')].every(image => image.complete && image.naturalWidth > 0)")
+        tab.until(f"{questions}.length === 1 && {questions}[0].querySelectorAll('img').length === 2")
+        assert tab.value(f"[...{questions}[0].querySelectorAll('img')].every(image => image.complete && image.naturalWidth > 0)")
         tab.value("[...document.querySelectorAll('.acts button')].find(one => one.textContent === 'Edit').click()")
         assert tab.value(IMAGES) == 2 and tab.value("document.getElementById('text').value") == "what?"
         assert tab.errors == []

@@ -267,12 +267,12 @@ def test_a_disk_that_fails_stops_the_writing_alone(started: Pools, tmp_path: Pat
 def test_a_server_goes_on_after_a_restart(loaded: LoadedModel, tmp_path: Path, invariant: bool) -> None:
     """A conversation's next turn begins with what the server before had; with `--batch-invariant` every bit is the same."""
     limits = Limits(prefix_folder=tmp_path / "new" / "folder", prefill_chunk=PART_TOKENS, batch_invariant=invariant)
-    said = "what " * 60
+    question = "what " * 60
     with serving(loaded, limits) as server:
-        first = ask(server, said, logprobs=True)
+        first = ask(server, question, logprobs=True)
         server.service.prefix_files.flush()  # type: ignore[union-attr]
     with serving(loaded, limits) as server:
-        again = ask(server, said, logprobs=True)
+        again = ask(server, question, logprobs=True)
         assert again.usage.prompt_tokens_details.cached_tokens >= 2 * PART_TOKENS
         assert again.choices[0].message.content == first.choices[0].message.content
         if invariant:
@@ -284,15 +284,15 @@ def test_a_server_goes_on_after_a_restart(loaded: LoadedModel, tmp_path: Path, i
 
 def test_other_weights_are_another_model(chat_folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
     limits = Limits(prefix_folder=tmp_path, prefill_chunk=PART_TOKENS)
-    said = "what " * 60
+    question = "what " * 60
     with serving(loaded, limits) as server:
-        ask(server, said)
+        ask(server, question)
     other = optimize_and_load(chat_folder, "cpu-exact", dtype=torch.float32, progress=False, threads=1)
     with torch.no_grad():
         other.model.layers[0].self_attn.q_proj.weight.mul_(1.5)  # type: ignore[operator, union-attr]
     for model, known in ((other, False), (loaded.model, True)):
         with serving(LoadedModel("tiny", model, loaded.tokenizer, lambda: []), limits) as server:
-            assert bool(ask(server, said).usage.prompt_tokens_details.cached_tokens) == known
+            assert bool(ask(server, question).usage.prompt_tokens_details.cached_tokens) == known
 
 
 def test_a_folder_that_cannot_be_written_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
