@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,54 @@ def why_unavailable() -> str | None:
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` PyTorch's current one, which Triton launches on wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# Before this version Triton's products of Hopper's warp groups (`wgmma`), whose weights come from registers, are wrong: without a fence they
+# read activations before the copy that brings them has landed (an H100 with Triton 3.6: zeros instead of results), and the assembler
+# reuses registers that are still read (triton-lang/triton pull requests 9514 and 11781).
+RIGHT_WGMMA = (3, 9)
+NO_WGMMA = "DISABLE_MMA_V3"  # in the environment while Triton compiles; its cache on disk distinguishes by it
+_products, _products_lock = 0, Lock()
+
+
+def products() -> AbstractContextManager[object]:
+    """Launch kernels with matrix products within the body: on Hopper with an old Triton they are compiled for single warps."""
+    return _without_wgmma() if wrong_wgmma() else nullcontext()
+
+
+def wrong_wgmma() -> bool:
+    """Return whether this Triton's products of warp groups would be used on the current GPU, and are wrong."""
+    if interpreted() or _triton_version() >= RIGHT_WGMMA:
+        return False
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch // 10 == 9)
+
+
+@cache
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+
+
+@contextmanager
+def _without_wgmma() -> Iterator[None]:
+    global _products
+    with _products_lock:
+        own = _products > 0 or NO_WGMMA not in os.environ
+        if own:
+            _products += 1
+            os.environ[NO_WGMMA] = "1"
+    try:
+        yield
+    finally:
+        with _products_lock:
+            if own:
+                _products -= 1
+                if _products == 0:
+                    del os.environ[NO_WGMMA]
 
 
 @cache
