@@ -49,9 +49,9 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-# Before this version Triton's products of Hopper's warp groups (`wgmma`), whose weights come from registers, are wrong: without a fence they
-# read activations before the copy that brings them has landed (an H100 with Triton 3.6: zeros instead of results), and the assembler
-# reuses registers that are still read (triton-lang/triton pull requests 9514 and 11781).
+# Before this version Triton's products of Hopper's warp groups (`wgmma`), whose weights come from registers, are wrong: without a fence
+# they read activations before the copy that brings them has landed (an H100 with Triton 3.6: zeros instead of results), and the
+# assembler reuses registers that are still read (triton-lang/triton pull requests 9514 and 11781).
 RIGHT_WGMMA = (3, 9)
 NO_WGMMA = "DISABLE_MMA_V3"  # in the environment while Triton compiles; its cache on disk distinguishes by it
 _products, _products_lock = 0, Lock()

@@ -343,5 +343,6 @@ def packed_product(
             x, packed.units, packed.scales, packed.grid, packed.biases,
             groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
             M=matrix, GATE=gate, EPILOGUE=epilogue, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
-            ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **_registers(matrix, rows, warps), **LAUNCH,
+            ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=stages,
+            **_registers(matrix, rows, warps), **LAUNCH,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, Schedu
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, TimingRecorder
 from moegraft.operators.offload.step import LayerStep, Prediction
-from moegraft.operators.offload.transfers import Transfer, Urgency
+from moegraft.operators.offload.transfers import Transfer
 
 logger = logging.getLogger(__name__)
 GROUP_LAUNCHES = 4  # that the link outlasts: the host also plans, waits and releases. An estimate, no GPU has measured it.
@@ -101,11 +101,9 @@ class Engine:
 
         def request() -> None:
             """Request what is wanted, as far as there are slots: the slot of an expert that was read becomes free for the next."""
-            while wanted:
-                transfer = self._queue.request(step.layer, int(step.experts[wanted[0]]), Urgency.DEMAND)
-                if transfer is None:
-                    return
-                requested.append((wanted.popleft(), transfer))
+            if wanted:
+                for transfer in self._queue.demand(step.layer, step.experts[list(wanted)].tolist()):
+                    requested.append((wanted.popleft(), transfer))
 
         try:
             with self.device.errors():
@@ -133,8 +131,8 @@ class Engine:
                 request()
                 while requested:
                     group = list(islice(requested, self._group_size(len(requested))))
-                    for _, transfer in group:
-                        self._compute.wait(transfer.ready())
+                    for event in self._queue.ready([transfer for _, transfer in group]):
+                        self._compute.wait(event)
                     positions, arrived = zip(*group, strict=True)
                     at, filled = np.array(positions), np.array([transfer.slot for transfer in arrived], np.int32)
                     launches.append(self._launch(step, at, filled, executor, waited=True))

@@ -1,8 +1,9 @@
 """The transfer queue: experts go to the device in chunks, the most urgent first.
 
 Priorities are applied here and not on the device: at most two chunks of demands are submitted to the copy stream ahead of need, and one of
-anything else, so a demand waits for one chunk of a prefetch, and chunks that were not submitted can be dropped. Only a transfer that a
-stream waits for (`Transfer.ready`) is submitted whole.
+anything else, so a demand waits for one chunk of a prefetch, and chunks that were not submitted can be dropped. Where the host learns of a
+chunk only after others could have been copied, as with CUDA, it is as many more as keep the link busy until then. Only a transfer that a
+stream waits for (`ready`) is submitted whole.
 
 Threads: calls may come from any thread; the device's notifier submits the next chunk when one has landed. One lock, the slot table's,
 guards everything; nothing blocks under it except a ring of page-locked chunks that is full.
@@ -15,7 +16,7 @@ import os
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from math import inf
+from math import ceil, inf
 
 from moegraft.operators.offload.devices.base import (
     Buffer,
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 DEMAND_DEPTH = 2  # chunks of demands submitted ahead of need: one runs, one follows without a gap
 # Of prefetches: a gap on the link matters less than a demand that waits. Modelled decode of four models gains 1 to 2 %.
 PREFETCH_DEPTH = 1
+MOST_AHEAD = 15  # chunks on top while the host does not know of those that have landed
 CLOSE_S = 1.0
 
 
@@ -133,7 +135,7 @@ class TransferQueue:
             arena,
             slots.lock,
             chunk_bytes=self.chunk_bytes,
-            on_landed=self._chunk_landed,
+            on_landed=self._run_landed,
             on_span=on_span,
             on_transfer=on_transfer,
         )
@@ -161,6 +163,22 @@ class TransferQueue:
             transfer = self._demand(layer, expert) if urgency is Urgency.DEMAND else self._prefetch(layer, expert, urgency)
             self._send_chunks()
             return transfer
+
+    def demand(self, layer: int, experts: Sequence[int]) -> list[Transfer]:
+        """`request` experts in this order until none can have a slot; returns those that have one. Cheaper than one by one."""
+        found: list[Transfer] = []
+        with self._lock:
+            self._check_open()
+            run = 1 + self._ahead
+            for expert in experts:
+                transfer = self._demand(layer, expert)
+                if transfer is None:
+                    break
+                found.append(transfer)
+                if len(found) % run == 0:
+                    self._send_chunks()  # the link begins before the last one has its slot
+            self._send_chunks()
+        return found
 
     def prefetch(self, wanted: Sequence[tuple[int, int]], urgency: Urgency) -> None:
         """`request` each `(layer, expert)` in this order; raises what it raises. Cheaper for the host than one by one."""
@@ -225,28 +243,40 @@ class TransferQueue:
         with self._lock:
             return self.slots.available + sum(each.reservation is not None for each in self._pending.prefetches())
 
-    def submit_rest(self, transfer: Transfer) -> Event:
-        """See `Transfer.ready`."""
+    def ready(self, transfers: Sequence[Transfer]) -> list[Event]:
+        """Submit the remaining chunks of transfers before any others, and return the events behind them, at least one.
+
+        Raises:
+            DeviceError: one of them has failed; later failures surface behind the events.
+            ValueError: one was cancelled.
+        """
         with self._lock:
-            if transfer.state is TransferState.LANDED:
-                return self._past
-            if transfer.state is TransferState.FAILED:
-                assert transfer.error is not None, "a failed transfer has its error"
-                raise transfer.error
-            if transfer.state is TransferState.CANCELLED:
-                raise ValueError(f"the transfer of expert {transfer.expert} of layer {transfer.layer} was cancelled: request it again")
-            if transfer.reservation is None and not self._reserve(transfer, demand=True):
-                raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} has no slot: demand it before waiting for it")
+            run = 1 + self._ahead
             self._sending = True  # waiting for a ring's chunk lets the notifier in
             try:
-                while transfer.sent_bytes < self.store.expert_bytes and not transfer.done:
-                    self._send(transfer)
+                for transfer in transfers:
+                    self._check_sendable(transfer)
+                    while transfer.sent_bytes < self.store.expert_bytes and not transfer.done:
+                        self._send(transfer)
+                        if self._sender.run_length >= run:
+                            self._end_run()
             finally:
+                self._end_run()
                 self._sending = False
             self._send_chunks()
-            if transfer.error is not None:
-                raise transfer.error
-            return self._past if transfer.done else transfer.events[-1]
+            for transfer in transfers:
+                if transfer.error is not None:
+                    raise transfer.error
+            return list(dict.fromkeys(each.events[-1] for each in transfers if not each.done)) or [self._past]
+
+    def _check_sendable(self, transfer: Transfer) -> None:
+        if transfer.state is TransferState.FAILED:
+            assert transfer.error is not None, "a failed transfer has its error"
+            raise transfer.error
+        if transfer.state is TransferState.CANCELLED:
+            raise ValueError(f"the transfer of expert {transfer.expert} of layer {transfer.layer} was cancelled: request it again")
+        if not transfer.done and transfer.reservation is None and not self._reserve(transfer, demand=True):
+            raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} has no slot: demand it before waiting for it")
 
     def close(self) -> None:
         """Drop the chunks that were not submitted, let the others land, and release page-locked memory. Takes at most a second.
@@ -335,23 +365,34 @@ class TransferQueue:
                 transfer.reservation = self.slots.reserve(transfer.layer, transfer.expert, demand=True)
         return transfer.reservation is not None
 
+    @property
+    def _ahead(self) -> int:
+        """The chunks that the link copies while the host does not know of them."""
+        return min(MOST_AHEAD, ceil(self.device.notify_ms / self._sender.link.ms(self.chunk_bytes)))
+
     def _send_chunks(self) -> None:
-        """Submit chunks, the most urgent first, until as many are in flight as their urgency allows."""
+        """Submit runs of chunks, the most urgent first, until as many are in flight as their urgency allows."""
         if self._sending or self._closed:
             return
         self._sending = True
         try:
-            while self._sender.chunks_in_flight < DEMAND_DEPTH:
-                transfer = self._most_urgent()
-                if transfer is None:
-                    break
-                self._send(transfer)
+            ahead = self._ahead
+            while (transfer := self._most_urgent(ahead)) is not None:
+                # Two runs are in flight: while the second is copied, the host learns of the first.
+                most = 1 + ahead if transfer.urgency is Urgency.DEMAND else PREFETCH_DEPTH + ahead // 2
+                while transfer is not None and self._sender.run_length < most:
+                    self._send(transfer)
+                    transfer = self._most_urgent(ahead)
+                self._end_run()
         finally:
             self._sending = False
 
-    def _most_urgent(self) -> Transfer | None:
+    def _most_urgent(self, ahead: int) -> Transfer | None:
         """Return the first transfer that has a slot or can have one, and may be sent now."""
-        available, demands_only = True, self._sender.chunks_in_flight >= PREFETCH_DEPTH
+        in_flight = self._sender.chunks_in_flight
+        if in_flight >= DEMAND_DEPTH * (1 + ahead):
+            return None
+        available, demands_only = True, in_flight >= PREFETCH_DEPTH + ahead
         for transfer in self._pending:
             if demands_only and transfer.urgency is not Urgency.DEMAND:
                 return None
@@ -363,9 +404,9 @@ class TransferQueue:
         return None
 
     def _send(self, transfer: Transfer) -> None:
-        """Submit the next chunk; a refused one fails the transfer."""
+        """Add the next chunk to the run; a refused one fails the transfer."""
         try:
-            self._sender.send(transfer)
+            self._sender.add(transfer)
         except DeviceError as error:
             self._fail(transfer, error)
             return
@@ -374,17 +415,28 @@ class TransferQueue:
             self._pending.remove(transfer)
             self.slots.mark_sent(transfer.reservation)
 
-    def _chunk_landed(self, transfer: Transfer, error: DeviceError | None) -> None:
-        """Handle a chunk that has landed or failed, on the notifier thread."""
-        if error is not None and not transfer.done:
-            self._fail(transfer, error)
-        elif transfer.state is TransferState.RUNNING and transfer.landed_bytes == self.store.expert_bytes:
-            assert transfer.reservation is not None, "it was sent to a slot"
-            transfer.state = TransferState.LANDED
-            self._forget(transfer)
-            self.statistics.landed += 1
-            self.statistics.landed_bytes += self.store.expert_bytes
-            self.slots.commit(transfer.reservation)
+    def _end_run(self) -> None:
+        """End the run of chunks; where its event is refused, its transfers fail."""
+        transfers = self._sender.in_run
+        try:
+            self._sender.end_run()
+        except DeviceError as error:
+            for transfer in transfers:
+                if not transfer.done:
+                    self._fail(transfer, error)
+
+    def _run_landed(self, transfers: Sequence[Transfer], error: DeviceError | None) -> None:
+        """Handle a run that has landed or failed, on the notifier thread."""
+        for transfer in transfers:
+            if error is not None and not transfer.done:
+                self._fail(transfer, error)
+            elif transfer.state is TransferState.RUNNING and transfer.landed_bytes == self.store.expert_bytes:
+                assert transfer.reservation is not None, "it was sent to a slot"
+                transfer.state = TransferState.LANDED
+                self._forget(transfer)
+                self.statistics.landed += 1
+                self.statistics.landed_bytes += self.store.expert_bytes
+                self.slots.commit(transfer.reservation)
         self._send_chunks()
 
     def _fail(self, transfer: Transfer, error: DeviceError) -> None:

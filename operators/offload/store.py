@@ -94,7 +94,7 @@ class HostSource:
         if block is None:
             return None
         part = block[start : start + nbytes]
-        if layer < self.pinned_layers or not self._ring:
+        if not self.reused(layer):
             return part
         busy = self._ring_events[self._next]
         if busy is not None and not busy.done():
@@ -103,9 +103,13 @@ class HostSource:
         target[:] = part
         return target
 
+    def reused(self, layer: int) -> bool:
+        """Return whether the memory of a layer's chunks is filled again once the event given to `mark_sent` is done."""
+        return layer >= self.pinned_layers and bool(self._ring)
+
     def mark_sent(self, layer: int, event: Event) -> None:
         """Record the event behind the copy of the chunk that was last returned."""
-        if layer >= self.pinned_layers and self._ring:
+        if self.reused(layer):
             self._ring_events[self._next] = event
             self._next = (self._next + 1) % len(self._ring)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moegraft.operators.offload.devices.base import Buffer, Device, DeviceError, Event, OnSpan
 from moegraft.operators.offload.slots import Pin, Reservation
@@ -49,7 +49,7 @@ class Transfer:
     Attributes:
         pins: of the demands that joined, each released once through `TransferQueue.release`.
         link_mark: the link's count of sent bytes after this transfer's last chunk.
-        events: of its chunks in flight.
+        events: behind its chunks in flight.
     """
 
     queue: TransferQueue
@@ -89,7 +89,7 @@ class Transfer:
             DeviceError: it has failed; later failures surface behind the event.
             ValueError: it was cancelled.
         """
-        return self.queue.submit_rest(self)
+        return self.queue.ready([self])[-1]
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block the host until it is on the device; raises what `ready` and its event raise."""
@@ -145,11 +145,13 @@ def default_chunk_bytes(expert_bytes: int) -> int:
 
 
 class ChunkSender:
-    """Submits chunks to the stream "copy" of a device. Not thread-safe: `lock` guards it.
+    """Submits chunks to the stream "copy" of a device in runs: one event and one notification for all chunks of a run.
+
+    An event costs the host as much as a copy, and its notification a switch between threads. Not thread-safe: `lock` guards it.
 
     Args:
         arena: the slots' memory, slot after slot; None moves nothing (simulations).
-        on_landed: called under the lock, on the notifier thread, with each chunk's transfer and failure.
+        on_landed: called under the lock, on the notifier thread, with each run's transfers and failure.
         on_span, on_transfer: see `TransferQueue`.
     """
 
@@ -162,7 +164,7 @@ class ChunkSender:
         lock: RLock,
         *,
         chunk_bytes: int,
-        on_landed: Callable[[Transfer, DeviceError | None], None],
+        on_landed: Callable[[Sequence[Transfer], DeviceError | None], None],
         on_span: OnSpan | None,
         on_transfer: OnTransfer | None,
     ) -> None:
@@ -178,49 +180,96 @@ class ChunkSender:
         self._on_span = on_span
         self._on_transfer = on_transfer
         self._copy = device.stream("copy")
-        self._last: Event | None = None  # of the last chunk
+        self._run: list[_Chunk] = []  # without an event so far
+        self._waited: list[Event] = []  # what the run comes after
+        self._before: Event | None = None  # the run's first copy, where its time can be measured
+        self._last: Event | None = None  # of the last run
 
-    def send(self, transfer: Transfer) -> None:
-        """Submit the next chunk of a transfer that has a slot; raises DeviceError where it is refused."""
+    def add(self, transfer: Transfer) -> None:
+        """Submit the next chunk of a transfer that has a slot, as the last one of the run; raises DeviceError where it is refused."""
         reservation = transfer.reservation
         assert reservation is not None, "a transfer has a slot before its first byte"
         start = transfer.sent_bytes
         nbytes = min(self._chunk_bytes, self._expert_bytes - start)
-        after = reservation.after if start == 0 else None
-        if after is not None:
-            self._copy.wait(after)
-        if start + nbytes == self._expert_bytes:
-            for event in transfer.events:  # so that the last chunk's event reports the failures of all
-                self._copy.wait(event)
+        after = [reservation.after] if start == 0 and reservation.after is not None else []
+        # So that the last chunk's event reports the failures of all.
+        earlier = transfer.events if start + nbytes == self._expert_bytes else []
+        new = [event for event in (*after, *earlier) if event not in self._waited]
+        for event in new:
+            self._copy.wait(event)
+        self._waited += new
         source = self._source.chunk(transfer.layer, transfer.expert, start, nbytes)
         # The host learns of a copy's end some time later, which is not the link's: the device's own clock measures it.
-        last = self._last
-        before = last if after is None and last is not None and not last.done() else self._copy.record(timed=True)
+        if not self._run:
+            last = self._last
+            self._before = last if not after and last is not None and not last.done() else self._copy.record(timed=True)
+        elif new:
+            self._before = None  # the run's time is not the link's alone
         self._device.copy(self._copy, self._arena, reservation.slot * self._expert_bytes + start, source, nbytes)
-        event = self._last = self._copy.record(timed=True)
-        self._source.mark_sent(transfer.layer, event)
         now_ms = self._device.now_ms()
         transfer.state = TransferState.RUNNING
         transfer.sent_bytes += nbytes
         transfer.link_mark = self.link.send(nbytes, now_ms)
-        transfer.events.append(event)
         self.chunks_in_flight += 1
-        self._device.notify(event, partial(self._chunk_done, transfer, before, event, nbytes, now_ms))
+        self._run.append(_Chunk(transfer, nbytes, now_ms))
+        if self._source.reused(transfer.layer):
+            self.end_run()
 
-    def _chunk_done(self, transfer: Transfer, before: Event, event: Event, nbytes: int, sent_ms: float, error: DeviceError | None) -> None:
-        """Handle a chunk that has landed, or failed; its copy ran from `before` to `event`."""
+    @property
+    def run_length(self) -> int:
+        return len(self._run)
+
+    @property
+    def in_run(self) -> list[Transfer]:
+        return transfers_of(self._run)
+
+    def end_run(self) -> None:
+        """Put an event behind the chunks that were added since the last one; raises DeviceError where it is refused, and forgets them."""
+        run, before, self._run = self._run, self._before, []
+        self._waited.clear()
+        if not run:
+            return
+        try:
+            event = self._last = self._copy.record(timed=True)
+        except DeviceError:
+            self.chunks_in_flight -= len(run)
+            self.link.land(sum(chunk.nbytes for chunk in run), run[0].sent_ms, self._device.now_ms(), None)
+            raise
+        self._source.mark_sent(run[-1].transfer.layer, event)
+        for transfer in transfers_of(run):
+            transfer.events.append(event)
+        self._device.notify(event, partial(self._run_done, run, before, event))
+
+    def _run_done(self, run: Sequence[_Chunk], before: Event | None, event: Event, error: DeviceError | None) -> None:
+        """Handle chunks that have landed, or failed; their copies ran from `before` to `event`."""
         with self._lock:
             now_ms, copy_ms = self._device.now_ms(), None
-            if error is None:
+            if error is None and before is not None:
                 with suppress(RuntimeError):  # a device that fails by now reports it with its next work
                     copy_ms = self._device.elapsed_ms(before, event)
-            start_ms = self.link.land(nbytes, sent_ms, now_ms, copy_ms)
-            self.chunks_in_flight -= 1
-            transfer.events.remove(event)
-            transfer.landed_bytes += nbytes
-            if self._on_span is not None:
-                part = f"{transfer.landed_bytes * 100 // self._expert_bytes}%"
-                self._on_span("link", f"layer {transfer.layer} expert {transfer.expert} {part}", start_ms, now_ms)
+            total = sum(chunk.nbytes for chunk in run)
+            start_ms = self.link.land(total, run[0].sent_ms, now_ms, copy_ms)
+            self.chunks_in_flight -= len(run)
+            for transfer, nbytes, _ in run:
+                transfer.landed_bytes += nbytes
+                if self._on_span is not None:
+                    part, end_ms = f"{transfer.landed_bytes * 100 // self._expert_bytes}%", start_ms + (now_ms - start_ms) * nbytes / total
+                    self._on_span("link", f"layer {transfer.layer} expert {transfer.expert} {part}", start_ms, end_ms)
+                    start_ms, total = end_ms, total - nbytes
             if self._on_transfer is not None and copy_ms:
-                self._on_transfer(nbytes, copy_ms)
-            self._on_landed(transfer, error)
+                self._on_transfer(sum(chunk.nbytes for chunk in run), copy_ms)
+            landed = transfers_of(run)
+            for transfer in landed:
+                transfer.events.remove(event)
+            self._on_landed(landed, error)
+
+
+class _Chunk(NamedTuple):
+    transfer: Transfer
+    nbytes: int
+    sent_ms: float
+
+
+def transfers_of(run: Sequence[_Chunk]) -> list[Transfer]:
+    """Return the transfers of a run's chunks, each once."""
+    return list(dict.fromkeys(chunk.transfer for chunk in run))

@@ -354,6 +354,7 @@ class VirtualDevice:
         bits_per_weight: float = INT4_BITS,
     ) -> None:
         self.name = f"emulated:{index}"
+        self.notify_ms = notify_ms
         self.torch_device = torch.device("cpu")
         self.allocated_bytes = 0
         self._memory_bytes = memory_bytes

@@ -165,6 +165,11 @@ class Device(Protocol):
         """Where the tensors of its launches are."""
         ...
 
+    @property
+    def notify_ms(self) -> float:
+        """About how long after an event its callback has run: the link needs work for that long."""
+        ...
+
     def stream(self, name: str) -> Stream:
         """Return the stream of that name ("compute", "copy"), created by the first call."""
         ...

@@ -158,6 +158,53 @@ def test_at_most_one_chunk_is_in_flight_and_two_of_demands(harness: Harness, urg
         harness.queue.release(requested(transfer), None)
 
 
+@pytest.mark.parametrize(("urgency", "depth"), [(NEXT, 3), (DEMAND, 6)])
+def test_more_chunks_are_in_flight_where_the_host_learns_late(urgency: Urgency, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In runs, of which the host is notified once: it learns of a chunk when the link could have copied almost two more."""
+    device = make_device("virtual", notify_ms=1.8 * CHUNK / 1000)  # a byte takes the link a microsecond
+    harness = Harness(device, (3, 3), 5)
+    load(harness, 1, 0)  # so that the link is measured
+    notified: list[Event] = []
+    notify = device.notify
+    monkeypatch.setattr(device, "notify", lambda event, callback: (notified.append(event), notify(event, callback)))
+    link = harness.queue.link
+    with harness.link_held():
+        demands = harness.queue.demand(0, [0, 1, 2]) if urgency is DEMAND else []
+        harness.queue.prefetch([(0, expert) for expert in range(3)], urgency)
+        assert link.sent_bytes - link.landed_bytes == depth * CHUNK
+        assert len(notified) == 2
+    for demand in demands:
+        harness.queue.release(demand, None)
+    harness.settle_all()
+    harness.check()
+    assert sorted(chunk_order(harness.spans)[4:]) == [(0, expert) for expert in range(3) for _ in range(4)], "every byte went once"
+    assert len(notified) <= 8, "not once for each chunk"
+    harness.close()
+
+
+def test_demands_end_with_the_first_that_has_no_slot(harness: Harness) -> None:
+    load(harness, 0, 0, 1, 2)
+    load(harness, 1, 0, 1, 2)
+    held = harness.slots.pin(0, [0, 1, 2]), harness.slots.pin(1, [0, 1, 2])
+    with harness.link_held():
+        demands = harness.queue.demand(0, [3, 4])
+        assert [each.expert for each in demands] == [3, 4]
+        assert harness.queue.demand(1, [3, 4]) == []
+        assert harness.queue.statistics.refused == 1
+    events = harness.queue.ready(demands)
+    for event in events:
+        harness.compute.wait(event)
+    for demand in demands:
+        harness.read(0, demand.expert, demand.slot)
+        harness.queue.release(demand, harness.after())
+    for pin in held:
+        harness.slots.release(pin, None)
+    harness.settle_all()
+    harness.check()
+    assert harness.reads == 2
+    assert harness.queue.ready(demands), "of what has landed: an event that is done"
+
+
 @pytest.mark.parametrize("chunks", range(8))
 def test_a_flood_delays_a_demand_by_one_chunk_at_most(harness: Harness, chunks: int) -> None:
     for expert in range(5):
