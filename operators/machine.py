@@ -14,7 +14,7 @@ from moegraft.cpu_backend import default_threads
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 CGROUP_USES = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
-# For the threads that launch the GPU's work, submit its transfers and call the host from captured steps. An estimate: no GPU has run it.
+# For the threads that launch the GPU's work, submit its transfers and call the host from captured steps. An estimate, not measured.
 CORES_BESIDE_GPU = 2
 
 

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "moegraft_cpu"
 _SUPPORTED = ("sdpa", "eager")  # the implementations that compute what the kernel computes
+_ELSEWHERE = "its tensors are on another device"  # the reason to fall back that is none to report
 _ARGUMENTS = frozenset({"dropout", "scaling", "is_causal", "softcap", "s_aux", "output_attentions"})
 # Tensors that a module may pass on and attention does not read.
 _UNREAD_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings", "attention_mask", "input_ids", "inputs_embeds"})
@@ -303,10 +304,12 @@ class CpuAttention(CpuOperator):
         """Return why the kernel cannot answer a call, or None if it can."""
         query, key, value = tensors
         base = self._config._attn_implementation
+        if not query.is_cpu:
+            return _ELSEWHERE
         if base not in _SUPPORTED:
             return f"{base} attention"
-        if query.device.type != "cpu" or needs_gradient(*tensors):
-            return "another device, or gradients"
+        if needs_gradient(*tensors):
+            return "gradients"
         if query.dtype not in ELEMENT_CODES or not query.dtype == key.dtype == value.dtype or not query.dim() == key.dim() == 4:
             return "dtypes or shapes"
         if query.shape[0] != key.shape[0] or (mask is not None and not _fits(mask, query, key)):
@@ -320,13 +323,15 @@ class CpuAttention(CpuOperator):
         return f"its argument '{unknown[0]}'" if unknown else None
 
     def placement(self) -> str:
+        if _ELSEWHERE in self._logged:
+            return f"{self.kind}: {self.name}, left to PyTorch"
         return ", ".join(filter(None, (super().placement(), self._latents)))
 
     def log_fallback(self, reason: str) -> None:
-        """Log why a call is left to PyTorch, once for each reason."""
+        """Log why a call is left to PyTorch, once for each reason; on a GPU that is what the rules mean."""
         if reason not in self._logged:
             self._logged.add(reason)
-            logger.info("cpu_attention: falling back to PyTorch: %s", reason)
+            logger.log(logging.DEBUG if reason == _ELSEWHERE else logging.INFO, "cpu_attention: falling back to PyTorch: %s", reason)
 
 
 class ImplementationName(str):

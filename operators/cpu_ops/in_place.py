@@ -45,7 +45,7 @@ class CpuOperator(InPlaceOperator):
     """Base of the operators that compute a module in place wherever a CPU kernel computes the same."""
 
     options_type = NoOptions
-    fallback_level: ClassVar[int] = logging.INFO  # of the log message where a module keeps its own computation
+    fallback_level: ClassVar[int] = logging.INFO  # of the log message where a module on the CPU keeps its own computation
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
@@ -73,8 +73,10 @@ class CpuOperator(InPlaceOperator):
         try:
             self._stock_attributes = self.install(module)
         except NotRecognisedError as error:
-            owner = type(module).__name__
-            logger.log(self.fallback_level, "%s: %s (%s) keeps its own %s: %s", self.name, path, owner, self.kind, error)
+            # On a GPU nothing is lost: rules name these operators for whichever modules are on the CPU.
+            on_cpu = all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
+            level, owner = self.fallback_level if on_cpu else logging.DEBUG, type(module).__name__
+            logger.log(level, "%s: %s (%s) keeps its own %s: %s", self.name, path, owner, self.kind, error)
 
     @contextmanager
     def set_aside(self, module: nn.Module) -> Iterator[None]:

@@ -118,13 +118,18 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     Raises:
         UnsupportedModelError: the model makes another cache in its first forward pass.
     """
-    has_default: Any = getattr(type(model), "_supports_default_dynamic_cache", None)  # only generating classes have it
-    if has_default is not None and not has_default():
+    if makes_own_cache(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} makes a cache of its own in its first forward pass: pass no cache to that one, and the cache that it "
             "returns as past_key_values to later ones"
         )
     return adopt(DynamicCache(config=model.config.get_text_config(decoder=True)))
+
+
+def makes_own_cache(model: PreTrainedModel) -> bool:
+    """Return whether a model makes a cache of a class of its own in its first forward pass, and may refuse any other, as MiniMax does."""
+    has_default: Any = getattr(type(model), "_supports_default_dynamic_cache", None)  # only generating classes have it
+    return has_default is not None and not has_default()
 
 
 def adopt(cache: AnyCache) -> AnyCache:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from moegraft.operators.decode.cache import makes_own_cache
 from moegraft.operators.structure import source_of
 
 CONVOLUTIONS, RECURRENT = TENSORS = "conv_states", "recurrent_states"  # of a layer, each a dictionary by number of the state
@@ -244,8 +245,7 @@ def moves_states(module: nn.Module) -> bool:
 
 def why_not_split(model: PreTrainedModel, cache: Cache, names: Sequence[str] = ()) -> str | None:
     """Return why a model's passes over `cache`, an empty one of its own, cannot be split; `names` are the kinds of layers, where known."""
-    has_default: Any = getattr(type(model), "_supports_default_dynamic_cache", None)  # only generating classes have it
-    if has_default is not None and not has_default():
+    if makes_own_cache(model):
         return f"{type(model).__name__} makes a cache of its own in its first forward pass"
     moved = {getattr(module, "layer_idx", None) for module in model.modules() if moves_states(module)}
     for number, layer in enumerate(cache.layers):

@@ -57,15 +57,14 @@ class SparseExperts(Operator):
     """The experts of one layer: `forward(hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K)) -> (T, H)`.
 
     A neuron whose `|act(gate)|` is below the layer's threshold counts as zero, on every path and for every batch size. The forward pass
-    computes in the dtype of the weights, accumulates in float32, and returns the dtype of `hidden_states`. It refuses a backward pass. No
-    GPU has run it yet.
+    computes in the dtype of the weights, accumulates in float32, and returns the dtype of `hidden_states`. It refuses a backward pass.
     """
 
     sparsity: LayerSparsity
     name = "sparse_experts"
     kind = "experts"
     options_type = SparseExpertsOptions
-    summary = "routed experts on a CUDA GPU by Triton kernels that read only the neurons a token needs; not yet run on a GPU"
+    summary = "routed experts on a CUDA GPU by Triton kernels that read only the neurons a token needs"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One decode step of a model, captured and replayed for every token. No GPU has run this yet.
+"""One decode step of a model, captured and replayed for every token. Of all GPUs, only an NVIDIA H100 has run this yet.
 
 Within a step no decision is made and nothing is waited for: all layers read one routing and one slot table, which changes between steps
 alone. Resident experts are computed from their slots, the others by the CPU, in a host function that the GPU calls on a branch of its own

@@ -148,7 +148,7 @@ def test_captured_steps_answer_as_those_layer_by_layer(  # type: ignore[no-untyp
 
 @pytest.mark.parametrize(("length", "model_type"), combinations([5, WINDOW - 1, WINDOW, WINDOW + 8], WINDOWED))
 def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped-def]
-    length: int, model_type: str, load, eager, tolerance: float, caplog: pytest.LogCaptureFixture
+    length: int, model_type: str, load, eager, tolerance: float, gpu: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Windows become full while answering, with the prompt or with the first token after it."""
     ids = prompt(length)
@@ -159,6 +159,11 @@ def test_steps_over_sliding_windows_are_captured_too(  # type: ignore[no-untyped
     assert found == tokens and difference(found_logits, logits) < tolerance
     if model_type == "llama4_text" and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         assert "not of fixed size" in caplog.text, "transformers 5.17 cannot make the masks of chunks for it"
+        return
+    if model_type == "phimoe" and gpu.startswith("cuda"):
+        # Its rotary embedding makes the frequencies on the CPU in every pass, and copies them; Phi-3.5's also reads a position in Python.
+        assert ["the step cannot be captured: Cannot copy between" in notice for notice in notices(caplog)] == [True], caplog.text
+        assert engine_of(model).statistics.replayed == 0
         return
     assert not notices(caplog), caplog.text
     assert engine_of(model).statistics.replayed >= NEW - 5  # windows that become full are captured and compared again
@@ -249,6 +254,7 @@ def test_several_sequences_are_captured_too(model_type: str, load, eager, tolera
         ("qwen3_moe", {"ids": prompt(5, batch=5)}, "a step of 5 sequences is scheduled layer by layer; up to 4 are captured"),
         ("inkling_text", {}, "SlidingWindowAttentionLayer) is not of fixed size: full"),  # whose windows have states in the same layer
         ("glm5_next", {}, "is not of fixed size: full attention, sliding windows and recurrent states"),
+        ("minimax", {}, "the key-value cache (MiniMaxCache of DynamicLayer) is not of fixed size"),  # no other cache is accepted
     ],
 )
 def test_steps_that_cannot_be_captured_run_and_are_logged_once(  # type: ignore[no-untyped-def]

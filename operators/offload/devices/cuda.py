@@ -4,7 +4,7 @@ Threads: streams run on the device; one notifier thread waits for events in the 
 waits release the interpreter lock and sleep in the driver. Copies read host memory in place: its owner keeps it until they are done.
 
 PyTorch does not offer, or offers slowly, a few calls of the CUDA runtime; `RuntimeLibrary` makes them through ctypes on the library that
-PyTorch loaded. No GPU has run a capture yet: its tests replace PyTorch's calls.
+PyTorch loaded. An NVIDIA H100 has run it, and no AMD GPU.
 """
 
 from __future__ import annotations

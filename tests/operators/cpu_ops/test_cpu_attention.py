@@ -202,3 +202,19 @@ def test_the_name_of_an_implementation_equals_the_replaced_one() -> None:
     assert name in ("eager", "sdpa")
     assert name != "eager"
     assert {IMPLEMENTATION: 1}[name] == 1
+
+
+def test_attention_on_a_gpu_is_left_to_pytorch_without_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rules for a GPU name the operator for whatever is left on the CPU; the meta device stands for the GPU."""
+    model: Any = injected(stock("qwen3_moe"), tmp_path)
+    layer = model.model.layers[0].self_attn.to("meta")
+    rows = torch.empty(1, 3, model.config.hidden_size, device="meta")
+    turns = torch.empty(1, 3, layer.head_dim, device="meta")
+    with torch.no_grad(), caplog.at_level("INFO", "moegraft"):
+        assert layer(rows, position_embeddings=(turns, turns), attention_mask=None)[0].is_meta
+        assert not caplog.records
+    assert model.moegraft.operators["model.layers.0.self_attn"].placement() == "attention: cpu_attention, left to PyTorch"
+    with torch.enable_grad(), caplog.at_level("INFO", "moegraft"):
+        rows, turns = torch.randn(rows.shape, requires_grad=True), torch.ones(turns.shape)
+        model.model.layers[1].self_attn(rows, position_embeddings=(turns, turns), attention_mask=None)
+    assert "cpu_attention: falling back to PyTorch: gradients" in caplog.text

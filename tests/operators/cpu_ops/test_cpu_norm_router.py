@@ -233,6 +233,20 @@ def test_a_custom_norm_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Qwen3MoeRMSNorm) keeps its own norm: it is no root-mean-square norm of a form" in caplog.text
 
 
+@pytest.mark.parametrize(("operator", "path"), [(CpuNorm, "model.norm"), (CpuRouter, "model.layers.1.mlp.gate")])
+def test_a_module_on_a_gpu_keeps_its_own_without_a_notice(
+    operator: type[CpuForwardOperator], path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rules for a GPU name these operators for whatever is left on the CPU; the meta device stands for the GPU."""
+    model = stock("qwen3_moe")
+    model.get_submodule(path).to("meta")
+    left = operator(Runtime(threads=1))
+    with caplog.at_level("DEBUG", "moegraft"):
+        left.on_model_loaded(model, path)
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+    assert left.placement() == f"{operator.kind}: {operator.name}, left to PyTorch"
+
+
 def test_a_changed_weight_is_used(tmp_path: Path) -> None:
     model = injected(stock("qwen3_moe"), tmp_path)
     module, x = model.model.norm, torch.randn(3, model.model.norm.weight.numel())

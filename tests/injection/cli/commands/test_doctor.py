@@ -109,7 +109,7 @@ GPU = (Gpu("a GPU", 24 * GIB, 20 * GIB),)
         ({"available_bytes": GIB}, "warning", "1.0 GiB", "end other programs"),
         ({"gpu_device": True}, "warning", "this PyTorch is a CPU build", "CUDA build"),
         ({"gpus": GPU, "pinned_limit_bytes": 8 << 20}, "warning", "lock 8 MiB", "ulimit -l unlimited"),
-        ({"gpus": GPU}, "notice", "have not been run on a GPU yet", "hybrid"),
+        ({"gpus": GPU}, "notice", "run on an NVIDIA H100 alone, and not yet on a GPU", "hybrid"),
         ({"quota_cores": 2.0}, "notice", "2 of 8 cores", "more CPUs"),
         ({"compiler": None}, "notice", "no C++ compiler was found", "apt install g++"),
     ],
@@ -124,6 +124,10 @@ def test_each_problem_has_its_fix(changes: dict[str, Any], severity: str, what: 
 def test_a_healthy_machine_has_no_problem(healthy: Facts) -> None:
     assert [problem.severity for problem in find_problems(healthy)] == ["notice"]
     assert "no GPU is visible" in find_problems(healthy)[0].what
+
+
+def test_the_gpu_that_ran_the_tests_is_no_problem(healthy: Facts) -> None:
+    assert not find_problems(replace(healthy, gpus=(Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB),)))
 
 
 def test_only_a_forced_instruction_set_is_a_problem(healthy: Facts) -> None:

@@ -100,9 +100,10 @@ def test_blocking_operations_are_refused(device: Device, waits: Callable[[torch.
 def test_numbers_that_are_copied_to_the_device_are_refused(
     device: Device, mode: Callable[[], AbstractContextManager[None]], make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """On a GPU they come from memory that is not page-locked, and the capture fails."""
-    x = torch.ones(3)
-    with mode(), pytest.raises(DeviceError, match="copies a number from the host"):
+    """On a GPU they come from memory that is not page-locked, and PyTorch refuses to capture the copy: a replay would read freed memory."""
+    x = torch.ones(3, device=device.torch_device)
+    refused = "the step cannot be captured: Cannot copy between CPU and CUDA tensors" if x.is_cuda else "copies a number from the host"
+    with mode(), pytest.raises(DeviceError, match=refused):
         device.capture(partial(make, x))  # type: ignore[arg-type]
     with mode():  # a number that stays on the host, or that a kernel writes, is none of these
         device.capture(lambda: (x * torch.tensor(2.0), torch.full((3,), 2.0, device=x.device), torch.as_tensor(x, device=x.device)))  # type: ignore[arg-type, return-value]
