@@ -3,8 +3,6 @@
 Both paths compute the same function; the batch decides which one does, as in "Exploiting Intra-Expert Activation Sparsity", section 4.1.
 `pair`: every pair of a token and an expert reads its own active rows. `dense`: all rows are read, on tensor cores, and neurons below the
 threshold become zeros. Gates are always computed whole.
-
-Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations

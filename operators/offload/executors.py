@@ -1,7 +1,5 @@
 """How the experts of one call are computed: on the CPU from host memory, and on the device from the slots that hold them.
 
-No GPU has run the CUDA path yet.
-
 Shapes: T tokens, E experts, K experts per token, H hidden, S slots.
 """
 
