@@ -284,10 +284,11 @@ class StepGraph:
                     buffers.set_table(self._slots.table, self._slots.version)
                 start_ms = engine.device.now_ms()
                 self._pace(start_ms)
-                self._graph.replay()
-                done = self._compute.record()
-                self._learn()
-                done.wait()
+                with self._layers.runtime.keep_awake():  # the GPU calls the host once a layer, sooner than sleeping threads wake
+                    self._graph.replay()
+                    done = self._compute.record()
+                    self._learn()
+                    done.wait()
                 engine.timings.replayed(start_ms)
             except DeviceError:
                 engine.settle()
