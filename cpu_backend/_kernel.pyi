@@ -524,6 +524,8 @@ class Runtime:
         """
     def linear_gradient(self, linear: PackedLinear, gradient: Tensor, out: Tensor) -> None:
         """Compute `gradient @ weight`, the gradient of a layer's input: (..., rows) -> `out` (..., cols), of one dtype."""
+    def _keep_awake(self) -> None: ...
+    def _let_sleep(self) -> None: ...
     def host_function(self) -> tuple[int, _HostCallMaker]:
         """Return the address of a C function `void (*)(void*)` that runs a HostCall, and a maker of HostCalls (arguments of `forward`)."""
 

@@ -107,6 +107,9 @@ class CudaGraphs(StepReplay):
         return outputs
 
     def bind(self, kind: Kind, step: Step) -> _CapturedStep | None:
+        for gone in [each for each in self._steps if not each.valid]:
+            self._steps.remove(gone)
+            gone.release()
         alike = (each for each in reversed(self._steps) if each.form == step.kind)
         found = next((each for each in alike if each.memory.owns(step.cache) or each.memory.adopt(step.cache)), None)
         if found is not None:
@@ -334,6 +337,11 @@ class _CapturedStep:
 
         with _capturable_windows(cache):
             graph.capture(step)
+
+    @property
+    def valid(self) -> bool:
+        """Whether the experts that it finds in slots are there."""
+        return self._graph.valid
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         for kept, given in zip(self._inputs, _flatten(arguments)[0], strict=True):

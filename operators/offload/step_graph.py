@@ -3,7 +3,9 @@
 Within a step no decision is made and nothing is waited for: all layers read one routing and one slot table, which changes between steps
 alone. Resident experts are computed from their slots, the others by the CPU, in a host function that the GPU calls on a branch of its own
 while it computes the resident ones. Experts that are added to the next layer (`deferral.py`) have a second one, which the branch does not
-return from before that layer's. The engine learns from a step while the next one runs, and loads experts that the CPU had to compute.
+return from before that layer's. A layer with a slot for each of its experts, all of them resident when the step is captured, keeps them:
+nothing is evicted but for lack of slots. It has no branch. The engine learns from a step while the next one runs, and loads experts that
+the CPU had to compute.
 
 Shapes: L layers, T tokens (fixed), E experts, K experts per token, H hidden.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,14 +51,12 @@ class CallShape:
 class StepBuffers:
     """Memory at fixed addresses that a captured step reads and writes.
 
-    What the host reads of a layer is gathered in a row of bytes on the device, which all layers share, and copied in one go to the layer's
-    own row in host memory. A row holds `tokens` (T, H), `scores` (T, E) float32, `weights` (T, K) float32, and, with -1 for padded slots,
-    `chosen` (T, K) int64, `ids` (T, K) int64 of the experts without a slot, `later` (T, K) int64 of those that are deferred instead, and
-    `slots` (T, K) int32.
+    What the host reads of a layer is gathered in the layer's row of bytes on the device, and copied in one go to its row in host memory.
+    A row holds `tokens` (T, H), `scores` (T, E) float32, `weights` (T, K) float32, and, with -1 for padded slots, `chosen` (T, K) int64,
+    `ids` (T, K) int64 of the experts without a slot, `later` (T, K) int64 of those that are deferred instead, and `slots` (T, K) int32.
 
     Attributes:
         table: (L, E) int32 on the device, the slot table of a step.
-        row: the parts of the row on the device.
         rows: the parts of all rows in host memory, (L, T, ...).
         routed: `chosen`, `slots`, `scores` and `later` of `rows`.
         out: (2, T, H), the CPU's part of a layer, and what is deferred to the next one, in host memory.
@@ -85,14 +86,14 @@ class StepBuffers:
         self._host_table = torch.full((layers, num_experts), -1, dtype=torch.int32, pin_memory=pinned)
         self._host_slots = self._host_table.numpy()
         self._version = -1
-        self._row = torch.zeros(row_bytes, dtype=torch.uint8, device=on_device)
+        self._device_rows = torch.zeros(layers, row_bytes, dtype=torch.uint8, device=on_device)
         self._rows = torch.zeros(layers, row_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.table = self._host_table.to(on_device, copy=True)
-        self.row: dict[str, torch.Tensor] = {}
+        self._device_parts: dict[str, torch.Tensor] = {}
         self.rows: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in parts.items():
             part = slice(starts[name], starts[name] + math.prod(shape) * dtype.itemsize)
-            self.row[name] = self._row[part].view(dtype).view(shape)
+            self._device_parts[name] = self._device_rows[:, part].view(dtype).view(layers, *shape)
             self.rows[name] = self._rows[:, part].view(dtype).view(layers, *shape)
         self.rows["chosen"].fill_(-1)
         self.rows["ids"].fill_(-1)
@@ -109,9 +110,13 @@ class StepBuffers:
             self.table.copy_(self._host_table, non_blocking=True)
             self._version = version
 
-    def to_host(self, layer: int) -> None:
-        """Copy the row to the layer's row in host memory."""
-        self._rows[layer].copy_(self._row, non_blocking=True)
+    def row(self, layer: int) -> dict[str, torch.Tensor]:
+        """Return the parts of a layer's row on the device."""
+        return {name: part[layer] for name, part in self._device_parts.items()}
+
+    def to_host(self, layer: int | slice) -> None:
+        """Copy a layer's row, or those of several, to host memory."""
+        self._rows[layer].copy_(self._device_rows[layer], non_blocking=True)
 
 
 class CapturedLayer:
@@ -120,22 +125,39 @@ class CapturedLayer:
     Args:
         deferral: of the layer, where it may defer experts of the step.
         receives: whether the layer before may.
+        resident: whether all of the layer's experts stay in their slots, so that the CPU has no part in it.
+
+    Attributes:
+        form: layers of one form launch the same kernels.
     """
 
     def __init__(
-        self, device: Device, layers: EngineLayers, index: int, buffers: StepBuffers, deferral: LayerDeferral | None, *, receives: bool
+        self,
+        device: Device,
+        layers: EngineLayers,
+        index: int,
+        buffers: StepBuffers,
+        deferral: LayerDeferral | None,
+        *,
+        receives: bool,
+        resident: bool,
     ) -> None:
+        assert deferral is None or not resident, "the CPU computes what is deferred"
         self._device = device
         self._layers = layers
         self._index = index
         self._buffers = buffers
         self._deferral = deferral
         self._receives = receives
+        self._resident = resident
+        self.form = deferral is not None, receives, resident
+        self._row = buffers.row(index)
         self._function, make = layers.runtime.host_function()
         tokens, weights = (buffers.rows[name][index] for name in ("tokens", "weights"))
+        computed = () if resident else ("ids",) if deferral is None else ("ids", "later")
         self._calls = [
             make(layers.packed[index], as_array(tokens), buffers.rows[ids][index].numpy(), weights.numpy(), as_array(out))
-            for ids, out in zip(("ids",) if deferral is None else ("ids", "later"), buffers.out, strict=False)
+            for ids, out in zip(computed, buffers.out, strict=False)
         ]
 
     def check(self) -> None:
@@ -158,31 +180,38 @@ class CapturedLayer:
         index, weights = top_k_index.detach().contiguous(), top_k_weights.detach().contiguous()
         scores = None if scores is None else scores.contiguous()
         buffers.scored[self._index] = scores is not None
-        layers.write_routing(tokens, scores, index, weights, buffers.table[self._index], buffers.row)
+        row = self._row
+        layers.write_routing(tokens, scores, index, weights, buffers.table[self._index], row)
         if self._deferral is not None:
-            self._deferral.divide(buffers.row["ids"], buffers.row["later"], index, weights)
+            self._deferral.divide(row["ids"], row["later"], index, weights)
 
         def return_cpu_part() -> None:
-            parts = slice(1 + self._receives)
+            parts = slice(int(self._resident), 1 + self._receives)
             buffers.returned[parts].copy_(buffers.out[parts], non_blocking=True)
 
-        device.order(compute, host)
-        device.launch(host, partial(buffers.to_host, self._index), Work("host"))
-        device.launch_host(host, self._function, self._calls[0].address, Work("host"))
-        device.launch(host, return_cpu_part, Work("host"))
+        branches = not self._resident or self._receives
+        if branches:
+            device.order(compute, host)
+        for own in self._calls[:1]:
+            device.launch(host, partial(buffers.to_host, self._index), Work("host"))
+            device.launch_host(host, self._function, own.address, Work("host"))
+        if branches:
+            device.launch(host, return_cpu_part, Work("host"))
         resident = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
-        row = buffers.row
         compute_resident = partial(layers.slot_kernel(self._index), tokens, row["slots"], row["weights"], resident, experts=index)
         neurons = layers.neurons(layers.sparsity[self._index])
         work = Work("experts", (len(tokens),), layers.packed[0].expert_bytes, neurons=neurons)
         device.launch(compute, compute_resident, work)
         if overlap is not None:
             overlap()
-        device.order(host, compute)
+        if branches:
+            device.order(host, compute)
         for later in self._calls[1:]:
             device.launch_host(host, self._function, later.address, Work("host"))
         if self._receives:
             resident += buffers.returned[1]
+        if self._resident:
+            return resident.to(hidden_states.dtype)
         return torch.add(resident, buffers.returned[0], out=torch.empty_like(hidden_states))
 
 
@@ -230,16 +259,41 @@ class StepGraph:
         engine.device.stream(HOST_STREAM)  # must exist before anything is captured
         count, self._hidden = len(layers.packed), layers.packed[0].shape.hidden
         self._buffers = StepBuffers(engine.device, count, layers.num_experts, self._hidden, call)
-        deferring = [each if each is not None and each.defers(call.tokens) else None for each in deferrals or [None] * count]
+        with self._slots.lock:
+            whole = np.array([self._slots.capacity_of(layer) >= layers.num_experts for layer in range(count)])
+            self._resident = whole & (self._slots.table >= 0).all(axis=1)
+            self._checked, self._kept = self._slots.version, True
+        deferring = [
+            each if each is not None and each.defers(call.tokens) and not resident else None
+            for each, resident in zip(deferrals or [None] * count, self._resident.tolist(), strict=True)
+        ]
         self._deferring = np.array([each is not None for each in deferring])[:, None, None]
         receives = [False, *(each is not None for each in deferring)]
         self.layers: Sequence[CapturedLayer] = [
-            CapturedLayer(engine.device, layers, index, self._buffers, deferring[index], receives=receives[index]) for index in range(count)
+            CapturedLayer(
+                engine.device,
+                layers,
+                index,
+                self._buffers,
+                deferring[index],
+                receives=receives[index],
+                resident=bool(self._resident[index]),
+            )
+            for index in range(count)
         ]
         self._graph: Graph | None = None
         self._last: _Routed | None = None  # of the last step, which nothing was learnt from yet
         self._start_ms: float | None = None  # of the last step
         self._requests = MAX_REQUESTS  # in a step, by what the link transfers from one to the next
+
+    @property
+    def valid(self) -> bool:
+        """Whether the layers without a branch still have all of their experts in slots; if not, the step must be captured again."""
+        with self._slots.lock:
+            if self._checked != self._slots.version:
+                self._kept = bool((self._slots.table[self._resident] >= 0).all())
+                self._checked = self._slots.version
+            return self._kept
 
     def capture(self, step: Callable[[], None]) -> None:
         """Capture `step`, which calls `layers`; nothing of it is executed.
@@ -251,7 +305,12 @@ class StepGraph:
             with self._engine.device.errors():
                 self._warm_up()
                 self._engine.device.synchronize()  # a capture that fails frees what the launches use
-            self._graph = self._engine.device.capture(step)
+            self._graph = self._engine.device.capture(partial(self._whole, step))
+
+    def _whole(self, step: Callable[[], None]) -> None:
+        step()
+        if self._resident.any():  # layers with a branch have copied theirs, which are the same still
+            self._engine.device.launch(self._compute, partial(self._buffers.to_host, slice(None)), Work("host"))
 
     def _warm_up(self) -> None:
         """Launch once what every layer launches: the first launch compiles a kernel and loads it, which drivers may refuse in a capture."""
@@ -264,14 +323,14 @@ class StepGraph:
             scores = None
             if scores_dtype is not None:
                 scores = torch.zeros(call.tokens, num_experts, dtype=scores_dtype, device=on_device)
-            for layer in self.layers[:2]:  # the second one also adds what the first has deferred
+            for layer in {each.form: each for each in self.layers}.values():
                 layer.forward(tokens, absent, weights, scores)
 
     def replay(self) -> None:
         """Execute one step on what its tensors hold now; it is done when this returns.
 
         Raises:
-            DeviceError: the device failed.
+            DeviceError: the device failed, or the step is not `valid`.
             RuntimeError, ValueError: the CPU's part failed. The results are wrong then, and the next step is like any other.
         """
         assert self._graph is not None, "replay after capture"
@@ -281,13 +340,17 @@ class StepGraph:
             done = None
             try:
                 with self._slots.lock:
+                    if not self.valid:
+                        raise DeviceError(f"{engine.device.name}: experts left the slots that a captured step relies on; capture it again")
                     buffers.set_table(self._slots.table, self._slots.version)
                 start_ms = engine.device.now_ms()
                 self._pace(start_ms)
-                self._graph.replay()
-                done = self._compute.record()
-                self._learn()
-                done.wait()
+                # The GPU calls the host once a layer with a branch, sooner than sleeping threads wake.
+                with nullcontext() if self._resident.all() else self._layers.runtime.keep_awake():
+                    self._graph.replay()
+                    done = self._compute.record()
+                    self._learn()
+                    done.wait()
                 engine.timings.replayed(start_ms)
             except DeviceError:
                 engine.settle()

@@ -5,6 +5,7 @@
 // With arguments, these are the instruction sets that the CPU is expected to have. Their kernels alone are compared, and of matrix kernels
 // those of the last one.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -257,6 +258,29 @@ void callers_take_turns() {
     });
   }
   for (auto& caller : callers) caller.join();
+}
+
+void workers_kept_awake() {
+  const auto experts = make_experts({4, 64, 64, true, false}, {WeightType::kInt4, WeightType::kInt4});
+  Runtime runtime(4, "scalar");
+  Call reference(*experts, 6, 2);
+  runtime.forward(reference.args);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) {
+    callers.emplace_back([&, i] {
+      Call call(*experts, 6, 2);
+      for (int round = 0; round < 8; ++round) {
+        runtime.keep_awake();
+        runtime.forward(call.args);
+        std::this_thread::sleep_for(std::chrono::microseconds(i * 1500));  // less and more than workers wait without work
+        runtime.forward(call.args);
+        runtime.let_sleep();
+      }
+      expect(call.out == reference.out, "equal results of workers that are kept awake");
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  runtime.keep_awake();
 }
 
 void shutdown_with_work_pending() {
@@ -686,6 +710,7 @@ int main(int count, char** arguments) {
   }
   tickets_and_errors();
   callers_take_turns();
+  workers_kept_awake();
   shutdown_with_work_pending();
   schedules();
   return 0;

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -338,6 +340,80 @@ def test_an_idle_runtime_uses_no_cpu() -> None:
     assert time.process_time() - before < 0.01
 
 
+class Workers:
+    """The threads that a new runtime starts, as the system sees them."""
+
+    def __init__(self, threads: int) -> None:
+        before = set(Path("/proc/self/task").iterdir())
+        self.runtime = Runtime(threads, share_threads=False)
+        self._files = set(Path("/proc/self/task").iterdir()) - before
+        assert len(self._files) == threads - 1
+
+    def sleeps(self) -> int:
+        """How often they have waited without a core. A core that is given to another thread does not count."""
+        found = (re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (file / "status").read_text(), re.MULTILINE) for file in self._files)
+        return sum(int(each[1]) for each in found if each is not None)
+
+    def asleep(self) -> bool:
+        return all((file / "stat").read_text().rpartition(")")[2].split()[0] == "S" for file in self._files)
+
+    def fall_asleep(self) -> None:
+        end_s = time.monotonic() + 60
+        while not self.asleep():
+            assert time.monotonic() < end_s, "the workers never sleep"
+            time.sleep(0.001)
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list threads as files")
+
+
+@on_linux
+def test_workers_that_are_kept_awake_do_not_sleep_between_calls() -> None:
+    workers, layer = Workers(2), make_layer()
+    batch = numpy_batch(3, layer)
+    out, expected = np.zeros((3, 64), np.float32), np.zeros((3, 64), np.float32)
+    workers.runtime.forward(layer.packed, *batch, expected)
+
+    def sleeps(waiting: AbstractContextManager[None]) -> int:
+        """How often the worker sleeps between calls that come later than it waits for otherwise."""
+        with waiting:
+            workers.runtime.forward(layer.packed, *batch, out)
+            before = workers.sleeps()
+            for _ in range(5):
+                out[:] = 0
+                time.sleep(0.0003)
+                workers.runtime.forward(layer.packed, *batch, out)
+                np.testing.assert_array_equal(out, expected)
+            return workers.sleeps() - before
+
+    awake = otherwise = 0
+    for _ in range(400):  # on a busy machine it may lose its core before it sleeps, or the next call may come much later
+        awake += sleeps(workers.runtime.keep_awake())
+        otherwise += sleeps(nullcontext())
+        if otherwise >= max(40, 4 * awake):
+            return
+    pytest.fail(f"{awake} sleeps while kept awake, {otherwise} otherwise")
+
+
+@on_linux
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_workers_sleep_after_they_were_kept_awake_and_when_no_work_comes(threads: int) -> None:
+    workers, layer = Workers(threads), make_layer()
+    batch = numpy_batch(3, layer)
+    out, expected = np.zeros((3, 64), np.float32), np.zeros((3, 64), np.float32)
+    workers.runtime.forward(layer.packed, *batch, expected)
+    with workers.runtime.keep_awake(), workers.runtime.keep_awake():
+        workers.fall_asleep()  # as in a step that hangs
+        workers.runtime.forward(layer.packed, *batch, out)
+        np.testing.assert_array_equal(out, expected)
+    workers.fall_asleep()
+    with pytest.raises(ZeroDivisionError), workers.runtime.keep_awake():
+        workers.runtime.wait(workers.runtime.submit(layer.packed, *batch, out))
+        np.testing.assert_array_equal(out, expected)
+        _ = 1 / 0
+    workers.fall_asleep()
+
+
 def test_shutdown_with_work_pending_does_not_hang() -> None:
     layer = make_layer("float32", 4, 512, 512)
     batch = numpy_batch(64, layer)
@@ -365,6 +441,11 @@ child = os.fork()
 if child == 0:
     try:
         runtime.forward(packed, *batch, np.empty((1, 32), np.float32))
+    except RuntimeError as error:
+        print(error, flush=True)
+    try:
+        runtime.keep_awake().__enter__()
+        sys.exit(1)
     except RuntimeError as error:
         print(error, flush=True)
     del runtime

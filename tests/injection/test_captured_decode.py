@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from support.families import build_model, prompt, served_cases
 from support.faulty_device import Countdown, Faults, FaultyDevice
 from support.gpus import GPUS, emulated_only, limit, placed
 from support.virtual_device import VirtualDevice
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache
 from transformers.masking_utils import create_chunked_causal_mask
 
 from moegraft.injection import optimize_and_load
@@ -224,6 +224,60 @@ def test_any_number_of_slots_answers_the_same(cache: str, load, eager, tolerance
     found, found_logits = answer(model)
     assert found == tokens and difference(found_logits, logits) < tolerance
     assert cache == "{slots: 0}" or engine_of(model).statistics.replayed > 0  # with no slot there is no engine
+
+
+class CountedNodes(VirtualDevice):
+    """Collects, of each step that is captured, how often it calls the host."""
+
+    captured: ClassVar[list[int]] = []
+
+    def capture(self, step: Callable[[], None]) -> EmulatedGraph:
+        self._nodes = 0
+        graph = super().capture(step)
+        CountedNodes.captured.append(self._nodes)
+        return graph
+
+    def launch_host(self, *arguments: Any) -> None:
+        self._nodes = getattr(self, "_nodes", 0) + 1
+        super().launch_host(*arguments)
+
+
+@emulated_only
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])  # the latter has shared experts, and a dense layer
+def test_a_step_calls_the_host_where_not_all_experts_have_slots(model_type: str, load, eager, tolerance: float) -> None:  # type: ignore[no-untyped-def]
+    tokens, logits = answer(eager(model_type))
+    with device_kind(CountedNodes) as counted:
+        whole = load(model_type, "cache: {ratio: 1.0}, decode: graph", gpu=counted)
+        slots = engine_of(whole).cache.slots
+        short = load(model_type, f"cache: {{slots: {slots.num_experts - 1}}}, decode: graph", gpu=counted)
+    for model, nodes in ((whole, 0), (short, slots.layers)):
+        CountedNodes.captured = []
+        found, found_logits = answer(model)
+        assert found == tokens and difference(found_logits, logits) < tolerance
+        assert CountedNodes.captured and set(CountedNodes.captured) == {nodes}
+        statistics = engine_of(model).statistics
+        assert statistics.replayed > 0
+        assert nodes or (statistics.found == statistics.used and statistics.on_cpu == statistics.stolen)
+
+
+@emulated_only
+def test_a_step_whose_experts_have_left_their_slots_is_captured_again(load, eager, tolerance: float) -> None:  # type: ignore[no-untyped-def]
+    tokens, logits = answer(eager())
+    with device_kind(CountedNodes) as counted:
+        model = load("qwen3_moe", "cache: {ratio: 1.0}, decode: graph", gpu=counted)
+    assert answer(model)[0] == tokens
+    slots, captures = engine_of(model).cache.slots, len(CountedNodes.captured)
+
+    def lose(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 12:
+            with slots.lock:
+                for expert in slots.residents(1):
+                    slots._evict(1, expert)  # which nothing does
+        return scores
+
+    found, found_logits = answer(model, logits_processor=LogitsProcessorList([lose]))
+    assert found == tokens and difference(found_logits, logits) < tolerance
+    assert len(CountedNodes.captured) == captures + 1
 
 
 def test_answers_follow_one_another_on_caches_of_their_own(load, eager) -> None:  # type: ignore[no-untyped-def]

@@ -244,6 +244,12 @@ void bind_runtime(py::module_& module) {
              return std::make_unique<PyHostCall>(
                  self, ForwardCall{experts, hidden_states, top_k_index, top_k_weights, out, threshold, neuron_counts, py::none()});
            })
+      .def("_keep_awake", "",
+           [](PyRuntime& self) {
+             py::gil_scoped_release release;  // waking threads takes system calls
+             self.get().keep_awake();
+           })
+      .def("_let_sleep", "", [](PyRuntime& self) { self.get().let_sleep(); })
       .def("host_function", "", [](const py::object& self) {
         return py::make_tuple(reinterpret_cast<std::uintptr_t>(&HostCall::run), self.attr("_host_call"));
       });

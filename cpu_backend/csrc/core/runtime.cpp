@@ -141,6 +141,11 @@ void Runtime::wait(std::uint64_t ticket) {
   if (error) std::rethrow_exception(error);
 }
 
+void Runtime::keep_awake() {
+  check_process();
+  pool_->keep_awake();
+}
+
 void Runtime::serve() {
   std::unique_lock<std::mutex> lock(queue_->mutex);
   while (true) {

@@ -55,6 +55,9 @@ class Runtime {
   void run(Job& job, const std::function<void()>& prepare, bool alone = false);
   std::uint64_t submit(const ForwardArgs& args);
   void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
+  // Around work that comes soon, in pieces: see ThreadPool.
+  void keep_awake();
+  void let_sleep() { pool_->let_sleep(); }
 
  private:
   struct Pending {

@@ -48,6 +48,7 @@ void ThreadPool::stop() {
 void ThreadPool::leave_core_to_caller() {
 #if defined(__linux__)
   const int core = cores_.empty() ? -1 : sched_getcpu();
+  const std::lock_guard<std::mutex> lock(left_mutex_);
   if (core < 0 || core == left_core_) return;
   left_core_ = core;
   cpu_set_t others;
@@ -79,27 +80,42 @@ void ThreadPool::run(Job& job, const OpenMp* shared) {
     TeamRun run{job};
     return shared->parallel(&run_member, &run, threads());
   }
-  leave_core_to_caller();
+  // Each move of the caller would cost a system call for every worker. Workers that are awake have cores of their own already, and where the
+  // process has more cores than threads, the caller wakes on a free one.
+  const bool apart = awake_.load() > 0 && sleepers_.load() == 0 && static_cast<int>(cores_.size()) > threads();
+  if (!apart) leave_core_to_caller();
   job_.store(&job);
   gate_.fetch_and(~kClosed);
   epoch_.fetch_add(1);
-  if (sleepers_.load() > 0) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-    }  // a worker between its last check and its sleep must get the notification
-    wake_.notify_all();
-  }
+  wake_sleepers();
   job.run(0);
   gate_.fetch_or(kClosed);
   wait_until([this] { return (gate_.load() & ~kClosed) == 0; });
 }
 
+void ThreadPool::keep_awake() {
+  leave_core_to_caller();
+  awake_.fetch_add(1);
+  calls_.fetch_add(1);
+  wake_sleepers();
+}
+
+void ThreadPool::wake_sleepers() {
+  if (sleepers_.load() == 0) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+  }  // a worker between its last check and its sleep must get the notification
+  wake_.notify_all();
+}
+
 bool ThreadPool::wait_for_job(unsigned seen) {
   const auto ready = [&] { return epoch_.load() != seen || stopping_.load(); };
-  if (!spin_until(ready, kSpin)) {
+  while (true) {
+    const unsigned calls = calls_.load();
+    if (spin_until(ready, kSpin) || yield_until(ready, [this] { return awake_.load() > 0; }, kSpinAwake)) break;
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1);
-    wake_.wait(lock, ready);
+    wake_.wait(lock, [&] { return ready() || calls_.load() != calls; });
     sleepers_.fetch_sub(1);
   }
   return !stopping_.load();

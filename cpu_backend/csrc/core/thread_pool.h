@@ -2,10 +2,11 @@
 //
 // Who blocks: run() works as worker 0 and returns when the job is complete; workers spin for some tens of microseconds after a job,
 // because the next layer of a model comes soon, and then sleep. Any worker that is awake joins the job: run() never waits for one that has
-// not woken up, so a sleeping or descheduled worker costs its share of the work and nothing else.
+// not woken up, so a sleeping or descheduled worker costs its share of the work and nothing else. From keep_awake() to let_sleep() workers
+// go on spinning, and yield their cores meanwhile: run() then hands work over without a system call.
 //
 // Cores: schedulers tend to wake a thread on the core of its waker, where it would wait for run() to end. So workers are kept off the core
-// on which run() was called and may use all others of the process.
+// on which run() or keep_awake() was called and may use all others of the process.
 #pragma once
 
 #include <atomic>
@@ -23,6 +24,8 @@ namespace moegraft {
 // Long enough to cover the router between two layers, short enough that an idle pool costs nothing; tuned on EPYC Zen 5, 2 cores.
 constexpr std::chrono::microseconds kSpin{50};
 constexpr int kPausesPerLook = 32;  // between two readings of the clock
+// Without work while kept awake: far more than a GPU takes between two layers, so that only a step that hangs reaches it. An estimate.
+constexpr std::chrono::microseconds kSpinAwake{2000};
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -41,6 +44,17 @@ bool spin_until(const Ready& ready, std::chrono::microseconds limit) {
     }
   } while (std::chrono::steady_clock::now() < end);
   return false;
+}
+
+// As spin_until, for as long as `wanted` holds; other threads get the core in between.
+template <class Ready, class Wanted>
+bool yield_until(const Ready& ready, const Wanted& wanted, std::chrono::microseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (wanted() && std::chrono::steady_clock::now() < end) {
+    if (spin_until(ready, std::chrono::microseconds{0})) return true;
+    std::this_thread::yield();
+  }
+  return ready();
 }
 
 template <class Ready>
@@ -98,23 +112,30 @@ class ThreadPool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
   // One caller at a time. With `shared`, on that library's threads, where it has a team of this size; this pool's own then stay asleep.
   void run(Job& job, const OpenMp* shared);
+  // Around calls of run() that follow one another soon, from any thread; neither blocks. Each keep_awake() needs its own let_sleep().
+  void keep_awake();
+  void let_sleep() { awake_.fetch_sub(1); }
 
  private:
   void work(int worker);
   void stop();
   bool wait_for_job(unsigned seen);  // false: the pool stops
+  void wake_sleepers();
   void leave_core_to_caller();
 
   std::atomic<Job*> job_{nullptr};
   std::atomic<unsigned> epoch_{0};
   std::atomic<unsigned> gate_;  // number of workers inside the job, and a bit that is set while it is closed
   std::atomic<int> sleepers_{0};
+  std::atomic<int> awake_{0};      // calls of keep_awake() without their let_sleep()
+  std::atomic<unsigned> calls_{0};  // all calls of keep_awake(), which wake sleepers as a new epoch does
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
   std::vector<int> cores_;  // that the process may use; empty where threads cannot be kept off one
-  int left_core_ = -1;
+  std::mutex left_mutex_;
+  int left_core_ = -1;  // guarded by left_mutex_
 };
 
 // Units 0 .. n-1 of one phase of a job: each worker has a contiguous range, so that it reads memory in order, and takes from the

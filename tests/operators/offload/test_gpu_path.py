@@ -110,7 +110,7 @@ def test_a_layer_is_gathered_in_one_launch(scored: bool, dtype: torch.dtype, sha
         index = torch.argsort(scores, descending=True)[:, :top_k].contiguous()
         weights = torch.rand(tokens, top_k, generator=generator).to(dtype)
         index[0, 0] = (-1, num_experts)[tokens % 2]  # padded
-        write(None, x, scores if scored else None, index, weights, buffers.table[1], buffers.row)  # type: ignore[arg-type]
+        write(None, x, scores if scored else None, index, weights, buffers.table[1], buffers.row(1))  # type: ignore[arg-type]
         buffers.to_host(1)
         found.append({name: rows[1].clone() for name, rows in buffers.rows.items()})
         assert all(not rows[[0, 2]].clamp(min=0).any() for rows in buffers.rows.values()), "of this layer alone"

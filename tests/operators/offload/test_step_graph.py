@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from support.transfer_harness import DEVICES, EMULATED, advance
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.offload.deferral import DeferredSums, LayerDeferral
-from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.offload.devices.base import DeviceError, Graph, Stream, Work
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.step_graph import CallShape, StepGraph
+from moegraft.operators.offload.step_graph import CallShape, CapturedLayer, StepGraph
 from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.timeline import Timeline
 
@@ -89,6 +90,43 @@ def captured(setting: Setting, tokens: int = 1, dtype: torch.dtype = torch.float
         yield Step(rig, tokens, dtype)
 
 
+def fill(rig: EngineRig, missing: Sequence[tuple[int, int]] = ()) -> None:
+    """Load as many experts as layers have slots for, as when a model is loaded; `missing`: (layer, expert) to leave out."""
+    slots, queue = rig.engine.cache.slots, rig.engine.cache.queue
+    for layer in range(LAYERS):
+        for expert in range(min(slots.capacity_of(layer), EXPERTS)):
+            if (layer, expert) not in missing:
+                queue.request(layer, expert, Urgency.PROMOTION)
+    land(rig)
+
+
+def land(rig: EngineRig) -> None:
+    """Let everything that was requested land."""
+    device = rig.engine.device
+    while not rig.engine.cache.queue.idle:
+        device.stream("copy").record().wait()
+        device.synchronize()
+
+
+@contextmanager
+def captured_host_nodes(rig: EngineRig) -> Iterator[list[int]]:
+    """Collect the calls of the host in what is captured meanwhile."""
+    nodes: list[int] = []
+    device = rig.engine.device
+    launch_host, capture = device.launch_host, device.capture
+
+    def counted(stream: Stream, function: int, data: int, work: Work) -> None:
+        nodes.append(data)
+        launch_host(stream, function, data, work)
+
+    def begun(step: Callable[[], None]) -> Graph:
+        nodes.clear()  # those of the warm-up
+        return capture(step)
+
+    with mock.patch.multiple(device, launch_host=counted, capture=begun):
+        yield nodes
+
+
 @pytest.mark.parametrize("capacity", [(0,) * LAYERS, (2,) * LAYERS, (EXPERTS,) * LAYERS, (3, 2, 0)])
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_captured_step_is_right_with_whatever_is_in_the_slots(kind: str, capacity: tuple[int, ...]) -> None:
@@ -114,15 +152,78 @@ def test_deferred_experts_are_added_in_the_next_layer(kind: str, capacity: tuple
     """Whatever the slots hold; some choices are padded."""
     with engine_rig(Setting("greedy", capacity, kind=kind)) as rig:
         step, rng = Step(rig, tokens, defer=defer), np.random.default_rng(0)
-        queue, device = rig.engine.cache.queue, rig.engine.device
+        queue = rig.engine.cache.queue
         for seed in range(20):
             queue.request(int(rng.integers(LAYERS)), int(rng.integers(EXPERTS)), Urgency.PROMOTION)
-            while not queue.idle:  # it lands before the step, with what the last one requested
-                device.stream("copy").record().wait()
-                device.synchronize()
+            land(rig)  # before the step, with what the last one requested
             assert step.replay(seed) < rig.limit, f"step {seed}"
         statistics = rig.engine.statistics
         assert 0 < statistics.deferred <= statistics.on_cpu
+
+
+@pytest.mark.parametrize(
+    ("capacity", "missing", "resident"),
+    [
+        ((EXPERTS,) * LAYERS, (), (True, True, True)),
+        ((EXPERTS, EXPERTS + 2, EXPERTS), (), (True, True, True)),  # slots that no expert needs
+        ((EXPERTS, EXPERTS - 1, EXPERTS), (), (True, False, True)),
+        ((EXPERTS,) * LAYERS, ((0, 5),), (False, True, True)),  # it lands while steps run
+        ((2, EXPERTS, 2), (), (False, True, False)),
+        ((0, 0, EXPERTS), (), (False, False, True)),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "defer"), [(1, 0), (1, 2), (4, 1)])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_layers_with_all_experts_in_slots_do_not_call_the_host(
+    kind: str, capacity: tuple[int, ...], missing: tuple[tuple[int, int], ...], resident: tuple[bool, ...], tokens: int, defer: int
+) -> None:
+    """A layer that receives experts adds them, whether or not it calls the host itself."""
+    with engine_rig(Setting("greedy", capacity, kind=kind)) as rig:
+        fill(rig, missing)
+        with captured_host_nodes(rig) as nodes:
+            step = Step(rig, tokens, defer=defer)
+        assert len(nodes) == resident.count(False) + (resident[:-1].count(False) if defer else 0)
+        for seed in range(10):
+            assert step.replay(seed) < rig.limit, f"step {seed}"
+            land(rig)  # what was requested: the reference defers by what is resident
+        statistics = rig.engine.statistics
+        assert statistics.replayed == 9 and statistics.used_by_layer.min() >= 9  # experts
+        in_slots = statistics.found_by_layer == statistics.used_by_layer
+        assert in_slots[list(resident)].all() and (statistics.on_cpu == 0) == all(in_slots)
+        assert all(in_slots) or not all(resident)
+        assert all(rig.engine.policy.priority(layer).any() for layer in range(LAYERS)), "the cache learns from all layers"
+
+
+def test_layers_of_each_form_are_launched_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first launch loads the kernel, which drivers may refuse while they capture."""
+    launched: list[tuple[bool, ...]] = []
+    forward = CapturedLayer.forward
+
+    def counted(self: CapturedLayer, *inputs: torch.Tensor) -> torch.Tensor:
+        launched.append(self.form)
+        return forward(self, *inputs)
+
+    monkeypatch.setattr(CapturedLayer, "forward", counted)
+    with engine_rig(Setting("greedy", (2, EXPERTS, 2))) as rig:
+        fill(rig)
+        Step(rig, 1, defer=1)
+    before, captured = launched[:-LAYERS], launched[-LAYERS:]
+    assert len(set(captured)) == LAYERS and set(before) == set(captured)
+
+
+def test_a_step_whose_resident_experts_are_lost_is_refused() -> None:
+    with engine_rig(Setting("greedy", (EXPERTS,) * LAYERS)) as rig:
+        fill(rig)
+        step = Step(rig, 1)
+        assert step.replay(1) < rig.limit and step.graph.valid
+        slots = rig.engine.cache.slots
+        with slots.lock:
+            slots._evict(1, 3)  # which nothing does
+        assert not step.graph.valid
+        with pytest.raises(DeviceError, match="experts left the slots that a captured step relies on; capture it again"):
+            step.replay(2)
+        again = Step(rig, 1)
+        assert max(again.replay(seed) for seed in range(10)) < rig.limit
 
 
 @pytest.mark.parametrize("kind", DEVICES)
