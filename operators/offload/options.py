@@ -18,8 +18,9 @@ from moegraft.operators.offload.store import SlotPlan, even_plan
 DecodeName = Literal["auto", "eager", "graph"]
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 STAGING = 4  # slots to load into, in addition to those in use: two chunks are in flight, and a demand may join them
-# For captured steps, during which nothing is evicted and all that lands needs a slot: one per so many slots, up to a maximum.
-CAPTURED_SHARE, CAPTURED_STAGING = 16, 16
+# One per so many slots: for captured steps, during which nothing is evicted and all that lands needs a slot, up to a number of slots; and
+# for prompts, whose experts arrive in groups with a launch each, so that the next group is copied meanwhile, up to a size.
+STAGING_SHARE, CAPTURED_STAGING, STAGING_BYTES = 16, 16, 128 << 20
 MOST_BYTES = 2**63
 GPU = re.compile(r"auto|none|[a-z]+(:\d+)?")
 
@@ -73,7 +74,8 @@ class ExpertCacheOptions(CacheOptions):
         each = self.per_layer(num_experts)
         budget = round(share * (free_bytes if self.gpu_memory is None else parse_bytes(self.gpu_memory)))
         total = budget // expert_bytes if each is None else each * layers
-        staging = max(STAGING, min(CAPTURED_STAGING, total // CAPTURED_SHARE)) if captured else STAGING
+        most = max(CAPTURED_STAGING if captured else STAGING, STAGING_BYTES // expert_bytes)
+        staging = max(STAGING, min(most, total // STAGING_SHARE))
         if each is None:
             total = min(layers * num_experts, max(0, total - staging))
         if not 0 < total < layers * num_experts:

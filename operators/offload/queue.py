@@ -251,7 +251,8 @@ class TransferQueue:
             ValueError: one was cancelled.
         """
         with self._lock:
-            run = 1 + self._ahead
+            left = sum(self.store.expert_bytes - each.sent_bytes for each in transfers)
+            run = max(1 + self._ahead, ceil(left / self.chunk_bytes / 2))  # of two halves: the host learns of the first during the second
             self._sending = True  # waiting for a ring's chunk lets the notifier in
             try:
                 for transfer in transfers:
