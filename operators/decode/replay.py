@@ -74,6 +74,7 @@ class FrozenModel:
         self._editable = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._versions = [tensor._version for tensor in self._editable]
         self._hooks = [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
+        self._own_hooks = [dict(table) for table in self._hooks], _global_hooks()
         self._modules = modules
         self._attributes: list[tuple[dict[str, Any], str, Any]]
         self._attributes = [(vars(module), "forward", vars(module).get("forward")) for module in modules]
@@ -97,7 +98,7 @@ class FrozenModel:
 
     def _hooked(self) -> bool:
         modules = (getattr(hook, "__module__", "") for table in self._hooks if table for hook in table.values())
-        return any(module not in _HARMLESS_HOOKS for module in modules) or bool(nn.modules.module._has_any_global_hook())
+        return any(module not in _HARMLESS_HOOKS for module in modules) or _global_hooks()
 
     def changed(self) -> bool:
         try:
@@ -110,8 +111,12 @@ class FrozenModel:
             or not all(map(operator.is_, map(dict.get, tables, names), values))
             or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
             or [tensor._version for tensor in self._editable] != self._versions
-            or self._hooked() != (self.obstacle is not None)
+            or ((self._hooks, _global_hooks()) != self._own_hooks and self._hooked() != (self.obstacle is not None))
         )
+
+
+def _global_hooks() -> bool:
+    return bool(nn.modules.module._has_any_global_hook())
 
 
 @dataclass(frozen=True, slots=True)
