@@ -21,6 +21,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_day import MOST_BYTES, TRACE, Case, Row, Session, SkippedError
 from harness.models import VOCABULARY, RandomExperts, config_of, injected, move_all_but_experts, random_model, rule_file
@@ -134,6 +135,19 @@ def engines_of(model: PreTrainedModel) -> list[Engine]:
     return list(model.moegraft.context.gpu_engines) if hasattr(model, "moegraft") else []
 
 
+def costs_of(engine: Engine) -> dict[str, object]:
+    """What the scheduler plans with by now, in ms: an expert by its tokens on either device, its transfer, and what comes once a layer."""
+    loads, costs = np.array([1, 2, 8, 32, 128]), engine.costs
+    by_tokens = {"cpu": costs.cpu_ms(loads), "gpu": costs.gpu_ms(loads)}
+    rows = {f"{name}_ms": dict(zip(loads.tolist(), times.round(4).tolist(), strict=True)) for name, times in by_tokens.items()}
+    once = {
+        "transfer": costs.transfer_ms(engine.cache.queue.store.expert_bytes),
+        "first_cpu": costs.first_cpu_ms,
+        "first_gpu": costs.first_gpu_ms,
+    }
+    return {**rows, **{f"{name}_ms": round(ms, 4) for name, ms in once.items()}, "slots": engine.cache.slots.plan.slots}
+
+
 class Stamps(StoppingCriteria):
     """A streamer that records the time of each token."""
 
@@ -180,11 +194,11 @@ def measure(model: PreTrainedModel, tokens: int, new_tokens: int, rounds: int) -
     replayed = sum(engine.statistics.replayed for engine in engines_of(model)) - replayed
     shares = {"prompt_tokens": tokens, **busy(model, partial(token_ms, model, ids, new_tokens))}
     rows: list[dict[str, object]] = [
-        {"phase": "first token", **shares, **percentiles([run[0] for run in runs], "ms", 3), "steps_replayed": 0}
+        {"measured": "first token", **shares, **percentiles([run[0] for run in runs], "ms", 3), "steps_replayed": 0}
     ]
     if new_tokens > 1:
         each = percentiles([ms for run in runs for ms in run[1:]], "ms", 3)
-        rows.append({"phase": "next token", **shares, **each, "steps_replayed": replayed})
+        rows.append({"measured": "next token", **shares, **each, "steps_replayed": replayed})
     return rows
 
 
@@ -418,6 +432,7 @@ def one_system(session: Session, comparison: Comparison, name: str, ratio: float
             yield from ({**about, **row} for row in measure(model, tokens, new_tokens, rounds))
         for engine in engines_of(model):
             yield {**about, **{f"engine: {key}": value for key, value in engine.report().items()}}
+            yield {**about, **costs_of(engine)}
         if messages:
             yield {**about, "notices": sorted(set(messages))}
         if (name, ratio) in comparison.profiled:

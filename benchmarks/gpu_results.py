@@ -1,0 +1,75 @@
+"""Write what calls of gpu_day.py have measured as results: `results/gpu_models.csv`, `gpu_kernels.csv` and `gpu_probes.csv`.
+
+    python benchmarks/gpu_results.py day1 day2 --commit 1a2b3c4
+
+Each folder is the output of a call that built moegraft, whose rows name the GPU, the host and the versions. Rows of the files stay where
+no new ones have the same GPU and the same place: model, system and weights; layout, weights and path; or the probe.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu_day import Rows
+from harness.record import commit, read_rows, write_rows
+
+Row = dict[str, Any]
+LEFT_OUT = ("call", "phase", "case", "state", "model")
+# Of each file: the phases whose rows it has, a column that these rows have, and the columns that identify what was measured.
+FILES = {
+    "gpu_models": (("models", "qwen3", "shapes"), "p50_ms", ("gpu", "case", "prompt_tokens", "measured")),
+    "gpu_kernels": (("kernels",), "gb_s", ("gpu", "case")),
+    "gpu_probes": (("probes",), "", ("gpu", "case")),
+}
+
+
+def provenance(rows: Iterable[Row], commit: str) -> dict[str, str]:
+    """Return the columns of results from the rows of the phase `build`."""
+    found = [row for row in rows if row["phase"] == "build"]
+    cpu = next(row for row in found if "Model name" in row)
+    seen = next(row for row in found if "multi_processor_count" in row)
+    python = next(row["python"] for row in found if "python" in row)
+    packages = {row["requirement"]: row["found"] for row in found if "requirement" in row and "found" in row}
+    names = {"triton": "triton", "transformers": "transformers"}
+    other = [f"{name}={next(value for key, value in packages.items() if key.startswith(start))}" for name, start in names.items()]
+    return {
+        "gpu": seen["name"],
+        "hardware": f"{cpu['Model name']}, family {cpu['CPU family']} model {cpu['Model']}, {cpu['CPU(s)']} cores + {seen['name']}",
+        "commit": commit,
+        "versions": " ".join([f"python={python}", f"torch={seen['torch']}", *other]),
+    }
+
+
+def results(rows: list[Row], phases: tuple[str, ...], column: str, commit: str) -> Iterator[Row]:
+    """Yield the measured rows of phases; of each case those of its last run."""
+    about = provenance(rows, commit)
+    last = {(row["phase"], row["case"]): row["call"] for row in rows if row.get("state") == "done"}
+    for row in rows:
+        place = row["phase"], row.get("case")
+        if row["phase"] in phases and "state" not in row and last.get(place) == row["call"] and (not column or column in row):
+            yield {
+                "gpu": about["gpu"],
+                "case": row["case"],
+                **{name: value for name, value in row.items() if name not in LEFT_OUT},
+                **{name: value for name, value in about.items() if name != "gpu"},
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--commit", default=commit(), help="that was measured (default: the one that is checked out)")
+    given = parser.parse_args()
+    for name, (phases, column, identity) in FILES.items():
+        new = [row for folder in given.folders for row in results(Rows(folder).read(), phases, column, given.commit)]
+        measured = {tuple(str(row.get(part, "")) for part in identity) for row in new}
+        kept = [row for row in read_rows(name) if tuple(row.get(part, "") for part in identity) not in measured]
+        if new:
+            print(write_rows(name, [*kept, *new]))
+
+
+if __name__ == "__main__":
+    main()
