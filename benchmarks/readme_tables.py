@@ -311,6 +311,60 @@ def hybrid_modelled() -> str:
     )
 
 
+GPU_SYSTEMS = {
+    "stock": "stock transformers, all experts in bfloat16 on the GPU",
+    "fixed": "a fixed map, layer by layer",
+    "fixed, captured": "a fixed map, captured steps",
+    "all": "**moegraft**, layer by layer",
+    "all, captured": "**moegraft**, captured steps",
+}
+
+
+@section
+def gpu_models() -> str:
+    """Return decode rates and the times to the first token on a GPU, by system and share of the experts that have a slot."""
+    rows = [row for row in read("gpu_models") if row["system"] in GPU_SYSTEMS and row["case"].startswith("qwen3-30b-a3b")]
+    places = dict.fromkeys((row["weights"], row["cache_ratio"], row["system"]) for row in rows)
+    found = {
+        (row["weights"], row["cache_ratio"], row["system"], row["measured"], row["prompt_tokens"]): float(row["p50_ms"]) for row in rows
+    }
+    prompts = sorted({row["prompt_tokens"] for row in rows}, key=int)
+    body = []
+    for weights, ratio, system in sorted(places, key=lambda place: (place[0], float(place[1]), [*GPU_SYSTEMS].index(place[2]))):
+        token_ms = next(ms for key, ms in found.items() if key[:4] == (weights, ratio, system, "next token"))
+        first = (found.get((weights, ratio, system, "first token", tokens)) for tokens in prompts)
+        share = "-" if system == "stock" else f"{float(ratio):.0%}"
+        body.append([GPU_SYSTEMS[system], weights, share, f"{1e3 / token_ms:.0f}", *("-" if ms is None else f"{ms:.0f}" for ms in first)])
+    head = ["", "experts", "in slots", "decode, tokens/s", *(f"first token after {tokens}, ms" for tokens in prompts)]
+    return (
+        "48 layers of Qwen3-30B-A3B's shapes with random weights, one text, medians; random weights route at random, the worst case for a "
+        f"cache:\n\n{table(head, body)}\n\n{provenance(rows)}"
+    )
+
+
+@section
+def gpu_kernels() -> str:
+    """Return one layer's times on a GPU by weight type and batch, and what they are of the time that its bytes or operations take."""
+    rows = [row for row in read("gpu_kernels") if row["layout"] == "dense"]
+    tokens = sorted({int(row["tokens"]) for row in rows})
+    best: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        place = f"{row['weights']}{', grouped_mm' if row['path'] == 'grouped_mm' else ''}", int(row["tokens"])
+        if place not in best or float(row["p50_ms"]) < float(best[place]["p50_ms"]):
+            best[place] = row
+    body = []
+    for name in dict.fromkeys(name for name, _ in best):
+        cells = (best.get((name, count)) for count in tokens)
+        body.append(
+            [name, *("-" if row is None else f"{1e3 * float(row['p50_ms']):.0f} ({float(row['floor_share']):.0%})" for row in cells)]
+        )
+    return (
+        "One layer of Qwen3-30B-A3B's shapes in slots, microseconds by tokens of the batch, and the share of its floor: each weight read "
+        "once at the rate of a copy, or the operations at that of a large product (`grouped_mm`: PyTorch's):\n\n"
+        f"{table(['', *map(str, tokens)], body)}\n\n{provenance(rows)}"
+    )
+
+
 @section
 def expert_deferral() -> str:
     """Return the loss of experts that are added one layer later or left out, and the modelled gain by machine and model."""

@@ -6,6 +6,7 @@ Constants of launches are timed on a GPU by `benchmarks/gpu_day.py` and kept in 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from moegraft.cpu_backend import grid_points
 from moegraft.operators.kernels.packed_layout import gpu_format
 
+logger = logging.getLogger(__name__)
 # Fused multiply-adds are meant, whatever a Triton version's default is.
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 TABLE = Path(__file__).with_name("tuned.json")
@@ -53,13 +54,17 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 # they read activations before the copy that brings them has landed (an H100 with Triton 3.6: zeros instead of results), and the
 # assembler reuses registers that are still read (triton-lang/triton pull requests 9514 and 11781).
 RIGHT_WGMMA = (3, 9)
-NO_WGMMA = "DISABLE_MMA_V3"  # in the environment while Triton compiles; its cache on disk distinguishes by it
-_products, _products_lock = 0, Lock()
+NO_WGMMA = "DISABLE_MMA_V3"  # in the environment, which Triton reads when it compiles; its cache on disk distinguishes by it
 
 
-def products() -> AbstractContextManager[object]:
-    """Launch kernels with matrix products within the body: on Hopper with an old Triton they are compiled for single warps."""
-    return _without_wgmma() if wrong_wgmma() else nullcontext()
+def avoid_wrong_wgmma() -> None:
+    """Before launches of kernels with matrix products: where this Triton's are wrong, compile them for single warps, as for other GPUs.
+
+    It stays so for the whole process, as other threads may read the environment. Its other kernels would be as wrong.
+    """
+    if os.environ.get(NO_WGMMA) != "1" and wrong_wgmma():
+        os.environ[NO_WGMMA] = "1"
+        logger.info("Triton before 3.9 computes wrong products with Hopper's warp groups: they are left out (%s=1)", NO_WGMMA)
 
 
 def wrong_wgmma() -> bool:
@@ -77,24 +82,6 @@ def _triton_version() -> tuple[int, ...]:
     import triton
 
     return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-
-
-@contextmanager
-def _without_wgmma() -> Iterator[None]:
-    global _products
-    with _products_lock:
-        own = _products > 0 or NO_WGMMA not in os.environ
-        if own:
-            _products += 1
-            os.environ[NO_WGMMA] = "1"
-    try:
-        yield
-    finally:
-        with _products_lock:
-            if own:
-                _products -= 1
-                if _products == 0:
-                    del os.environ[NO_WGMMA]
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, constant, interpreted, products
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, avoid_wrong_wgmma, constant, interpreted
 from moegraft.operators.kernels.packed_layout import Gate, PackedMatrix, gpu_format, round_up
 from moegraft.operators.kernels.routing import PairGroups, pairs_a_block
 from moegraft.operators.kernels.units import column_as, dot, expanded, high_at, high_bits_of, load, number, scales_of, signed, unit_at
@@ -338,11 +338,11 @@ def packed_product(
     assert max(x.numel(), out.numel()) < 1 << 31, "offsets have 32 bits: callers cut long batches"
     rows, warps, stages = _tile(block_pairs, x, matrix.weights)
     blocks = groups.max_blocks if groups else triton.cdiv(pair_count, block_pairs)
-    with products():
-        _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
-            x, packed.units, packed.scales, packed.grid, packed.biases,
-            groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
-            M=matrix, GATE=gate, EPILOGUE=epilogue, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
-            ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=stages,
-            **_registers(matrix, rows, warps), **LAUNCH,
-        )  # fmt: skip
+    avoid_wrong_wgmma()
+    _packed_product_kernel[blocks, triton.cdiv(matrix.rows, rows)](
+        x, packed.units, packed.scales, packed.grid, packed.biases,
+        groups and groups.pairs, groups and groups.block_ids, groups and groups.count, out, pair_count,
+        M=matrix, GATE=gate, EPILOGUE=epilogue, PAIRS_A_ROW=pairs_a_row, X_WIDTH=x.shape[1], OUT_WIDTH=out.shape[1], NEXT=following,
+        ROWS=rows, BM=block_pairs, UPCAST=interpreted(), num_warps=warps, num_stages=stages,
+        **_registers(matrix, rows, warps), **LAUNCH,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, interpreted, products
+from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, avoid_wrong_wgmma, interpreted
 from moegraft.operators.kernels.packed_layout import Gate, PackedRows, gpu_format, next_power_of_two
 from moegraft.operators.kernels.packed_product import Threshold, count, limited_up, reaches
 from moegraft.operators.kernels.routing import PairGroups
@@ -438,13 +438,13 @@ def up_dense(
         x: (T, width) in element order.
     """
     neurons, step, warps, stages = _tile(rows, groups.block_pairs, x.dtype)
-    with products():
-        _up_dense_kernel[groups.max_blocks, triton.cdiv(rows.neurons, neurons)](
-            x, _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
-            threshold.value, threshold.counts, act, out, groups.pair_count,
-            R=rows, GATE=gate, TOP_K=top_k, BM=groups.block_pairs, BN=neurons, STEP=step, UPCAST=interpreted(),
-            num_warps=warps, num_stages=stages, **LAUNCH,
-        )  # fmt: skip
+    avoid_wrong_wgmma()
+    _up_dense_kernel[groups.max_blocks, triton.cdiv(rows.neurons, neurons)](
+        x, _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
+        threshold.value, threshold.counts, act, out, groups.pair_count,
+        R=rows, GATE=gate, TOP_K=top_k, BM=groups.block_pairs, BN=neurons, STEP=step, UPCAST=interpreted(),
+        num_warps=warps, num_stages=stages, **LAUNCH,
+    )  # fmt: skip
 
 
 def down_dense(arena: PackedBytes, neurons: torch.Tensor, out: torch.Tensor, groups: PairGroups, rows: PackedRows) -> None:
@@ -452,9 +452,9 @@ def down_dense(arena: PackedBytes, neurons: torch.Tensor, out: torch.Tensor, gro
     columns, step, warps, stages = _tile(rows, groups.block_pairs, neurons.dtype)
     if rows.header:  # bytes: 16 of a tile for each thread
         columns, step = (64, 64) if neurons.dtype == torch.float32 else (128, 8 * warps)
-    with products():
-        _down_dense_kernel[groups.max_blocks, rows.units // columns](
-            _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
-            neurons, out, groups.pair_count,
-            R=rows, BM=groups.block_pairs, BN=step, BC=columns, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **LAUNCH,
-        )  # fmt: skip
+    avoid_wrong_wgmma()
+    _down_dense_kernel[groups.max_blocks, rows.units // columns](
+        _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
+        neurons, out, groups.pair_count,
+        R=rows, BM=groups.block_pairs, BN=step, BC=columns, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **LAUNCH,
+    )  # fmt: skip

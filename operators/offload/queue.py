@@ -386,6 +386,7 @@ class TransferQueue:
                     transfer = self._most_urgent(ahead)
                 self._end_run()
         finally:
+            self._end_run()
             self._sending = False
 
     def _most_urgent(self, ahead: int) -> Transfer | None:
@@ -409,12 +410,15 @@ class TransferQueue:
         try:
             self._sender.add(transfer)
         except DeviceError as error:
-            self._fail(transfer, error)
+            if not transfer.done:
+                self._fail(transfer, error)
             return
         if transfer.sent_bytes == self.store.expert_bytes:
             assert transfer.reservation is not None, "it was sent to a slot"
             self._pending.remove(transfer)
             self.slots.mark_sent(transfer.reservation)
+        if self.source.reused(transfer.layer):  # its next use waits for this run's event
+            self._end_run()
 
     def _end_run(self) -> None:
         """End the run of chunks; where its event is refused, its transfers fail."""

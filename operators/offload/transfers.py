@@ -194,17 +194,17 @@ class ChunkSender:
         after = [reservation.after] if start == 0 and reservation.after is not None else []
         # So that the last chunk's event reports the failures of all.
         earlier = transfer.events if start + nbytes == self._expert_bytes else []
-        new = [event for event in (*after, *earlier) if event not in self._waited]
-        for event in new:
-            self._copy.wait(event)
-        self._waited += new
         source = self._source.chunk(transfer.layer, transfer.expert, start, nbytes)
+        if transfer.error is not None:  # an earlier chunk failed while the host waited for one of a ring
+            raise transfer.error
+        waits = self._wait(after)
         # The host learns of a copy's end some time later, which is not the link's: the device's own clock measures it.
         if not self._run:
             last = self._last
             self._before = last if not after and last is not None and not last.done() else self._copy.record(timed=True)
-        elif new:
+        elif waits:
             self._before = None  # the run's time is not the link's alone
+        self._wait(earlier)  # behind `before`, an event, which would report their failure in place of the run's
         self._device.copy(self._copy, self._arena, reservation.slot * self._expert_bytes + start, source, nbytes)
         now_ms = self._device.now_ms()
         transfer.state = TransferState.RUNNING
@@ -212,8 +212,14 @@ class ChunkSender:
         transfer.link_mark = self.link.send(nbytes, now_ms)
         self.chunks_in_flight += 1
         self._run.append(_Chunk(transfer, nbytes, now_ms))
-        if self._source.reused(transfer.layer):
-            self.end_run()
+
+    def _wait(self, events: Sequence[Event]) -> bool:
+        """Let the run come after events; return whether it did not already."""
+        new = [event for event in events if event not in self._waited]
+        for event in new:
+            self._copy.wait(event)
+        self._waited += new
+        return bool(new)
 
     @property
     def run_length(self) -> int:
@@ -238,6 +244,7 @@ class ChunkSender:
         self._source.mark_sent(run[-1].transfer.layer, event)
         for transfer in transfers_of(run):
             transfer.events.append(event)
+            transfer.link_mark = self.link.sent_bytes  # the host learns of the run as a whole
         self._device.notify(event, partial(self._run_done, run, before, event))
 
     def _run_done(self, run: Sequence[_Chunk], before: Event | None, event: Event, error: DeviceError | None) -> None:

@@ -196,11 +196,17 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent), f"{event!r} is not an event of this device"
-        self.raw.wait_event(event.raw)
+        try:
+            self.raw.wait_event(event.raw)
+        except RuntimeError as error:
+            raise DeviceError(f"{self._device.name}: {error}") from error
 
     def record(self, *, timed: bool = False) -> CudaEvent:
-        raw = torch.cuda.Event(enable_timing=timed, blocking=True)
-        raw.record(self.raw)
+        try:
+            raw = torch.cuda.Event(enable_timing=timed, blocking=True)
+            raw.record(self.raw)
+        except RuntimeError as error:  # the queue handles what a device refuses, and PyTorch's errors are no DeviceError
+            raise DeviceError(f"{self._device.name}: {error}") from error
         return CudaEvent(self._device.name, raw)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +24,24 @@ def test_the_device_of_the_tensors_becomes_the_current_one() -> None:
     assert isinstance(launch.on(torch.device("cpu")), nullcontext)
     found = launch.on(torch.device("cuda:1"))
     assert isinstance(found, torch.cuda.device) and found.idx == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "arch", "avoided"), [((3, 6), 90, True), ((3, 8), 90, True), ((3, 9), 90, False), ((3, 6), 80, False), ((3, 6), 120, False)]
+)
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_wrong_products_of_warp_groups_are_avoided(
+    version: tuple[int, int], arch: int, avoided: bool, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(launch.NO_WGMMA, before or "")  # restored afterwards
+    if before is None:
+        monkeypatch.delenv(launch.NO_WGMMA)
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_triton_version", lambda: version)
+    target = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend="cuda", arch=arch))
+    monkeypatch.setattr("triton.runtime.driver._active", target)
+    launch.avoid_wrong_wgmma()
+    assert os.environ.get(launch.NO_WGMMA) == ("1" if avoided else before)
 
 
 def test_launchers_enter_it(monkeypatch: pytest.MonkeyPatch) -> None:
