@@ -28,6 +28,7 @@ from support.compile_check import Compiled, recording
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.launch import trial
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
+from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.packed_product import SMALL_STAGES
 from moegraft.operators.kernels.slots import SlotExperts
@@ -115,6 +116,10 @@ def linear_case(weights: str, dtype: torch.dtype, tokens: int) -> Case:
     return lambda: void(linear.forward(empty(tokens, columns, dtype=dtype)))
 
 
+def norm_case(rows: int, columns: int) -> Case:
+    return lambda: void(norm(empty(rows, columns, dtype=BF16), empty(columns, dtype=BF16), 1e-6, 0.0, rounds_first=True))
+
+
 def void(result: object) -> None:
     """Call a launcher and ignore its result."""
 
@@ -149,6 +154,8 @@ def cases() -> Mapping[str, Case]:
     found["sparse gpt-oss bfloat16 dense T=64"] = sparse_case("gpt-oss", "bfloat16", "dense", 64)
     for weights, tokens in (("int8", 1), ("int8", 64), ("int4", 1), ("q4_k", 1)):
         found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
+    for rows, columns in ((32, 128), (1, 2048), (1, MAX_COLUMNS)):
+        found[f"norm of {columns} bfloat16 R={rows}"] = norm_case(rows, columns)
     return found
 
 

@@ -54,13 +54,12 @@ def element_name(dtype: torch.dtype) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the kernel can read a tensor in place: on the CPU, contiguous, of a dtype that the kernel supports."""
-    return (
-        tensor.is_cpu
-        and tensor.dtype in ELEMENT_CODES
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a kernel of the tensor's own device can read it in place: contiguous, of a dtype that the kernels support."""
+    return tensor.dtype in ELEMENT_CODES and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ BUILT_IN = (
     "moegraft.operators.kv_cache:QuantizedKvCache",
     "moegraft.operators.linear:QuantizedLinear",
     "moegraft.operators.cpu_ops.norm:CpuNorm",
+    "moegraft.operators.cpu_ops.norm:FusedNorm",
     "moegraft.operators.cpu_ops.recurrent:CpuRecurrent",
     "moegraft.operators.cpu_ops.router:CpuRouter",
     "moegraft.operators.speculative.operator:SpeculativeDraft",

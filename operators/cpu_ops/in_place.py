@@ -1,9 +1,9 @@
-"""What the small CPU operators share: recognising what a module computes, and computing it in the module's place.
+"""What the small operators share: recognising what a module computes, and computing it in the module's place.
 
-`cpu_attention`, `cpu_norm` and `cpu_router` leave a module where it is, with its weights. Once the model is loaded, each compares its
-kernel with the module on random tensors and replaces the module's computation where both agree. What a kernel cannot answer goes to the
-module's own class, and so does every call in training mode: a checkpoint of activations then recomputes the very path, with gradients on or
-off.
+`cpu_attention`, `cpu_norm`, `cpu_router` and `fused_norm` leave a module where it is, with its weights. Once the model is loaded, each
+compares its kernel with the module on random tensors and replaces the module's computation where both agree. What a kernel cannot answer
+goes to the module's own class, and so does every call in training mode: a checkpoint of activations then recomputes the very path, with
+gradients on or off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import InPlaceOperator
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.cpu import describe, is_plain
+from moegraft.operators.cpu import describe, is_dense
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class NotRecognisedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """The small CPU operators have no options."""
+    """The small operators have no options."""
 
 
 class CpuOperator(InPlaceOperator):
-    """Base of the operators that compute a module in place wherever a CPU kernel computes the same."""
+    """Base of the operators that compute a module in place wherever a kernel, of the CPU for most, computes the same."""
 
     options_type = NoOptions
     fallback_level: ClassVar[int] = logging.INFO  # of the log message where a module on the CPU keeps its own computation
@@ -50,6 +50,7 @@ class CpuOperator(InPlaceOperator):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self.runtime = runtime
+        self._device = torch.device("cpu")  # of the kernel
         self._stock_attributes: Mapping[str, object] = {}  # empty unless the kernel computes for the module
 
     @classmethod
@@ -88,14 +89,15 @@ class CpuOperator(InPlaceOperator):
             module.__dict__.update(replaced)
 
     def placement(self) -> str:
-        where = f"the CPU ({describe(self.runtime)})" if self._stock_attributes else "left to PyTorch"
-        return f"{self.kind}: {self.name}, {where}"
+        where = f"the CPU ({describe(self.runtime)})" if self._device.type == "cpu" else str(self._device)
+        return f"{self.kind}: {self.name}, {where if self._stock_attributes else 'left to PyTorch'}"
 
 
 class CpuForwardOperator(CpuOperator):
     """Base of the operators that answer the calls of a module with one weight, as long as the module is as it was when it was loaded."""
 
     arguments = 1  # of the calls that are answered
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     attribute_names: ClassVar[tuple[str, ...]]  # the names, by family, of the one number of the module that the kernel has a copy of
 
     @abstractmethod
@@ -108,17 +110,17 @@ class CpuForwardOperator(CpuOperator):
 
     @abstractmethod
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
-        """Return what the module returns for `x`, of the weight's dtype and last size, and `others`; None where the kernel cannot."""
+        """Return what the module returns for `x`, of the weight's device, dtype and last size; None where the kernel cannot."""
 
     def install(self, module: nn.Module) -> dict[str, object]:
         weight = module._parameters.get("weight")
-        if weight is None or not is_plain(weight):
-            raise NotRecognisedError("it holds no weight on the CPU itself")
+        if weight is None or weight.device.type not in self.device_types or not is_dense(weight):
+            raise NotRecognisedError(f"it holds no weight on a device of type {' or '.join(self.device_types)} itself")
         names = [name for name in self.attribute_names if isinstance(getattr(module, name, None), int | float)]
         if not names:
             raise NotRecognisedError(f"it holds no number named {' or '.join(self.attribute_names)}")
         self._attribute, self._value = names[0], getattr(module, names[0])
-        self._dtype, self._shape, self._columns = weight.dtype, weight.shape, weight.shape[-1:]
+        self._device, self._dtype, self._shape, self._columns = weight.device, weight.dtype, weight.shape, weight.shape[-1:]
         self.fit(module, weight, self._value)
         # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
         # for the signature of `forward` finds them.
@@ -135,9 +137,10 @@ class CpuForwardOperator(CpuOperator):
             type(x) is not torch.Tensor
             or weight is None
             or not x.dtype == weight.dtype == self._dtype
+            or not x.device == weight.device == self._device
             or weight.shape != self._shape
             or x.shape[-1:] != self._columns
-            or not is_plain(weight)
+            or not is_dense(weight)
             or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
             or module.__dict__.get(self._attribute) != self._value
         ):

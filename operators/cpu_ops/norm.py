@@ -1,4 +1,4 @@
-"""`cpu_norm`: root-mean-square norms by the C++ kernel.
+"""`cpu_norm` and `fused_norm`: root-mean-square norms by the C++ kernel and, on a GPU, by a Triton kernel.
 
 Shapes: N columns.
 """
@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import NormSpec, Runtime
-from moegraft.operators.cpu import element_name, is_plain
+from moegraft.operators.cpu import element_name, is_dense
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
+from moegraft.operators.kernels.launch import interpreted, why_unavailable
 
 Form = Callable[..., torch.Tensor]  # of the rows, the weight and, for some, the gate
 
 _MOST_GROUP_COLUMNS = 8192  # of the kernel
+_ROUNDINGS = tuple(itertools.product((0.0, 1.0), (True, False)))  # what weights are stored around, and whether rounding comes first as well
 _TOLERANCE = 1e-5  # relative, in float32
 _ROUNDED_OTHERWISE = 0.02  # share of 16-bit results that may differ by a last bit, as sums in another order make them
 
@@ -47,24 +49,23 @@ class CpuNorm(CpuForwardOperator):
         rows = torch.randn(8, columns, generator=generator) * torch.logspace(-4, 1, 8)[:, None]
         weights, gates = torch.randn(columns, generator=generator), 3 * torch.randn(8, columns, generator=generator)
         dtypes = dict.fromkeys((torch.float32, weight.dtype))
-        samples = [[each.to(dtype) for each in (rows, weights, *[gates] * gated)] for dtype in dtypes]
+        samples = [[each.to(weight.device, dtype) for each in (rows, weights, *[gates] * gated)] for dtype in dtypes]
         expected = [probe_forward(module, rows, {"weight": weights}, *others) for rows, weights, *others in samples]
-        for form in self._gated_forms(module, columns, value) if gated else self._forms(columns, value):
+        for form in self._gated_forms(module, columns, float(value)) if gated else self._forms(columns, float(value)):
             if all(_agree(form(*sample), result) for sample, result in zip(samples, expected, strict=True)):
                 self._form, self.arguments = form, 1 + gated
                 return
         raise NotRecognisedError("it is no root-mean-square norm of a form that the kernel has")
 
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor | None:
-        if x.is_cpu:
-            x = x.contiguous()  # queries beside their gates are a part of another tensor
+        x = x.contiguous()  # queries beside their gates are a part of another tensor
         gates = all(type(each) is torch.Tensor and (each.shape, each.dtype, each.device) == (x.shape, x.dtype, x.device) for each in others)
-        plain = is_plain(x) and gates and not any(map(_learns, others))
+        plain = is_dense(x) and gates and not any(map(_learns, others))
         return self._form(x, weight, *others) if plain else None
 
     def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
-        for offset, rounds_first in itertools.product((0.0, 1.0), (True, False)):
-            yield partial(_norm, self.runtime, columns, float(epsilon), offset, rounds_first)
+        for offset, rounds_first in _ROUNDINGS:
+            yield partial(_norm, self.runtime, columns, epsilon, offset, rounds_first)
 
     def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
         """Yield the gated norms of recurrent layers: with the function of the gate before the norm or after it, in float32."""
@@ -72,7 +73,49 @@ class CpuNorm(CpuForwardOperator):
         forms = [(columns, False, False), (columns, False, True), (group, True, False)]
         for gate, (size, first, wide) in itertools.product(("silu", "sigmoid"), forms):
             if size <= _MOST_GROUP_COLUMNS and columns % size == 0:
-                yield partial(_gated, self.runtime, columns, float(epsilon), gate, size, first, wide)
+                yield partial(_gated, self.runtime, columns, epsilon, gate, size, first, wide)
+
+
+class FusedNorm(CpuNorm):
+    """`cpu_norm` for modules on the CPU; on a GPU a Triton kernel in one launch, without the gated forms.
+
+    Where Triton is missing or cannot compile, PyTorch's operations compute on the GPU.
+    """
+
+    name = "fused_norm"
+    summary = "root-mean-square norms in one kernel: of C++ on the CPU, of Triton on a GPU"
+    device_types = ("cpu", "cuda")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type != "cpu"
+
+    def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
+        if not self.on_gpu:
+            super().fit(module, weight, value)
+            return
+        reason = None if interpreted() else why_unavailable()
+        if reason is not None:
+            raise NotRecognisedError(reason)
+        from triton import TritonError
+
+        try:
+            super().fit(module, weight, value)
+        except (RuntimeError, TritonError) as error:
+            raise NotRecognisedError(f"its kernel cannot be compiled here ({error})") from error
+
+    def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
+        if not self.on_gpu:
+            yield from super()._forms(columns, epsilon)
+            return
+        # Triton need not be installed where there is no GPU.
+        from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
+
+        for offset, rounds_first in _ROUNDINGS if columns <= MAX_COLUMNS else ():
+            yield partial(norm, epsilon=epsilon, offset=offset, rounds_first=rounds_first)
+
+    def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
+        return iter(()) if self.on_gpu else super()._gated_forms(module, columns, epsilon)
 
 
 def _learns(tensor: torch.Tensor) -> bool:

@@ -51,8 +51,7 @@ class CpuRouter(CpuForwardOperator):
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...] | None:
         form, parameters, buffers = self._form, module._parameters, module._buffers
         if (
-            not x.is_cpu
-            or not (x.dim() == 2 or (x.dim() == 3 and form.flattens))
+            not (x.dim() == 2 or (x.dim() == 3 and form.flattens))
             or x.numel() > MAX_TOKENS * weight.shape[1]
             or any(_version(parameters.get(name, buffers.get(name))) != version for name, version in self._copied.items())
         ):

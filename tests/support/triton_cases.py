@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -48,6 +49,7 @@ def quicken_interpreter(overflows: bool) -> None:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Fill memory from `torch.empty` with NaN, or a number far out of range as an index; silence the interpreter's warnings."""
+    _device_constructors()  # PyTorch keeps what it finds, which must be its own `empty`
     empty = torch.empty
 
     def poison(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from moegraft.cpu_backend import Runtime
 from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError
-from moegraft.operators.cpu_ops.norm import CpuNorm
+from moegraft.operators.cpu_ops.norm import CpuNorm, FusedNorm
 from moegraft.operators.cpu_ops.router import MAX_TOKENS, CpuRouter, recognise
 
 RULES = """
@@ -233,7 +233,7 @@ def test_a_custom_norm_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Qwen3MoeRMSNorm) keeps its own norm: it is no root-mean-square norm of a form" in caplog.text
 
 
-@pytest.mark.parametrize(("operator", "path"), [(CpuNorm, "model.norm"), (CpuRouter, "model.layers.1.mlp.gate")])
+@pytest.mark.parametrize(("operator", "path"), [(CpuNorm, "model.norm"), (FusedNorm, "model.norm"), (CpuRouter, "model.layers.1.mlp.gate")])
 def test_a_module_on_a_gpu_keeps_its_own_without_a_notice(
     operator: type[CpuForwardOperator], path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
