@@ -68,6 +68,8 @@ rules:
   replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, gpu: "{gpu}", {options}}}}}
 {more}
 """
+# As in the shipped rules; where the device is emulated, the rest of the model runs on the CPU, and a capture would not see them.
+ON_GPU = "- match: {kind: norm}\n  replace: {class: fused_norm}\n  expect: any\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def system(name: str, model: Model, ratio: float, more: str = "") -> Iterator[Pr
     if name == "stock":
         yield model.make(experts=True)
         return
+    more = (ON_GPU if model.gpu.startswith("cuda") else "") + more
     with rule_file(RULES.format(weights=model.weights, gpu=model.gpu, options=SYSTEMS[name].format(ratio=ratio), more=more)) as rules:
         empty, threads = model.make(), 0 if model.gpu.startswith("cuda") else 1  # 0: one for each core
         grafted = graft(empty, plan(empty, rules), threads=threads)
