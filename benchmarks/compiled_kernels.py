@@ -31,6 +31,7 @@ from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.packed_product import SMALL_STAGES
+from moegraft.operators.kernels.router import choose_experts
 from moegraft.operators.kernels.slots import SlotExperts
 from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 from moegraft.operators.weight_formats import FORMATS
@@ -120,6 +121,12 @@ def norm_case(rows: int, columns: int) -> Case:
     return lambda: void(norm(empty(rows, columns, dtype=BF16), empty(columns, dtype=BF16), 1e-6, 0.0, rounds_first=True))
 
 
+def router_case(name: str, tokens: int, *, biased: bool = False) -> Case:
+    _, _, experts, top_k = SHAPES[name]
+    rule = {"score": "sigmoid", "choice_bias": empty(experts, dtype=torch.float32)} if biased else {}
+    return lambda: void(choose_experts(empty(tokens, experts, dtype=BF16), top_k, normalise=True, weights_type=BF16, **rule))
+
+
 def void(result: object) -> None:
     """Call a launcher and ignore its result."""
 
@@ -156,6 +163,9 @@ def cases() -> Mapping[str, Case]:
         found[f"linear {weights} bfloat16 T={tokens}"] = linear_case(weights, BF16, tokens)
     for rows, columns in ((32, 128), (1, 2048), (1, MAX_COLUMNS)):
         found[f"norm of {columns} bfloat16 R={rows}"] = norm_case(rows, columns)
+    for name in SHAPES:
+        found[f"router {name} bfloat16 T=1"] = router_case(name, 1)
+    found["router qwen3.5-35b biased bfloat16 T=1"] = router_case("qwen3.5-35b", 1, biased=True)
     return found
 
 

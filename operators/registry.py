@@ -21,6 +21,7 @@ BUILT_IN = (
     "moegraft.operators.cpu_ops.norm:FusedNorm",
     "moegraft.operators.cpu_ops.recurrent:CpuRecurrent",
     "moegraft.operators.cpu_ops.router:CpuRouter",
+    "moegraft.operators.cpu_ops.router:FusedRouter",
     "moegraft.operators.speculative.operator:SpeculativeDraft",
 )
 

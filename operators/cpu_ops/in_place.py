@@ -1,7 +1,7 @@
 """What the small operators share: recognising what a module computes, and computing it in the module's place.
 
-`cpu_attention`, `cpu_norm`, `cpu_router` and `fused_norm` leave a module where it is, with its weights. Once the model is loaded, each
-compares its kernel with the module on random tensors and replaces the module's computation where both agree. What a kernel cannot answer
+`cpu_attention`, `cpu_norm`, `cpu_router` and others leave a module where it is, with its weights. Once the model is loaded, each compares
+its kernel with the module on random tensors and replaces the module's computation where both agree. What a kernel cannot answer
 goes to the module's own class, and so does every call in training mode: a checkpoint of activations then recomputes the very path, with
 gradients on or off.
 """
@@ -26,6 +26,7 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import InPlaceOperator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import describe, is_dense
+from moegraft.operators.kernels.launch import compile_errors, interpreted, why_unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,13 @@ class CpuForwardOperator(CpuOperator):
     """Base of the operators that answer the calls of a module with one weight, as long as the module is as it was when it was loaded."""
 
     arguments = 1  # of the calls that are answered
-    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # on other devices than the CPU by Triton
     attribute_names: ClassVar[tuple[str, ...]]  # the names, by family, of the one number of the module that the kernel has a copy of
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a Triton kernel computes."""
+        return self._device.type != "cpu"
 
     @abstractmethod
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
@@ -121,7 +127,14 @@ class CpuForwardOperator(CpuOperator):
             raise NotRecognisedError(f"it holds no number named {' or '.join(self.attribute_names)}")
         self._attribute, self._value = names[0], getattr(module, names[0])
         self._device, self._dtype, self._shape, self._columns = weight.device, weight.dtype, weight.shape, weight.shape[-1:]
-        self.fit(module, weight, self._value)
+        reason = why_unavailable() if self.on_gpu and not interpreted() else None
+        if reason is not None:
+            raise NotRecognisedError(reason)
+        failures = compile_errors() if self.on_gpu else ()
+        try:
+            self.fit(module, weight, self._value)
+        except failures as error:
+            raise NotRecognisedError(f"its kernel cannot be compiled here ({error})") from error
         # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
         # for the signature of `forward` finds them.
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class

@@ -17,7 +17,6 @@ from torch import nn
 from moegraft.cpu_backend import NormSpec, Runtime
 from moegraft.operators.cpu import element_name, is_dense
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
-from moegraft.operators.kernels.launch import interpreted, why_unavailable
 
 Form = Callable[..., torch.Tensor]  # of the rows, the weight and, for some, the gate
 
@@ -85,24 +84,6 @@ class FusedNorm(CpuNorm):
     name = "fused_norm"
     summary = "root-mean-square norms in one kernel: of C++ on the CPU, of Triton on a GPU"
     device_types = ("cpu", "cuda")
-
-    @property
-    def on_gpu(self) -> bool:
-        return self._device.type != "cpu"
-
-    def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
-        if not self.on_gpu:
-            super().fit(module, weight, value)
-            return
-        reason = None if interpreted() else why_unavailable()
-        if reason is not None:
-            raise NotRecognisedError(reason)
-        from triton import TritonError
-
-        try:
-            super().fit(module, weight, value)
-        except (RuntimeError, TritonError) as error:
-            raise NotRecognisedError(f"its kernel cannot be compiled here ({error})") from error
 
     def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
         if not self.on_gpu:

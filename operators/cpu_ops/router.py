@@ -1,4 +1,4 @@
-"""`cpu_router`: the experts of a few tokens, chosen by the C++ kernel.
+"""`cpu_router` and `fused_router`: experts of tokens, chosen by the C++ kernel for a few and, on a GPU, by a Triton kernel.
 
 Shapes: T tokens, H hidden size, E experts, K experts per token.
 """
@@ -6,16 +6,20 @@ Shapes: T tokens, H hidden size, E experts, K experts per token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from moegraft.cpu_backend import RouterSpec, Runtime
 from moegraft.operators.cpu import as_array, element_name
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
+
+Route = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of hidden states and the weight
 
 MAX_TOKENS = 8  # routing a prompt is a product of matrices, which PyTorch computes well
 
@@ -40,27 +44,63 @@ class CpuRouter(CpuForwardOperator):
     name = "cpu_router"
     kind = "router"
     summary = "the router's choice of experts for a few tokens by the C++ kernel, on the CPU"
+    max_tokens: int | None = MAX_TOKENS
 
     attribute_names = ("top_k", "num_experts_per_tok")
 
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
-        self._form = recognise(module, self.runtime, int(value))
-        self._spec = self._form.spec(weight)
+        self._form = recognise(module, self.route_by, int(value), groups=not self.on_gpu)
+        self._route = self.route_by(self._form, weight)
         self._copied = {name: _version(tensor) for name, tensor in _vectors(module).items()}
+
+    def route_by(self, form: RouterForm, weight: torch.Tensor) -> Route:
+        """Return the kernel's computation of `form` for a weight of this dtype."""
+        return partial(routed, self.runtime, form.spec(weight), form)
 
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...] | None:
         form, parameters, buffers = self._form, module._parameters, module._buffers
         if (
             not (x.dim() == 2 or (x.dim() == 3 and form.flattens))
-            or x.numel() > MAX_TOKENS * weight.shape[1]
+            or (self.max_tokens is not None and x.numel() > self.max_tokens * weight.shape[1])
             or any(_version(parameters.get(name, buffers.get(name))) != version for name, version in self._copied.items())
         ):
             return None
-        parts = routed(self.runtime, self._spec, form, x.reshape(-1, x.shape[-1]).contiguous(), weight)
+        parts = self._route(x.reshape(-1, x.shape[-1]).contiguous(), weight)
         placed: list[torch.Tensor] = [*parts]
         for position, part in zip(form.order, parts, strict=True):
             placed[position] = part
         return tuple(placed)
+
+
+class FusedRouter(CpuRouter):
+    """`cpu_router` for modules on the CPU; on a GPU a Triton kernel after PyTorch's product for the logits, for any number of tokens.
+
+    Choices of groups are left to PyTorch there.
+    """
+
+    name = "fused_router"
+    summary = "the router's choice of experts in one kernel: of C++ on the CPU for a few tokens, of Triton on a GPU"
+    device_types = ("cpu", "cuda")
+
+    def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
+        super().fit(module, weight, value)
+        if self.on_gpu:
+            self.max_tokens = None
+            self._route(weight.detach()[:1], weight.detach())  # compiles for this dtype
+
+    def route_by(self, form: RouterForm, weight: torch.Tensor) -> Route:
+        if not self.on_gpu:
+            return super().route_by(form, weight)
+        # Triton need not be installed where there is no GPU.
+        from moegraft.operators.kernels.router import MAX_EXPERTS, choose_experts
+
+        if weight.shape[0] > MAX_EXPERTS:
+            raise NotRecognisedError(f"it has more than {MAX_EXPERTS} experts")
+        rule = dict(form.rule)
+        dtype = weight.dtype if rule.pop("rounds_logits", False) else torch.float32
+        bias = rule.pop("logit_bias", None)
+        choose = partial(choose_experts, top_k=form.top_k, weights_type=form.weights_type, **rule)
+        return partial(_chosen, choose, form.logits_type, None if bias is None else bias.to(dtype), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +108,7 @@ class RouterForm:
     """How a router of E experts computes, in the terms of the kernel's RouterSpec.
 
     Attributes:
-        rule: the arguments of RouterSpec for how experts are scored and chosen, biases included.
+        rule: the arguments of RouterSpec for how experts are scored and chosen, biases as tensors.
         order: the positions of logits, weights and ids in what the module returns.
         flattens: whether it takes (B, T, H) as (B * T, H).
     """
@@ -82,6 +122,7 @@ class RouterForm:
 
     def spec(self, weight: torch.Tensor) -> RouterSpec:
         """Return the specification for a weight (E, H), whose dtype hidden states will have; the biases are copied."""
+        rule: dict[str, Any] = {name: as_array(value) if isinstance(value, torch.Tensor) else value for name, value in self.rule.items()}
         return RouterSpec(
             weight.shape[1],
             weight.shape[0],
@@ -89,7 +130,7 @@ class RouterForm:
             element_type=element_name(weight.dtype),
             logits_type=element_name(self.logits_type),
             weights_type=element_name(self.weights_type),
-            **self.rule,
+            **rule,
         )
 
 
@@ -105,16 +146,32 @@ def routed(
     return logits, weights, index
 
 
+def _chosen(
+    choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    logits_type: torch.dtype,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = F.linear(x.to(dtype), weight.to(dtype), bias)
+    return logits.to(logits_type), *choose(logits)
+
+
 def _version(tensor: torch.Tensor | None) -> tuple[int, int]:
     """Return what changes when a tensor is replaced or, outside of inference mode, written to."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
 
-def recognise(module: nn.Module, runtime: Runtime, top_k: int) -> RouterForm:
-    """Return the form that gives on random hidden states what `module` gives, which is loaded and holds a `weight` on the CPU.
+def recognise(module: nn.Module, route_by: Callable[[RouterForm, torch.Tensor], Route], top_k: int, *, groups: bool = True) -> RouterForm:
+    """Return the form that gives on random hidden states what `module` gives, which is loaded and holds a `weight`.
 
     Forms are compared in float32, where no two logits are equal and the choice has one answer; dtypes and rounding are read off a run in
     the module's own.
+
+    Args:
+        route_by: returns the kernel's computation of a form.
+        groups: whether the kernel has choices of groups of experts.
 
     Raises:
         NotRecognisedError: no form does, or several that would differ on other hidden states.
@@ -123,18 +180,18 @@ def recognise(module: nn.Module, runtime: Runtime, top_k: int) -> RouterForm:
     wide = {name: held.detach().float() for name, held in tensors.items() if held.is_floating_point()}
     weight, dtype, biases = wide["weight"], tensors["weight"].dtype, _biases(_vectors(module))
     experts, hidden = weight.shape
-    x = torch.randn(_COMPARED_TOKENS, hidden, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(_COMPARED_TOKENS, hidden, generator=torch.Generator().manual_seed(0)).to(weight.device)
     expected, own = probe_forward(module, x, wide), probe_forward(module, x[:2].to(dtype), {})
     order = _order(expected, experts)
     if order is None or _order(own, experts) != order:
         raise NotRecognisedError("it does not return logits, weights and ids alone")
     parts = [expected[position] for position in order]
     fitting = []
-    for (score, normalise), grouping in itertools.product(_SCORES, _groupings(module, experts, top_k)):
+    for (score, normalise), grouping in itertools.product(_SCORES, _groupings(module, experts, top_k) if groups else [{}]):
         form = RouterForm(top_k, {"score": score, "normalise": normalise, **grouping, **biases}, order)
-        spec, scale = form.spec(weight), None
+        route, scale = route_by(form, weight), None
         for tokens in (_FIRST_TOKENS, _COMPARED_TOKENS):
-            scale = _scale([part[:tokens] for part in parts], routed(runtime, spec, form, x[:tokens], weight))
+            scale = _scale([part[:tokens] for part in parts], route(x[:tokens], weight))
             if scale is None:
                 break
         else:
@@ -162,7 +219,7 @@ def _biases(vectors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     names = {name: "logit_bias" if name == _LOGIT_BIAS else "choice_bias" for name in vectors}
     if len(set(names.values())) < len(names):
         raise NotRecognisedError(f"{', '.join(name for name in names if name != _LOGIT_BIAS)} might each be a bias")
-    return {names[name]: as_array(vector.float().contiguous()) for name, vector in vectors.items()}
+    return {names[name]: vector.detach().float().clone() for name, vector in vectors.items()}
 
 
 def _order(output: Any, experts: int) -> tuple[int, ...] | None:

@@ -45,6 +45,13 @@ def why_unavailable() -> str | None:
     return None
 
 
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of launches on GPUs or machines that Triton cannot compile for, as those without a C compiler."""
+    from triton import TritonError
+
+    return RuntimeError, TritonError
+
+
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` PyTorch's current one, which Triton launches on wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.kernel_cases import expected_choice
 
 from moegraft.cpu_backend import NormSpec, RouterSpec, Runtime
 from moegraft.operators.cpu_ops.norm import normalised
@@ -128,27 +129,6 @@ def route(
     index = torch.full((tokens, top_k), -7)
     runtime.route(spec, x, weight, logits, weights, index)
     return [logits, weights, index]
-
-
-def expected_choice(logits: torch.Tensor, top_k: int, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids, best first, and weights by the definitions, in float64."""
-    score = options.get("score", "softmax")
-    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "chosen_softmax": logits}[score]
-    bias = options.get("choice_bias")
-    choice = scores if bias is None else scores + torch.from_numpy(bias).double()
-    groups, kept = options.get("groups", 1), options.get("kept_groups", 1)
-    in_groups = choice.reshape(len(choice), groups, -1)
-    best = in_groups.sort(-1, descending=True).values
-    of_group = best[..., 0] if options.get("group_score") == "largest" else best[..., :2].sum(-1)
-    seen = torch.zeros_like(of_group).scatter(1, of_group.topk(kept).indices, 1.0).bool()
-    choice = in_groups.masked_fill(~seen[..., None], -torch.inf).reshape(choice.shape)
-    index = choice.topk(top_k).indices
-    weights = scores.gather(-1, index)
-    if score == "chosen_softmax":
-        weights = weights.softmax(-1)
-    elif options.get("normalise"):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return index, weights * options.get("scale", 1.0)
 
 
 BIAS = np.linspace(-0.4, 0.4, 24, dtype=np.float32)

@@ -39,6 +39,10 @@ rules:
   replace: {{class: hybrid_experts, kwargs: {{gpu: "{gpu}", {more}}}}}
 {rules}
 """
+FUSED = """
+- {match: {kind: norm}, replace: {class: fused_norm}}
+- {match: {kind: router}, replace: {class: fused_router}}
+"""
 NEW = 20
 GRAPH = "cache: {ratio: 0.5}, decode: graph"
 EAGER = "cache: {ratio: 0.5}, decode: eager"
@@ -144,6 +148,21 @@ def test_captured_steps_answer_as_those_layer_by_layer(  # type: ignore[no-untyp
     statistics = engine_of(model).statistics
     assert statistics.replayed >= NEW - 3  # of the last nothing is learnt yet, and one was compared
     assert 0 < statistics.on_cpu < statistics.used
+
+
+@pytest.mark.parametrize("gpu", GPUS[1:])  # an emulated device captures no kernels of Triton
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_steps_with_fused_operators_are_captured(  # type: ignore[no-untyped-def]
+    model_type: str, load, eager, tolerance: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, logits = answer(eager(model_type))
+    model = load(model_type, rules=FUSED)
+    assert {"norm: fused_norm, cuda:0", "router: fused_router, cuda:0"} <= {each.placement() for each in model.moegraft.operators.values()}
+    with caplog.at_level(logging.INFO, "moegraft"):
+        found, found_logits = answer(model)
+    assert not notices(caplog), caplog.text
+    assert found == tokens and difference(found_logits, logits) < tolerance
+    assert engine_of(model).statistics.replayed >= NEW - 3
 
 
 @pytest.mark.parametrize(("length", "model_type"), combinations([5, WINDOW - 1, WINDOW, WINDOW + 8], WINDOWED))

@@ -47,15 +47,16 @@ def test_weights_can_be_chosen_in_every_file(name: str) -> None:
         assert [getattr(rule.options, "weights", None) for rule in rules if rule.match.kind == "experts"] == [weights]
 
 
-SMALL = [("cpu_router", None), ("cpu_recurrent", None)]
+SMALL = [("cpu_norm", None), ("cpu_router", None), ("cpu_recurrent", None)]
+FUSED = [("fused_norm", None), ("fused_router", None), ("cpu_recurrent", None)]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8"), ("cpu_attention", None), ("cpu_norm", None), *SMALL]),
+        ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8"), ("cpu_attention", None), *SMALL]),
         ("cpu-exact", [("hybrid_experts", "stored"), ("cpu_attention", None), ("cpu_recurrent", None)]),
-        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8"), ("cpu_attention", None), ("fused_norm", None), *SMALL]),
+        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8"), ("cpu_attention", None), *FUSED]),
     ],
     ids=["cpu", "cpu-exact", "hybrid"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,27 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def sqnr_db(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(20 * torch.log10(expected.norm() / (found.double() - expected).norm()))
+
+
+def expected_choice(logits: torch.Tensor, top_k: int, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids, best first, and weights by the definitions, in float64."""
+    score = options.get("score", "softmax")
+    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "chosen_softmax": logits}[score]
+    bias = options.get("choice_bias")
+    choice = scores if bias is None else scores + torch.from_numpy(bias).double()
+    groups, kept = options.get("groups", 1), options.get("kept_groups", 1)
+    in_groups = choice.reshape(len(choice), groups, choice.shape[-1] // groups)
+    best = in_groups.sort(-1, descending=True).values
+    of_group = best[..., 0] if options.get("group_score") == "largest" else best[..., :2].sum(-1)
+    seen = torch.zeros_like(of_group).scatter(1, of_group.topk(kept).indices, 1.0).bool()
+    choice = in_groups.masked_fill(~seen[..., None], -torch.inf).reshape(choice.shape)
+    index = choice.topk(top_k).indices
+    weights = scores.gather(-1, index)
+    if score == "chosen_softmax":
+        weights = weights.softmax(-1)
+    elif options.get("normalise"):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return index, weights * options.get("scale", 1.0)
 
 
 @dataclass

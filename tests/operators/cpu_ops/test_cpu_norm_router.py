@@ -19,7 +19,7 @@ from moegraft.cpu_backend import Runtime
 from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError
 from moegraft.operators.cpu_ops.norm import CpuNorm, FusedNorm
-from moegraft.operators.cpu_ops.router import MAX_TOKENS, CpuRouter, recognise
+from moegraft.operators.cpu_ops.router import MAX_TOKENS, CpuRouter, FusedRouter, recognise
 
 RULES = """
 version: 1
@@ -233,7 +233,10 @@ def test_a_custom_norm_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Qwen3MoeRMSNorm) keeps its own norm: it is no root-mean-square norm of a form" in caplog.text
 
 
-@pytest.mark.parametrize(("operator", "path"), [(CpuNorm, "model.norm"), (FusedNorm, "model.norm"), (CpuRouter, "model.layers.1.mlp.gate")])
+@pytest.mark.parametrize(
+    ("operator", "path"),
+    [(CpuNorm, "model.norm"), (FusedNorm, "model.norm"), (CpuRouter, "model.layers.1.mlp.gate"), (FusedRouter, "model.layers.1.mlp.gate")],
+)
 def test_a_module_on_a_gpu_keeps_its_own_without_a_notice(
     operator: type[CpuForwardOperator], path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,7 +273,7 @@ def test_rules_of_groups_are_distinguished(method: str, experts: int, groups: in
 
     if method != "greedy" and (experts % groups or top_k > experts // groups * kept):
         return
-    runtime = Runtime(threads=1)
+    router = CpuRouter(Runtime(threads=1))
     config = stock("deepseek_v2").config
     config.n_routed_experts, config.n_group, config.topk_group = experts, groups, kept
     config.num_experts_per_tok, config.topk_method = top_k, method
@@ -278,7 +281,7 @@ def test_rules_of_groups_are_distinguished(method: str, experts: int, groups: in
         module = DeepseekV2TopkRouter(config)
         module.weight.data = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(seed)) / 10
         try:
-            rule = recognise(module, runtime, top_k).rule
+            rule = recognise(module, router.route_by, top_k).rule
         except NotRecognisedError:
             assert method != "greedy"
             continue

@@ -198,8 +198,8 @@ def test_a_kernel_that_does_not_compile_is_left_out(tmp_path: Path, monkeypatch:
 
 
 def test_without_triton_pytorch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("moegraft.operators.cpu_ops.norm.interpreted", lambda: False)
-    monkeypatch.setattr("moegraft.operators.cpu_ops.norm.why_unavailable", lambda: "Triton is not installed")
+    monkeypatch.setattr("moegraft.operators.cpu_ops.in_place.interpreted", lambda: False)
+    monkeypatch.setattr("moegraft.operators.cpu_ops.in_place.why_unavailable", lambda: "Triton is not installed")
     with caplog.at_level(logging.DEBUG, "moegraft"):
         model = injected(stock("qwen3_moe"), tmp_path)
     assert "norm: fused_norm, left to PyTorch" in "\n".join(model.moegraft.placement())
