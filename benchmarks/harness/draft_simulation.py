@@ -293,7 +293,7 @@ class DraftSimulation:
         return least_round_ms(rest_ms, cpu_ms, gpu_ms, link_ms, machine.first_cpu_ms(size))
 
     def _predictions(self, tokens: Sequence[Trace], layer: int) -> list[Prediction]:
-        depth = min(self._base.system.prefetch.depth, len(PREDICTION_NOISE))
+        depth = min(self._base.system.prefetch.depth(len(tokens)), len(PREDICTION_NOISE))
         later = range(layer + 1, min(layer + 1 + depth, self._base.model.layers))
         return [Prediction.of(each, np.concatenate([token.predicted[each - layer - 1, :, each] for token in tokens])) for each in later]
 

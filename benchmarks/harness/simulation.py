@@ -181,7 +181,7 @@ class Simulation:
         return tuple(self.device.busy_ms(lane) for lane in ("cpu", "compute", "copy"))  # type: ignore[return-value] # three
 
     def _steps(self, tokens: Trace) -> Iterator[LayerStep]:
-        depth = self.system.prefetch.depth
+        depth = self.system.prefetch.depth(tokens.num_tokens)
         for layer in range(self.model.layers):
             ahead = range(layer + 1, min(layer + 1 + depth, self.model.layers))
             predictions = [Prediction.of(later, self._foreseen(tokens, layer, later)) for later in ahead]

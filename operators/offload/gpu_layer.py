@@ -156,7 +156,7 @@ class GpuLayer:
 
     def _predict(self, router_input: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the next layers would choose on the current hidden states, as `layer N`: (T', K) int64."""
-        last = self._index + self.engine.prefetcher.options.depth
+        last = self._index + self.engine.prefetcher.options.depth(len(router_input))
         tokens = router_input[-PREDICT_TOKENS:]
         later = range(self._index + 1, min(last + 1, len(self.layers.routers)))
         return {f"layer {layer}": chosen for layer, chosen in zip(later, self._look_ahead.chosen(tokens, later), strict=True)}

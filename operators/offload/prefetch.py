@@ -28,6 +28,7 @@ from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Urgency
 
 PrefetchName = Literal["impact", "next_layer", "none"]
+LONG_TOKENS = 64  # a step of more, a prompt, uses most of a layer's experts: predictions of later layers cost the host more than they gain
 MAX_REQUESTS = 6  # more cannot land before the requests are chosen again, one layer later
 MIN_GAIN_MS = 1e-6
 PRECISION_ALPHA = 0.02  # the newest layer's weight in the average
@@ -57,10 +58,9 @@ class PrefetchOptions:
         if not 1 <= self.lookahead <= 3:
             raise ValueError(f"lookahead is 1 to 3 layers, not {self.lookahead}")
 
-    @property
-    def depth(self) -> int:
-        """The number of layers that must be predicted."""
-        return {"impact": self.lookahead, "next_layer": 1, "none": 0}[self.policy]
+    def depth(self, tokens: int) -> int:
+        """The number of layers that must be predicted, for a step of so many tokens."""
+        return {"impact": self.lookahead if tokens <= LONG_TOKENS else 1, "next_layer": 1, "none": 0}[self.policy]
 
 
 class _Precision:
@@ -123,7 +123,7 @@ class Prefetcher:
         if self.options.policy == "none":
             return
         wanted: list[tuple[float, int, int, int]] = []  # -gain, depth, layer, expert
-        for depth, prediction in enumerate(step.predictions[: self.options.depth], 1):
+        for depth, prediction in enumerate(step.predictions[: self.options.depth(len(step.chosen))], 1):
             self._precision.expect(depth, prediction)
             self._slots.protect(prediction.layer, prediction.experts.tolist())
             wanted += self._worth_loading(depth, prediction)

@@ -146,6 +146,9 @@ class ResidentSet:
 class FreeList:
     """Unpinned slots without an expert, and each slot's last reader. Not thread-safe: the slot table's lock guards it.
 
+    Readers run on one stream, so that their events are done in the order in which they are recorded: to find a slot whose readers are
+    done, only the earliest event is asked for, which is a call of the driver.
+
     Attributes:
         free: slots whose readers are done.
         evicting: evicted slots that may still be read.
@@ -153,11 +156,13 @@ class FreeList:
 
     def __init__(self, slots: int) -> None:
         self.free = deque(range(slots))
-        self.evicting: deque[int] = deque()
+        self.evicting: list[int] = []
         self._last_use: list[Event | None] = [None] * slots
-        self._use_epoch = [0] * slots
-        self._epoch = 0  # of readers of all slots
-        self._epoch_use: Event | None = None
+        self._used_at = [0] * slots  # the numbers of these events
+        self._uses = 0
+        self._use: Event | None = None  # the latest event
+        self._all_used_at = 0  # of readers of all slots
+        self._use_of_all: Event | None = None
 
     def __len__(self) -> int:
         return len(self.free) + len(self.evicting)
@@ -165,17 +170,23 @@ class FreeList:
     def record_use(self, slot: int, last_use: Event) -> None:
         """Record that a slot was read, up to the event."""
         self._last_use[slot] = last_use
-        self._use_epoch[slot] = self._epoch
+        self._used_at[slot] = self._number(last_use)
 
     def record_use_of_all(self, last_use: Event) -> None:
         """Record that all slots were read, up to the event; slots evicted from now on are loaded behind it."""
-        self._epoch += 1
-        self._epoch_use = last_use
+        self._use_of_all, self._all_used_at = last_use, self._number(last_use)
+
+    def _number(self, last_use: Event) -> int:
+        """Return the place of an event in the order of the readers; many slots are read up to the same one."""
+        if last_use is not self._use:
+            self._use = last_use
+            self._uses += 1
+        return self._uses
 
     def on_evicted(self, slot: int) -> None:
         """Let the slot's next load wait for the last reader of all slots where that is later than its own."""
-        if self._use_epoch[slot] < self._epoch:
-            self._last_use[slot] = self._epoch_use
+        if self._used_at[slot] < self._all_used_at:
+            self._last_use[slot], self._used_at[slot] = self._use_of_all, self._all_used_at
 
     def pop_last_use(self, slot: int) -> Event | None:
         """Return and forget the event that the next load into the slot waits for."""
@@ -196,14 +207,15 @@ class FreeList:
         return False
 
     def take(self) -> int | None:
-        """Return a free slot, else an evicted one: the first whose readers are done if there is one, else the first."""
+        """Return a free slot, else the evicted one whose readers are done first; None where there is neither."""
         if self.free:
             return self.free.popleft()
-        for position, slot in enumerate(self.evicting):
-            if self._readers_done(slot):
-                del self.evicting[position]
-                return slot
-        return self.evicting.popleft() if self.evicting else None
+        if not self.evicting:
+            return None
+        slot = min(self.evicting, key=self._used_at.__getitem__)
+        self.evicting.remove(slot)
+        self._readers_done(slot)
+        return slot
 
     def _readers_done(self, slot: int) -> bool:
         last_use = self._last_use[slot]

@@ -81,8 +81,8 @@ def test_a_slot_whose_reader_is_done_goes_first() -> None:
     table.load(1, 2, 3)
     pin = table.slots.pin(0, [2, 3])
     busy, done = FakeEvent(), FakeEvent()
-    table.slots.release(table.slots.pin(0, [2]), busy)
     table.slots.release(table.slots.pin(0, [3]), done)
+    table.slots.release(table.slots.pin(0, [2]), busy)
     table.slots.release(pin, None)
     left = pin.slots
     table.load(0, 4, 5)
