@@ -69,7 +69,10 @@ rules:
 {more}
 """
 # As in the shipped rules; where the device is emulated, the rest of the model runs on the CPU, and a capture would not see them.
-ON_GPU = "- match: {kind: norm}\n  replace: {class: fused_norm}\n  expect: any\n"
+ON_GPU = "".join(
+    f"- match: {{kind: {kind}}}\n  replace: {{class: {name}}}\n  expect: any\n"
+    for kind, name in (("norm", "fused_norm"), ("router", "fused_router"))
+)
 
 
 @dataclass(frozen=True, slots=True)
