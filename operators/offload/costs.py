@@ -25,6 +25,9 @@ Rows = tuple[tuple[int, float], ...]
 FIRST = -1  # takes the place of a load bucket: the first-expert penalty
 # One measurement counts at most as half or twice what was predicted: something else may have run.
 MIN_ERROR, MAX_ERROR = -0.5, 1.0
+# What is learnt stays within these multiples of what the warm-up measured. Prompts and steps of one token pull a time and the penalty of
+# the first expert in opposite directions where the host delays them: an H100's penalty became 10 ms, and its experts took no time.
+MIN_FACTOR, MAX_FACTOR = 0.25, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,12 @@ class CostModel:
         _check_time(measured_ms)
         self._cpu.observe(loads, measured_ms, self._weight)
 
+    def bound_cpu(self, loads: NDArray[np.integer], most_ms: float) -> None:
+        """Learn that the CPU took no longer than this, as its end was not seen: predictions that are longer are too long."""
+        _check_time(most_ms)
+        if len(loads) and self.first_cpu_ms + float(self.cpu_ms(loads).sum()) > most_ms:
+            self._cpu.observe(loads, most_ms, self._weight)
+
     def observe_gpu(self, loads: NDArray[np.integer], measured_ms: float) -> None:
         """Learn that one launch of the GPU over resident experts with these loads, which waited for no transfer, took `measured_ms`."""
         _check_time(measured_ms)
@@ -159,7 +168,8 @@ class _DeviceCosts:
             return
         error_ms = min(max(measured_ms / predicted_ms - 1.0, MIN_ERROR), MAX_ERROR) * predicted_ms
         for bucket, part_ms in parts.items():
-            factor = self._factors[bucket] = self._factors.get(bucket, 1.0) * (1.0 + weight * error_ms * part_ms / squares)
+            learnt = self._factors.get(bucket, 1.0) * (1.0 + weight * error_ms * part_ms / squares)
+            factor = self._factors[bucket] = min(max(learnt, MIN_FACTOR), MAX_FACTOR)
             if bucket != FIRST:
                 covered = slice(1 << bucket, 2 << bucket)
                 self._ms[covered] = self._warm_ms[covered] * factor

@@ -145,7 +145,7 @@ class Engine:
                     self._prefetch(step, plan.on_cpu)  # while both devices are busy
                 executor.join(cpu, launches)
                 if cpu is not None:
-                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu & ~deferred], cpu.elapsed_ms)
+                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu & ~deferred], cpu)
                 self.timings.collect()
                 self.statistics.count_planned(step.layer, problem, plan)
                 if wanted:  # no slot could be had for these, all are held: the CPU computes them

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.costs import CostModel
-from moegraft.operators.offload.devices.base import Device, Event, Stream
+from moegraft.operators.offload.devices.base import CpuTicket, Device, Event, Stream
 from moegraft.operators.offload.scheduler import LayerPlan, LayerProblem
 from moegraft.operators.timeline import Timeline
 
@@ -165,9 +165,12 @@ class TimingRecorder:
             self._launches.append(_Launch(before, after, layer, loads, waited))
         return after
 
-    def computed_on_cpu(self, layer: int, loads: NDArray[np.int32], ms: float | None) -> None:
-        """Record the CPU's part of a layer, which has just ended; None: it ended before the host waited for it."""
+    def computed_on_cpu(self, layer: int, loads: NDArray[np.int32], ticket: CpuTicket) -> None:
+        """Record the CPU's part of a layer, which was waited for."""
+        ms = ticket.elapsed_ms
         if ms is None:
+            if self.costs is not None and ticket.most_ms is not None:
+                self.costs.bound_cpu(loads, ticket.most_ms)
             return
         if self.costs is not None:
             self.costs.observe_cpu(loads, ms)

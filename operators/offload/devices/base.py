@@ -147,6 +147,11 @@ class CpuTicket(Protocol):
         """The job's duration, after `wait`; None if the job ended unobserved before `wait` was called."""
         ...
 
+    @property
+    def most_ms(self) -> float | None:
+        """What the job took at most, after `wait`, where it ended unobserved."""
+        ...
+
     def wait(self) -> None:
         """Block until the job is done and raise what it raised."""
         ...

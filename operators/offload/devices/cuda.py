@@ -248,7 +248,7 @@ class CudaGraph:
 class HostTicket:
     """A job of the host's CPUs; see `CpuTicket`."""
 
-    __slots__ = ("_engine", "_error", "_start_ms", "_waiter", "elapsed_ms")
+    __slots__ = ("_engine", "_error", "_start_ms", "_waiter", "elapsed_ms", "most_ms")
 
     def __init__(self, engine: CpuEngine, start_ms: float, waiter: Waiter | None, error: Exception | None) -> None:
         self._engine = engine
@@ -256,6 +256,7 @@ class HostTicket:
         self._waiter = waiter
         self._error = error
         self.elapsed_ms: float | None = None
+        self.most_ms: float | None = None
 
     def wait(self) -> None:
         called_ms = host_ms()
@@ -266,6 +267,8 @@ class HostTicket:
         if now_ms - called_ms > OBSERVED_MS:
             self.elapsed_ms = now_ms - max(self._start_ms, self._engine.last_end_ms)
             self._engine.last_end_ms = now_ms
+        else:
+            self.most_ms = called_ms - self._start_ms
         error, self._error = self._error, None
         if error is not None:
             raise error

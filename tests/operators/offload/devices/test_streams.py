@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from support.faulty_device import Faults
 from support.transfer_harness import DEVICES, EMULATED, advance, make_device
 
 from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work, aligned_bytes
+from moegraft.operators.offload.devices.cuda import CpuEngine
 
 WORK = Work("dense", cost_ms=0.2)
 LONG = Work("dense", cost_ms=20.0)
@@ -252,3 +255,14 @@ def test_closed_devices_refuse(kind: str) -> None:
     for misuse in (lambda: device.allocate(64), lambda: device.stream("new"), lambda: device.launch(stream, None, WORK)):
         with pytest.raises(DeviceError, match="is closed"):
             misuse()
+
+
+def test_a_job_that_ended_before_the_host_waited_is_known_by_its_bound() -> None:
+    engine = CpuEngine()
+    early, late = engine.submit(lambda: None), engine.submit(lambda: partial(time.sleep, 0.02))
+    early.wait()
+    late.wait()
+    assert early.elapsed_ms is None
+    assert early.most_ms is not None and early.most_ms >= 0
+    assert late.most_ms is None
+    assert late.elapsed_ms is not None and late.elapsed_ms > 0
