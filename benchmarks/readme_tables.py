@@ -322,23 +322,24 @@ GPU_SYSTEMS = {
 
 @section
 def gpu_models() -> str:
-    """Return decode rates and the times to the first token on a GPU, by system and share of the experts that have a slot."""
+    """Return decode rates and the times to the first token on a GPU, by machine, system and share of the experts that have a slot."""
     rows = [row for row in read("gpu_models") if row["system"] in GPU_SYSTEMS and row["case"].startswith("qwen3-30b-a3b")]
-    places = dict.fromkeys((row["weights"], row["cache_ratio"], row["system"]) for row in rows)
-    found = {
-        (row["weights"], row["cache_ratio"], row["system"], row["measured"], row["prompt_tokens"]): float(row["p50_ms"]) for row in rows
-    }
+    places = dict.fromkeys(
+        (row["call"], row["commit"], row["launch_us"], row["weights"], row["cache_ratio"], row["system"]) for row in rows
+    )
+    found = {(row["call"], row["case"], row["measured"], row["prompt_tokens"]): f"{float(row['p50_ms']):.1f}" for row in rows}
+    cases = {(row["call"], row["weights"], row["cache_ratio"], row["system"]): row["case"] for row in rows}
     prompts = sorted({row["prompt_tokens"] for row in rows}, key=int)
     body = []
-    for weights, ratio, system in sorted(places, key=lambda place: (place[0], float(place[1]), [*GPU_SYSTEMS].index(place[2]))):
-        token_ms = next(ms for key, ms in found.items() if key[:4] == (weights, ratio, system, "next token"))
-        first = (found.get((weights, ratio, system, "first token", tokens)) for tokens in prompts)
-        share = "-" if system == "stock" else f"{float(ratio):.0%}"
-        body.append([GPU_SYSTEMS[system], weights, share, f"{1e3 / token_ms:.0f}", *("-" if ms is None else f"{ms:.0f}" for ms in first)])
-    head = ["", "experts", "in slots", "decode, tokens/s", *(f"first token after {tokens}, ms" for tokens in prompts)]
+    for call, commit, launch_us, weights, ratio, system in places:
+        case = cases[call, weights, ratio, system]
+        times = [found[call, case, "next token", prompts[0]], *(found.get((call, case, "first token", each), "-") for each in prompts)]
+        body.append([commit, launch_us, GPU_SYSTEMS[system], "-" if system == "stock" else f"{float(ratio):.0%}", *times])
+    head = ["commit", "a launch, us", "", "in slots", "next token, ms", *(f"first token after {each}, ms" for each in prompts)]
     return (
-        "48 layers of Qwen3-30B-A3B's shapes with random weights, one text, medians; random weights route at random, the worst case for a "
-        f"cache:\n\n{table(head, body)}\n\n{provenance(rows)}"
+        "48 layers of Qwen3-30B-A3B's shapes, int4 experts with random weights, medians of three runs of one text. Each commit was "
+        "measured on a machine of its own, and what a launch takes the host differs by two: compare the rows of one commit.\n\n"
+        f"{table(head, body)}\n\n{provenance(rows)}"
     )
 
 

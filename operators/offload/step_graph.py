@@ -30,7 +30,7 @@ from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.transfers import Urgency
 
 HOST_STREAM = "experts on the host"
-MAX_REQUESTS = 32  # experts requested in a step at most: each costs the host a little
+MAX_REQUESTS = 16  # experts requested in a step at most: between two steps the host handles each, and evicts another
 LEAST_REQUESTS = 4  # so that the link never waits for the next step
 
 
