@@ -23,7 +23,9 @@ from moegraft.operators.kernels.slots import DECODE_TOKENS, MOST_TOKENS, check_c
 from moegraft.operators.kernels.sparse_rows import ActiveNeurons, down_dense, down_pairs, list_active, up_dense, up_pairs
 from moegraft.operators.weights import Part
 
-PAIR_TOKENS = 64  # the largest batch of the path `pair`: an estimate from the bytes read, which no GPU has measured
+# The largest batch of the path `pair`. With bfloat16 experts of Qwen3-30B-A3B's shapes and 85 % of the neurons left out, an H100
+# takes 0.33 ms by it and 0.44 by `dense` for 64 tokens, 1.32 and 0.59 for 512.
+PAIR_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
