@@ -57,13 +57,20 @@ class Requests:
 
     def __init__(self, engine: Engine) -> None:
         self.calls: list[tuple[LayerStep, list[tuple[int, Urgency]]]] = []
-        run, request = engine.run, engine.cache.queue.request
+        run, request, demand = engine.run, engine.cache.queue.request, engine.cache.queue.demand
         asked: list[tuple[int, Urgency]] = []
 
         def watched_request(layer: int, expert: int, urgency: Urgency) -> Any:
             if not engine.cache.slots.is_resident(layer, expert):
                 asked.append((expert, urgency))
             return request(layer, expert, urgency)
+
+        def watched_demand(layer: int, experts: list[int]) -> Any:
+            absent = [expert for expert in experts if not engine.cache.slots.is_resident(layer, expert)]
+            found = demand(layer, experts)
+            accepted = {transfer.expert for transfer in found}
+            asked.extend((expert, Urgency.DEMAND) for expert in absent if expert in accepted)
+            return found
 
         def watched_run(step: LayerStep, *given: Any) -> None:
             asked.clear()
@@ -72,6 +79,7 @@ class Requests:
 
         engine.run = watched_run  # type: ignore[method-assign]
         engine.cache.queue.request = watched_request  # type: ignore[method-assign]
+        engine.cache.queue.demand = watched_demand  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
