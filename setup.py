@@ -171,7 +171,12 @@ if __name__ == "__main__":
     packages = [f"moegraft.{folder}" for folder in FOLDERS]
     packages += [f"moegraft.{folder}.{name}" for folder in FOLDERS for name in find_packages(str(ROOT / folder))]
 
+    # Left in the checkout, the metadata of a build would make `import torch` fail for every Python that runs there without moegraft: it
+    # names what torch loads (`torch.backends`).
+    metadata = ROOT / "build"
+    metadata.mkdir(exist_ok=True)
     setup(
+        options={"egg_info": {"egg_base": metadata.name}},
         packages=packages,
         package_dir={f"moegraft.{folder}": folder for folder in FOLDERS},
         package_data={

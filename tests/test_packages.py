@@ -115,6 +115,12 @@ def test_the_sdist_has_every_file_of_every_architecture(tracked: list[str], sdis
     assert packed - made == {name for name in tracked if not name.startswith(".")}
 
 
+def test_a_build_leaves_no_metadata_where_python_runs(tree: Path, sdist: Path) -> None:
+    """It names what torch loads: in a checkout, every Python without moegraft would fail to import torch."""
+    assert [*tree.glob("build/*.egg-info")], "the sdist was built here"
+    assert not [*tree.glob("*.egg-info")]
+
+
 def test_the_sdist_and_the_tree_give_the_same_wheel(sdist: Path, wheel: Path) -> None:
     assert record(wheel_of(sdist)) == record(wheel)
 
