@@ -29,8 +29,7 @@ def provenance(rows: Iterable[Row], commit: str) -> dict[str, str]:
     seen = next(row for row in found if "multi_processor_count" in row)
     python = next(row["python"] for row in found if "python" in row)
     packages = {row["requirement"]: row["found"] for row in found if "requirement" in row and "found" in row}
-    names = {"triton": "triton", "transformers": "transformers"}
-    other = [f"{name}={next(value for key, value in packages.items() if key.startswith(start))}" for name, start in names.items()]
+    other = [f"{name}={next(found for key, found in packages.items() if key.startswith(name))}" for name in ("triton", "transformers")]
     return {
         "gpu": seen["name"],
         "hardware": f"{cpu['Model name']}, family {cpu['CPU family']} model {cpu['Model']}, {cpu['CPU(s)']} cores + {seen['name']}",

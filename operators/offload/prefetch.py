@@ -28,7 +28,9 @@ from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Urgency
 
 PrefetchName = Literal["impact", "next_layer", "none"]
-LONG_TOKENS = 64  # a step of more, a prompt, uses most of a layer's experts: predictions of later layers cost the host more than they gain
+LONG_TOKENS = (
+    64  # a step of more, a prompt, uses most experts of every layer: predictions further ahead cost the host a millisecond a layer
+)
 MAX_REQUESTS = 6  # more cannot land before the requests are chosen again, one layer later
 MIN_GAIN_MS = 1e-6
 PRECISION_ALPHA = 0.02  # the newest layer's weight in the average

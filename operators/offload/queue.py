@@ -101,7 +101,7 @@ class TransferQueue:
         arena: the slots' memory, slot after slot; None moves nothing (simulations).
         source: where the bytes are read; where none is given, the store is page-locked.
         on_span: called for every chunk, for a timeline.
-        on_transfer: called with bytes and device time in ms of every chunk, for a cost model.
+        on_transfer: called with bytes and device time in ms of the chunks that were timed together, for a cost model.
     """
 
     def __init__(

@@ -377,3 +377,22 @@ def test_an_output_of_another_call_is_not_overwritten(day: Any) -> None:
     _, before, _ = day("out", "missing")
     code, after, _ = day("out", "plain")
     assert code == 2 and after == before
+
+
+def test_results_are_the_rows_of_the_last_runs_that_are_done() -> None:
+    build = [
+        {"phase": "build", "python": "3.12.3"},
+        {"phase": "build", "requirement": "triton>=3.6", "found": "3.6.0"},
+        {"phase": "build", "requirement": "transformers>=5.17,<6", "found": "5.17.0"},
+        {"phase": "build", "Model name": "Xeon", "CPU family": "6", "Model": "207", "CPU(s)": "16"},
+        {"phase": "build", "torch": "2.11.0", "name": "H100", "multi_processor_count": 132},
+    ]
+    rows = [*build]
+    for call, ms, state in (("first 1", 9.0, "done"), ("second 2", 7.0, "done"), ("third 3", 1.0, "failed")):
+        about = {"phase": "qwen3", "case": "all", "call": call}
+        rows += [{**about, "system": "all, captured", "p50_ms": ms}, {**about, "state": state}]
+        rows.append({**about, "system": "all, captured", "name": "cudaLaunchKernel", "us_a_token": 30.0, "count": 4})
+    found = [*import_benchmark("gpu_results").results(rows, ("qwen3",), "p50_ms", "1a2b3c4")]
+    assert [(row["call"], row["p50_ms"], row["launch_us"], row["commit"]) for row in found] == [("second", 7.0, 7.5, "1a2b3c4")]
+    assert found[0]["hardware"] == "Xeon, family 6 model 207, 16 cores + H100"
+    assert found[0]["versions"] == "python=3.12.3 torch=2.11.0 triton=3.6.0 transformers=5.17.0"

@@ -7,7 +7,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._device import _device_constructors
@@ -44,6 +46,20 @@ def quicken_interpreter(overflows: bool) -> None:
     interpreter._patch_lang = patch_once
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=overflows)
+
+
+@contextmanager
+def launched(kernels: ModuleType, name: str) -> Iterator[list[torch.Size]]:
+    """Collect the shapes of what a launcher, the function `name` of a module of kernels, is given first."""
+    found: list[torch.Size] = []
+    launch = getattr(kernels, name)
+
+    def counting(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(x.shape)
+        return launch(x, *args, **kwargs)
+
+    with mock.patch.object(kernels, name, counting):
+        yield found
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -14,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
-from support.triton_cases import DEVICE, INTERPRETED, ROUNDED
+from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -86,13 +85,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def launches() -> Iterator[list[torch.Size]]:
     """The shapes of the rows that the kernel is given."""
-    found: list[torch.Size] = []
-
-    def counting(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found.append(x.shape)
-        return norm(x, *args, **kwargs)
-
-    with mock.patch.object(kernels, "norm", counting):
+    with launched(kernels, "norm") as found:
         yield found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import expected_choice
-from support.triton_cases import DEVICE, INTERPRETED
+from support.triton_cases import DEVICE, INTERPRETED, launched
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
@@ -87,13 +86,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def launches() -> Iterator[list[torch.Size]]:
     """The shapes of the logits that the kernel is given."""
-    found: list[torch.Size] = []
-
-    def counting(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(logits.shape)
-        return choose_experts(logits, *args, **kwargs)
-
-    with mock.patch.object(kernels, "choose_experts", counting):
+    with launched(kernels, "choose_experts") as found:
         yield found
 
 
