@@ -353,8 +353,12 @@ class Runtime:
         acted: NDArray[np.float32] | None = None,
     ) -> int:
         """Queue `forward` and return a ticket at once; the arrays stay alive and must not change until `wait(ticket)`."""
-    def wait(self, ticket: int) -> None:
-        """Block until the submitted work is done and raise its exception, if any. Each ticket can be waited for once."""
+    def wait(self, ticket: int) -> float:
+        """Block until the submitted work is done and raise its exception, if any. Each ticket can be waited for once.
+
+        Returns:
+            The ms that it took, from its submission or the end of the work before it.
+        """
     def linear(self, linear: PackedLinear, x: Tensor, out: Tensor) -> None:
         """Compute `out (..., rows) = x (..., cols) @ weight.T + bias`, accumulated in float32 and rounded once.
 

@@ -161,11 +161,11 @@ class CudaGraphs(StepReplay):
         """
         arguments = call_arguments(stock, args, dict(kwargs))
         given, ids = arguments.get(CACHE), arguments.get("inputs", arguments.get("input_ids"))
-        if given is not None and why_not_static(given) is None and self._may_capture(model):
+        if given is not None and why_not_static(given) is None and self.captures(model):
             return stock(**{"disable_compile": True, **arguments})
         growing = given is not None and buffers_of(given) is not None
         if (
-            not self._may_capture(model)
+            not self.captures(model)
             or not _has_static_form(model)
             or not isinstance(ids, torch.Tensor)
             or len(ids) > MAX_SEQUENCES
@@ -191,7 +191,8 @@ class CudaGraphs(StepReplay):
     def _measured_slower(self) -> bool:
         return self._tuner is not None and self._tuner.winner == "eager"
 
-    def _may_capture(self, model: PreTrainedModel) -> bool:
+    def captures(self, model: PreTrainedModel) -> bool:
+        """Return whether the decode steps of a text are captured, as far as is known before the first one."""
         return self._why_never(model) is None and not self._measured_slower
 
     def _capture(self, step: Step, plain: Forward) -> _CapturedStep:

@@ -109,12 +109,6 @@ class CostModel:
         _check_time(measured_ms)
         self._cpu.observe(loads, measured_ms, self._weight)
 
-    def bound_cpu(self, loads: NDArray[np.integer], most_ms: float) -> None:
-        """Learn that the CPU took no longer than this, as its end was not seen: predictions that are longer are too long."""
-        _check_time(most_ms)
-        if len(loads) and self.first_cpu_ms + float(self.cpu_ms(loads).sum()) > most_ms:
-            self._cpu.observe(loads, most_ms, self._weight)
-
     def observe_gpu(self, loads: NDArray[np.integer], measured_ms: float) -> None:
         """Learn that one launch of the GPU over resident experts with these loads, which waited for no transfer, took `measured_ms`."""
         _check_time(measured_ms)
@@ -205,8 +199,10 @@ def _check_time(measured_ms: float) -> None:
 
 LOADS = tuple(1 << power for power in range(10))  # a coarser grid bends the line from reading to arithmetic: plans lost 12% at p99
 ROUNDS = 3
-MAX_MS = 100.0  # a job that takes longer is the last of its kind: beyond, time grows with the tokens
-COUNTS = (1, 2, 4)  # experts of a job: a line through its times separates an expert's own time from the additional cost of the first
+MAX_MS = 25.0  # an expert that takes longer is the last one: beyond, time grows with the tokens
+# Experts of a job: a line through its times separates an expert's own time from the additional cost of the first. With 1, 2 and 4 the line
+# followed the noise of an H100's host: its experts took 9, 45, 70, 0 and 605 us with 1, 2, 8, 32 and 128 tokens.
+COUNTS = (1, 4, 16)
 
 
 def warm_up(
@@ -290,7 +286,7 @@ def warm_up(
         found: list[tuple[int, float, float]] = []
         for load in LOADS:
             found.append((load, *measure(load)))
-            if found[-1][2] * COUNTS[-1] > MAX_MS:
+            if found[-1][2] > MAX_MS:
                 break
         return found
 

@@ -33,7 +33,6 @@ from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.transfers import Transfer
 
 logger = logging.getLogger(__name__)
-GROUP_LAUNCHES = 4  # that the link outlasts: the host also plans, waits and releases. An estimate, no GPU has measured it.
 
 
 class Engine:
@@ -130,15 +129,16 @@ class Engine:
                     self.timings.launch_overlap(self._compute, len(step.chosen), overlap)
                 request()
                 while requested:
-                    group = list(islice(requested, self._group_size(len(requested))))
+                    loads = step.loads[[position for position, _ in requested]]
+                    group = list(islice(requested, self._group_size(loads, more=bool(wanted))))
                     for event in self._queue.ready([transfer for _, transfer in group]):
                         self._compute.wait(event)
                     positions, arrived = zip(*group, strict=True)
                     at, filled = np.array(positions), np.array([transfer.slot for transfer in arrived], np.int32)
                     launches.append(self._launch(step, at, filled, executor, waited=True))
-                    for transfer in arrived:
+                    for _ in arrived:
                         requested.popleft()
-                        self._queue.release(transfer, launches[-1])
+                    self._queue.release_all(arrived, launches[-1])
                     request()
 
                 if not self._by_residency:
@@ -160,20 +160,23 @@ class Engine:
                     cpu.wait()
             raise
         finally:
-            for _, transfer in requested:
-                self._queue.release(transfer, launches[-1] if launches else None)
+            self._queue.release_all([transfer for _, transfer in requested], launches[-1] if launches else None)
             if not pin.released:
                 self._slots.release(pin, None)
 
-    def _group_size(self, requested: int) -> int:
-        """How many of the experts in flight are launched together.
+    def _group_size(self, loads: NDArray[np.int32], *, more: bool) -> int:
+        """How many of the experts in flight, with these loads, are launched together.
 
-        As many as arrive while a few launches are made, so that the host keeps up with the link; and about half of them at most, so that
-        the others are in flight while the slots of these are in use.
+        As many as arrive while the host makes a launch, so that it keeps up with the link, and as many as take the GPU as long: computing
+        the first of them before the last have arrived gains less than a further launch costs.
+
+        Args:
+            more: whether others wait for their slots: then half of them at most, so that the link is busy while these are computed.
         """
-        transfer_ms = self.costs.transfer_ms(self._expert_bytes)
-        hidden = min(requested, math.ceil(GROUP_LAUNCHES * self.costs.first_gpu_ms / transfer_ms)) if transfer_ms > 0 else requested
-        return max(1, min(hidden, (requested + 1) // 2))
+        launch_ms, transfer_ms = self.costs.first_gpu_ms, self.costs.transfer_ms(self._expert_bytes)
+        arriving = math.ceil(launch_ms / transfer_ms) if transfer_ms > 0 else len(loads)
+        computed = 1 + int(np.searchsorted(np.cumsum(self.costs.gpu_ms(loads)), launch_ms))
+        return max(1, min(max(arriving, computed), (len(loads) + 1) // 2 if more else len(loads)))
 
     def _problem(self, step: LayerStep, pin: Pin, gpu_free_ms: float) -> LayerProblem:
         slots, queue = self._slots, self._queue
@@ -200,7 +203,7 @@ class Engine:
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
             gpu_free_ms=gpu_free_ms,
-            link_free_ms=link_free_ms,
+            link_free_ms=link_free_ms + self.costs.first_gpu_ms,  # what arrives is launched behind what is resident
             max_transfers=UNBOUNDED if transfers else 0,
         )
 
@@ -216,6 +219,7 @@ class Engine:
             transfer_ms=self.costs.transfer_ms(self._expert_bytes),
             first_cpu_ms=self.costs.first_cpu_ms,
             gpu_free_ms=self.costs.first_gpu_ms,
+            link_free_ms=self.costs.first_gpu_ms,
         )
         gains = np.empty(len(order))
         gains[order] = self.scheduler.gains(prediction.layer, problem)

@@ -134,8 +134,10 @@ class Prefetcher:
         predicted = {step.layer, *(each.layer for each in step.predictions)}
         later = self._verification.missing(predicted)[: MAX_REQUESTS - len(wanted)]
         self._queue.replan({*((layer, expert) for _, _, layer, expert in wanted), *later}, started=True)
-        for _, depth, layer, expert in wanted:
-            self._queue.request(layer, expert, Urgency.NEXT if depth == 1 else Urgency.DEEPER)
+        for urgency in (Urgency.NEXT, Urgency.DEEPER):
+            self._queue.prefetch(
+                [(layer, expert) for _, depth, layer, expert in wanted if (depth == 1) is (urgency is Urgency.NEXT)], urgency
+            )
         self._verification.request(later)
 
     def _worth_loading(self, depth: int, prediction: Prediction) -> list[tuple[float, int, int, int]]:

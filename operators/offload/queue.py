@@ -190,8 +190,18 @@ class TransferQueue:
 
     def release(self, transfer: Transfer, last_use: Event | None) -> None:
         """End a demand, once for each: `last_use` is the event behind its reader, None if there was none."""
+        self.release_all([transfer], last_use)
+
+    def release_all(self, transfers: Sequence[Transfer], last_use: Event | None) -> None:
+        """`release` each; what waits for their slots is sent together, in runs, which is cheaper for the host than one by one."""
         with self._lock:
-            self.slots.release(transfer.pins.pop(), last_use)
+            sending, self._sending = self._sending, True
+            try:
+                for transfer in transfers:
+                    self.slots.release(transfer.pins.pop(), last_use)
+            finally:
+                self._sending = sending
+            self._send_chunks()
 
     def cancel(self, transfer: Transfer) -> bool:
         """Drop the chunks that were not submitted. Return False if all were, and it will land; or if it is done."""

@@ -169,8 +169,6 @@ class TimingRecorder:
         """Record the CPU's part of a layer, which was waited for."""
         ms = ticket.elapsed_ms
         if ms is None:
-            if self.costs is not None and ticket.most_ms is not None:
-                self.costs.bound_cpu(loads, ticket.most_ms)
             return
         if self.costs is not None:
             self.costs.observe_cpu(loads, ms)

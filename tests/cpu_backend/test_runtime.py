@@ -252,9 +252,11 @@ def test_several_layers_in_flight() -> None:
     layers = [make_layer("int8", seed=seed) for seed in range(4)]
     batches = [numpy_batch(5, layer) for layer in layers]
     outs = [np.zeros_like(batch[0]) for batch in batches]
+    start = time.perf_counter()
     tickets = [runtime.submit(layer.packed, *batch, out) for layer, batch, out in zip(layers, batches, outs, strict=True)]
-    for ticket in reversed(tickets):  # waited for in another order than submitted
-        runtime.wait(ticket)
+    took_ms = [runtime.wait(ticket) for ticket in reversed(tickets)]  # waited for in another order than submitted
+    assert min(took_ms) > 0
+    assert sum(took_ms) <= 1e3 * (time.perf_counter() - start), "each without those before it"
     for layer, batch, out in zip(layers, batches, outs, strict=True):
         expected = np.empty_like(out)
         runtime.forward(layer.packed, *batch, expected)

@@ -97,8 +97,6 @@ def test_the_cpu_is_at_work_when_they_run(model_type: str, load) -> None:  # typ
         def elapsed_ms(self) -> float | None:
             return self._ticket.elapsed_ms
 
-        most_ms: float | None = None
-
         def wait(self) -> None:
             order.append("waited")
             self._ticket.wait()

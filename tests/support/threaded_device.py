@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.base import Callback, DeviceError, DeviceTimeoutError, Event, Stream, Waiter, Work, check_not_forked
-from moegraft.operators.offload.devices.cuda import CpuEngine, HostTicket, host_ms
+from moegraft.operators.offload.devices.cuda import HostTicket, host_ms
 from support.emulated_graph import Step
 from support.faulty_device import Faults, FaultyDevice
 from support.virtual_device import as_device_error
@@ -219,7 +219,6 @@ class ThreadedDevice(FaultyDevice):
         super().__init__(profile, index=index, memory_bytes=memory_bytes, bits_per_weight=bits_per_weight, faults=faults)
         self._notifier = Notifier(self.name)
         self._threads: dict[str, ThreadedStream] = {}
-        self._jobs = CpuEngine()
         self._throttle = profile is not None
         self._cpu_free_ms = 0.0
 
@@ -234,8 +233,9 @@ class ThreadedDevice(FaultyDevice):
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:  # type: ignore[override]
         self.check_open()
         fails = self._fails("cpu_jobs")
-        if self._throttle:
-            self._cpu_free_ms = max(self._cpu_free_ms, host_ms()) + self._prices.cpu_ms(work)
+        job_ms = self._prices.cpu_ms(work) if self._throttle else None
+        if job_ms is not None:
+            self._cpu_free_ms = max(self._cpu_free_ms, host_ms()) + job_ms
         ends_ms = self._cpu_free_ms
 
         def start() -> Waiter:
@@ -243,16 +243,16 @@ class ThreadedDevice(FaultyDevice):
                 raise RuntimeError(f"{self.name}: injected: a job of the CPU engine failed")
             waiter = None if function is None else function()
 
-            def wait() -> None:
-                if waiter is not None:
-                    waiter()
+            def wait() -> float | None:
+                took_ms = None if waiter is None else waiter()
                 left_ms = ends_ms - host_ms()
                 if left_ms > 0:
                     time.sleep(left_ms / 1e3)
+                return took_ms if job_ms is None else job_ms
 
             return wait
 
-        return self._jobs.submit(start)
+        return HostTicket(start)
 
     def notify(self, event: Event, callback: Callback) -> None:
         assert isinstance(event, ThreadedEvent), f"{event!r} is not an event of {self.name}"

@@ -287,8 +287,6 @@ class VirtualTicket:
         self.error: BaseException | None = None
         self.started_ms = 0.0
 
-    most_ms: float | None = None  # the end of every job is seen
-
     @property
     def elapsed_ms(self) -> float | None:
         end = None if self.event is None else self.event.time_ms

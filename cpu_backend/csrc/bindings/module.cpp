@@ -108,10 +108,10 @@ class PyRuntime {
     return ticket;
   }
 
-  void wait(std::uint64_t ticket) {
+  double wait(std::uint64_t ticket) {
     const py::object kept = owners_.attr("pop")(ticket, py::none());
     py::gil_scoped_release release;
-    runtime_->wait(ticket);
+    return runtime_->wait(ticket);
   }
 
  private:

@@ -121,13 +121,15 @@ std::uint64_t Runtime::submit(const ForwardArgs& args) {
   const std::lock_guard<std::mutex> lock(queue_->mutex);
   if (!queue_->server.joinable()) queue_->server = std::thread([this] { serve(); });
   const std::uint64_t ticket = queue_->next_ticket++;
-  queue_->pending[ticket].args = args;
+  Pending& pending = queue_->pending[ticket];
+  pending.args = args;
+  pending.submitted = Clock::now();
   queue_->waiting.push_back(ticket);
   queue_->changed.notify_all();
   return ticket;
 }
 
-void Runtime::wait(std::uint64_t ticket) {
+double Runtime::wait(std::uint64_t ticket) {
   check_process();
   std::unique_lock<std::mutex> lock(queue_->mutex);
   const auto found = queue_->pending.find(ticket);
@@ -136,9 +138,11 @@ void Runtime::wait(std::uint64_t ticket) {
   found->second.awaited = true;
   queue_->changed.wait(lock, [&] { return found->second.done; });
   const std::exception_ptr error = found->second.error;
+  const double took_ms = found->second.took_ms;
   queue_->pending.erase(found);
   lock.unlock();
   if (error) std::rethrow_exception(error);
+  return took_ms;
 }
 
 void Runtime::keep_awake() {
@@ -162,6 +166,9 @@ void Runtime::serve() {
     }
     lock.lock();
     pending.error = std::move(error);
+    const Clock::time_point start = std::max(pending.submitted, queue_->last_end);
+    queue_->last_end = Clock::now();
+    pending.took_ms = std::chrono::duration<double, std::milli>(queue_->last_end - start).count();
     pending.done = true;
     queue_->changed.notify_all();
   }

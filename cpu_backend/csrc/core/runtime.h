@@ -11,6 +11,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -54,14 +55,20 @@ class Runtime {
   // A job of the caller's own, `alone` on the calling thread; `prepare` runs first, when no other work of this runtime does.
   void run(Job& job, const std::function<void()>& prepare, bool alone = false);
   std::uint64_t submit(const ForwardArgs& args);
-  void wait(std::uint64_t ticket);  // throws std::invalid_argument when the ticket is unknown or was waited for already
+  // Returns the ms that the work took, from its submission or the end of the work before it. Throws std::invalid_argument when the ticket
+  // is unknown or was waited for already.
+  double wait(std::uint64_t ticket);
   // Around work that comes soon, in pieces: see ThreadPool.
   void keep_awake();
   void let_sleep() { pool_->let_sleep(); }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   struct Pending {
     ForwardArgs args;
+    Clock::time_point submitted;
+    double took_ms = 0;
     bool done = false;
     bool awaited = false;
     std::exception_ptr error;
@@ -73,6 +80,7 @@ class Runtime {
     std::deque<std::uint64_t> waiting;
     std::map<std::uint64_t, Pending> pending;
     std::uint64_t next_ticket = 1;
+    Clock::time_point last_end;
     bool stopping = false;
     std::thread server;
   };

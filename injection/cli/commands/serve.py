@@ -41,7 +41,16 @@ class ServeOptions:
         str | None, _option("--api-key", "KEY", "Key that clients must send; better set in the environment.", envvar="MOEGRAFT_API_KEY")
     ] = None
     max_queue: Annotated[int, _option("--max-queue", "N", "Requests that may wait; others are refused with 429.", min=1)] = 64
-    max_batch: Annotated[int, _option("--max-batch", "N", "Requests answered at once; each holds its own context.", min=1)] = 32
+    max_batch: Annotated[
+        int | None,
+        _option(
+            "--max-batch",
+            "N",
+            "Requests answered at once; each holds its own context. Default: 32, or 1 if decode steps are captured for a GPU, where one "
+            "answer is several times faster.",
+            min=1,
+        ),
+    ] = None
     max_tokens: Annotated[int, _option("--max-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = 4096
     max_body: Annotated[
         int | None,
@@ -213,6 +222,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
 
     from moegraft.injection.cli.serve.app import make_app, server_config
     from moegraft.injection.cli.serve.pages import mib
+    from moegraft.injection.cli.serve.service import MAX_BATCH
 
     class Server(uvicorn.Server):
         """Ends on its first signal, when answers have ended, and exits at once on the second."""
@@ -236,7 +246,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
     # On another address, clients use names that are not known here.
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None, options.allow_origin or ())
-    most = options.max_queue + options.max_batch + SPARE_CONNECTIONS
+    most = options.max_queue + (options.max_batch or MAX_BATCH) + SPARE_CONNECTIONS
     config = server_config(app, most, log_level="warning", timeout_graceful_shutdown=options.grace + SHUTDOWN_S)
     server = Server(config)
     if group is not None:

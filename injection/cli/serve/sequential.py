@@ -14,7 +14,7 @@ from moegraft.injection.cli.chat.prompt_cache import PromptCache, chunk_size, re
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
-from moegraft.injection.cli.serve.sampling import Draft, adjusted, usable
+from moegraft.injection.cli.serve.sampling import Draft, adjusted, score, usable
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import KvCache
 
@@ -32,10 +32,19 @@ class SequentialDecoder:
         cache: the bytes of a sequence.
         memory_limit: bytes of keys, values and states.
         prefix_bytes: for the last cache and its checkpoints; a larger one is not kept.
+        scores: whether requests may ask for those of tokens: nothing is drafted then, and `generate` leaves the logits as they are.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pad_token: int, prefill_chunk: int, cache: KvCache, memory_limit: int, prefix_bytes: int
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token: int,
+        prefill_chunk: int,
+        cache: KvCache,
+        memory_limit: int,
+        prefix_bytes: int,
+        scores: bool = False,
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._pad_token = pad_token
@@ -44,6 +53,7 @@ class SequentialDecoder:
         self._prefix = PromptCache(model, checkpoint_bytes=prefix_bytes // 2)
         self._prefix_scope = ""
         self._sizes = cache
+        self._scores = scores
         self._limit = memory_limit
         self._caches: dict[Job, DynamicCache | None] = {}  # of prompts; the next one first
 
@@ -102,7 +112,7 @@ class SequentialDecoder:
         beside = {} if images is None else images.generate_arguments(_tokens(cache))
         prompt = torch.tensor([ids], device=self._model.device)
         injection = injection_of(self._model)
-        answer = _Answer(job, lambda: injection is not None and injection.drafting)
+        answer = _Answer(job, lambda: injection is not None and injection.drafting, scores=self._scores)
         with torch.random.fork_rng():
             torch.manual_seed(job.seed % (1 << 63))
             made = self._model.generate(
@@ -117,7 +127,7 @@ class SequentialDecoder:
                 num_beams=1,
                 pad_token_id=self._pad_token,
                 return_dict_in_generate=True,
-                **_sampling(job),
+                **_sampling(job, answer.penalty),
                 **beside,
             )
         self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made.past_key_values)
@@ -146,19 +156,26 @@ class _Answer(BaseStreamer):
 
     Args:
         drafting: whether the tokens after the answer are now a draft's, which may not fail it.
+        scores: see `SequentialDecoder`.
+
+    Attributes:
+        penalty: for repetitions, which `generate` applies.
     """
 
-    def __init__(self, job: Job, drafting: Callable[[], bool]) -> None:
+    def __init__(self, job: Job, drafting: Callable[[], bool], *, scores: bool = False) -> None:
         self._job = job
         self._drafting = drafting
-        self._ask = replace(job.ask, repetition_penalty=None)  # `generate` has it
+        self.penalty = None if scores else job.ask.repetition_penalty
+        self._ask = job.ask if scores else replace(job.ask, repetition_penalty=None)
         self._saw_prompt = False
+        self._logits: torch.Tensor | None = None  # (1, V) of the next token, where its scores are asked for
 
     def put(self, value: torch.Tensor) -> None:
         """Take tokens. A draft gives several at once, and a stop string may end the answer before the last of them."""
         for token in value.reshape(-1).tolist() if self._saw_prompt else ():
             if self._job.ending is None:
-                self._job.take(token)
+                wanted = self._job.ask.logprobs
+                self._job.take(token, None if self._logits is None or wanted is None else score(self._logits, [token], wanted)[0])
         self._saw_prompt = True
 
     def end(self) -> None:
@@ -171,6 +188,7 @@ class _Answer(BaseStreamer):
     def adjusted(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Apply what `generate` does not have; where that fails, return zeros, with which it ends and leaves a complete cache."""
         result = torch.zeros_like(scores)
+        self._logits = None if self._job.ask.logprobs is None else scores.clone()
         with Draft(self._job, 0).failing_alone() if self._drafting() else self._job.failing_alone():
             if not usable(scores).all():
                 raise BadLogitsError
@@ -179,9 +197,9 @@ class _Answer(BaseStreamer):
         return result
 
 
-def _sampling(job: Job) -> dict[str, Any]:
+def _sampling(job: Job, repetition_penalty: float | None) -> dict[str, Any]:
     ask = job.ask
-    penalty = {} if ask.repetition_penalty is None else {"repetition_penalty": ask.repetition_penalty}
+    penalty = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     if ask.greedy:
         return {**NEUTRAL, **penalty, "do_sample": False}
     drawn = {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k}

@@ -58,7 +58,7 @@ class Limits:
         max_queue: requests that may wait.
         max_tokens: of one answer.
         max_body: bytes of one request; None: 1 MiB, or 16 MiB if the model reads images.
-        max_batch: requests answered at once.
+        max_batch: requests answered at once; None: one where decode steps are captured for a GPU, else `MAX_BATCH`.
         prefill_chunk: prompt tokens computed between two decode steps; 0: all.
         max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
         kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
@@ -73,7 +73,7 @@ class Limits:
     max_queue: int = 64
     max_tokens: int = 4096
     max_body: int | None = None
-    max_batch: int = 32
+    max_batch: int | None = None
     prefill_chunk: int = 512
     max_client: int | None = None
     kv_memory: int | None = None
@@ -85,6 +85,8 @@ class Limits:
     image_folder: Path | None = None
 
 
+MAX_BATCH = 32
+CAPTURED = "decode steps are captured for the GPU, of one text each; --max-batch N answers N at once, whose steps run layer by layer"
 ANY_MODEL = "*"  # among the names of a model: requests may name any
 
 
@@ -131,7 +133,9 @@ class Service:
         self.images = loaded.images
         default_body = MOST_BODY if isinstance(self.images, str) else MOST_IMAGE_BODY
         self.max_body = default_body if limits.max_body is None else limits.max_body
-        self.alone_because = batching_obstacle(loaded.model)
+        obstacle = batching_obstacle(loaded.model)
+        self._captured = obstacle is None and self._one_is_faster()
+        self.alone_because = CAPTURED if self._captured else obstacle
         self.prefix_files: PrefixFiles | None = None
         self.metrics = Metrics(self)
         with ExitStack() as changed:
@@ -147,7 +151,7 @@ class Service:
 
     def _decoder(self, changed: ExitStack) -> Decoder:
         """Return what answers requests; `changed` gets what restores the model when the server has ended."""
-        loaded, limits = self.loaded, self.limits
+        loaded, limits, most = self.loaded, self.limits, self.limits.max_batch or MAX_BATCH
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
         shared_tokens = rotary_limit(loaded.model)
@@ -171,7 +175,7 @@ class Service:
                     loaded.model,
                     limit=limits.kv_memory,
                     prefix_bytes=limits.prefix_cache,
-                    most=limits.max_batch,
+                    most=most,
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                     drafts=drafts,
                 )
@@ -184,7 +188,7 @@ class Service:
                     pool = opening()
                     self.images = f"prompts with images cannot be computed beside others ({error})"
                     logger.warning("serve: images are refused: %s", self.images)
-                if drafts is not None and pool.most_drafted is not None and pool.most_drafted < limits.max_batch:
+                if drafts is not None and pool.most_drafted is not None and pool.most_drafted < most:
                     logger.info("serve: at most %d answers draft: the memory has no room for the states of more", pool.most_drafted)
                 if limits.prefix_folder is not None:
                     self.prefix_files = pool.files = self._prefix_files(pool, limits.prefix_folder)
@@ -192,7 +196,7 @@ class Service:
                 return Scheduler(
                     loaded.model,
                     pool,
-                    most=limits.max_batch,
+                    most=most,
                     prefill_chunk=limits.prefill_chunk,
                     drafts=drafts,
                     ends=self.ends,
@@ -203,7 +207,8 @@ class Service:
                 self.alone_because = str(error)
         if limits.batch_invariant and operator is not None:
             raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
-        logger.warning("serve: requests are answered one at a time: %s", self.alone_because)
+        level = logging.INFO if self._captured else logging.WARNING
+        logger.log(level, "serve: requests are answered one at a time: %s", self.alone_because)
         if limits.prefix_folder is not None:
             logger.warning("serve: --prefix-cache-dir has no effect where requests are answered one at a time")
         limit = default_limit(loaded.model) if limits.kv_memory is None else limits.kv_memory
@@ -214,7 +219,20 @@ class Service:
             cache=kv_cache(loaded.model),
             memory_limit=limit,
             prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
+            scores=self._captured,
         )
+
+    def _one_is_faster(self) -> bool:
+        """Whether captured decode steps, of one text, are to be used instead of a batch, which is computed layer by layer.
+
+        A batch of Qwen3-30B-A3B's shapes on an H100 would need 13 texts to make as many tokens.
+        """
+        from moegraft.operators.decode.cuda_graph import CudaGraphs
+
+        limits, injection = self.limits, injection_of(self.loaded.model)
+        replay = None if injection is None or injection.model_operator is not None else injection.context.replay
+        wanted = limits.max_batch == 1 or (limits.max_batch is None and limits.prefix_folder is None and not limits.batch_invariant)
+        return wanted and isinstance(replay, CudaGraphs) and replay.captures(self.loaded.model)
 
     def _prefix_files(self, pool: SequencePool, folder: Path) -> PrefixFiles:
         """
@@ -267,7 +285,7 @@ class Service:
         for name in set(request.ignored) - self._reported:
             self._reported.add(name)
             logger.warning("serve: the parameter %s is ignored: it has no effect here", name)
-        if request.logprobs is not None and self.alone_because:
+        if request.logprobs is not None and self.alone_because and (request.echo or not self._captured):
             raise RequestError(400, f"logprobs are not available for this model: {self.alone_because}", param="logprobs")
         tokenizer = self.loaded.tokenizer
         request, prompts = self._prompts(request)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from moegraft.operators.offload.executors import EngineLayers
 
 Bytes = NDArray[np.uint8]
-Waiter = Callable[[], None]
+Waiter = Callable[[], float | None]
+"""Blocks until a job is done, and returns the ms that it took where that is known."""
 ALIGNMENT = 64
 
 
@@ -144,12 +145,7 @@ class CpuTicket(Protocol):
 
     @property
     def elapsed_ms(self) -> float | None:
-        """The job's duration, after `wait`; None if the job ended unobserved before `wait` was called."""
-        ...
-
-    @property
-    def most_ms(self) -> float | None:
-        """What the job took at most, after `wait`, where it ended unobserved."""
+        """The job's duration, after `wait`, without jobs before it; None where it is not known."""
         ...
 
     def wait(self) -> None:

@@ -48,7 +48,6 @@ _idle_streams: dict[int, list[int]] = {}
 GPU_ERROR = re.compile(r"(CUDA|HIP|cuda|hip)( driver)? error|Triton Error|(CUBLAS|CUDNN|HIPBLAS|MIOPEN|CUSOLVER)_STATUS|cuDNN error")
 CLOSE_S = 1.0
 POLL_S = 0.0005  # between two polls of an event that is waited for with a timeout
-OBSERVED_MS = 0.02  # a wait that took longer observed the job's end; a shorter one came after it
 
 
 def why_no_cuda() -> str | None:
@@ -246,46 +245,26 @@ class CudaGraph:
 
 
 class HostTicket:
-    """A job of the host's CPUs; see `CpuTicket`."""
+    """A job of the host's CPUs. Jobs start at once, and queue in the runtime that computes them, as with `Runtime.submit`."""
 
-    __slots__ = ("_engine", "_error", "_start_ms", "_waiter", "elapsed_ms", "most_ms")
+    __slots__ = ("_error", "_waiter", "elapsed_ms")
 
-    def __init__(self, engine: CpuEngine, start_ms: float, waiter: Waiter | None, error: Exception | None) -> None:
-        self._engine = engine
-        self._start_ms = start_ms
-        self._waiter = waiter
-        self._error = error
+    def __init__(self, function: Callable[[], Waiter | None] | None) -> None:
         self.elapsed_ms: float | None = None
-        self.most_ms: float | None = None
+        self._waiter: Waiter | None = None
+        self._error: Exception | None = None
+        try:
+            self._waiter = None if function is None else function()
+        except Exception as error:  # noqa: BLE001  `wait` raises it, whatever it is
+            self._error = error
 
     def wait(self) -> None:
-        called_ms = host_ms()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            waiter()
-        now_ms = host_ms()
-        if now_ms - called_ms > OBSERVED_MS:
-            self.elapsed_ms = now_ms - max(self._start_ms, self._engine.last_end_ms)
-            self._engine.last_end_ms = now_ms
-        else:
-            self.most_ms = called_ms - self._start_ms
+            self.elapsed_ms = waiter()
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-class CpuEngine:
-    """Starts jobs at once; they queue in the runtime that computes them, as with `Runtime.submit`."""
-
-    def __init__(self) -> None:
-        self.last_end_ms = 0.0
-
-    def submit(self, function: Callable[[], Waiter | None] | None) -> HostTicket:
-        start_ms = host_ms()
-        try:
-            return HostTicket(self, start_ms, None if function is None else function(), None)
-        except Exception as error:  # noqa: BLE001  the ticket's `wait` raises it, whatever it is
-            return HostTicket(self, start_ms, None, error)
 
 
 class CudaDevice:
@@ -305,7 +284,6 @@ class CudaDevice:
         torch.cuda.init()
         self._runtime = load_runtime("cuda" if torch.version.hip is None else "hip")
         self._owner_pid = os.getpid()
-        self._cpu = CpuEngine()
         self._streams: dict[str, CudaStream] = {}
         self._handles: list[int] = []  # of the streams that it has created
         self._notifications: SimpleQueue[tuple[CudaEvent, Callback] | None] = SimpleQueue()
@@ -401,7 +379,7 @@ class CudaDevice:
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
         self._check_open()
-        return self._cpu.submit(function)
+        return HostTicket(function)
 
     def notify(self, event: Event, callback: Callback) -> None:
         self._check_open()

@@ -538,6 +538,40 @@ def test_captured_steps_serve_sliding_windows_one_request_at_a_time(sliding: Loa
     assert engine.statistics.replayed > 20
 
 
+def test_where_steps_are_captured_one_answer_at_a_time_is_the_default(sliding: LoadedModel, tmp_path: Path, gpu: str) -> None:
+    """With all that a batch offers for answers, and the same greedy texts and scores; only the scores of prompts are refused."""
+    rules = tmp_path / "rules.yaml"
+    experts = f'{{class: hybrid_experts, kwargs: {{gpu: "{gpu}", cache: {{ratio: 0.5}}, decode: graph}}}}'
+    rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {experts}\n")
+    model = optimize_and_load(placed(copy.deepcopy(sliding.model), gpu), rules, progress=False, threads=1)
+    (engine,) = model.moegraft.context.gpu_engines
+    asked: list[dict[str, Any]] = [
+        {"logprobs": True, "top_logprobs": 2, "max_tokens": 30},
+        {"logprobs": True, "top_logprobs": 1, "extra_body": {"repetition_penalty": 1.5}},
+        {"temperature": 0.9, "seed": 4},
+    ]
+    found: list[list[tuple[str | None, list[float]]]] = []
+    for limits in (Limits(max_batch=4), Limits(), Limits(max_batch=1)):
+        before = engine.statistics.replayed
+        with serving(LoadedModel("sliding", model, sliding.tokenizer, lambda: []), limits) as server:
+            alone = server.service.alone_because
+            assert (alone is None) == (limits.max_batch == 4)
+            assert alone is None or "captured" in alone
+            choices = [ask(server, "a question that is longer than the window", **given).choices[0] for given in asked]
+            if alone is not None:
+                with pytest.raises(openai.BadRequestError, match="logprobs are not available for this model: decode steps are captured"):
+                    server.client().completions.create(model=server.service.model_id, prompt="a b", echo=True, logprobs=1)
+        assert (engine.statistics.replayed > before) == (alone is not None)
+        scores = [[token.logprob for token in choice.logprobs.content] if choice.logprobs else [] for choice in choices]
+        found.append([(choice.message.content, each) for choice, each in zip(choices, scores, strict=True)])
+    assert found[1][2] == found[2][2], "a seed's text; those of a batch are drawn by another generator"
+    for other in found[1:]:
+        for (text, scores), (expected, of_batch) in zip(other[:2], found[0], strict=False):
+            assert text == expected
+            assert scores == pytest.approx(of_batch, abs=1e-3)
+    assert any(scores for _, scores in found[0])
+
+
 def test_experts_on_a_gpu_and_sliding_windows_are_batched(sliding: LoadedModel, tmp_path: Path, gpu: str) -> None:
     """Several requests in one pass, of which one is longer than the window; then one that begins with a prefix."""
     questions = ["hello", "a question that is longer than the window", "and another", "hello"]
@@ -546,7 +580,8 @@ def test_experts_on_a_gpu_and_sliding_windows_are_batched(sliding: LoadedModel, 
     rules.write_text(f"version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {experts}\n")
     expected = [wanted(sliding, question) for question in questions]
     model = optimize_and_load(placed(copy.deepcopy(sliding.model), gpu), rules, progress=False, threads=1)
-    with serving(LoadedModel("sliding", model, sliding.tokenizer, lambda: [])) as server, ThreadPoolExecutor(4) as pool:
+    loaded = LoadedModel("sliding", model, sliding.tokenizer, lambda: [])
+    with serving(loaded, Limits(max_batch=4)) as server, ThreadPoolExecutor(4) as pool:
         assert server.service.alone_because is None
         assert list(pool.map(lambda question: ask(server, question).choices[0].message.content, questions)) == expected
         again = ask(server, questions[1], expected[1], "and more")

@@ -115,16 +115,6 @@ def test_what_is_learnt_stays_near_the_warm_up() -> None:
     assert np.all(model.cpu_ms(loads(4, 16)) <= 4 * np.array([0.1, 1.5]))
 
 
-def test_an_end_that_was_not_seen_shortens_what_is_expected() -> None:
-    model = CostModel(TABLES)
-    model.bound_cpu(loads(1, 1), 0.3)
-    model.bound_cpu(loads(), 0.0)
-    assert model.cpu_ms(loads(1))[0] == 0.1, "it is expected to take 0.26 ms, and may have"
-    for _ in range(200):
-        model.bound_cpu(loads(1, 1), 0.13)
-    assert model.first_cpu_ms + 2 * model.cpu_ms(loads(1))[0] == pytest.approx(0.13, rel=0.02)
-
-
 def test_transfers_follow_the_link() -> None:
     model = CostModel(TABLES)
     for _ in range(60):

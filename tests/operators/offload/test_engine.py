@@ -188,11 +188,14 @@ def test_errors_of_pytorch_and_triton_take_the_way_of_a_failing_device(monkeypat
         assert_nothing_held(rig)
 
 
-@pytest.mark.parametrize(("first_gpu_ms", "launches"), [(0.0, [1] * 6), (0.3, [2, 2, 1, 1]), (9.0, [2, 2, 1, 1])])
-def test_arrivals_are_launched_together_where_launches_are_slow(first_gpu_ms: float, launches: list[int]) -> None:
-    """Of four experts in flight at most two, so that the link goes on."""
+@pytest.mark.parametrize(
+    ("first_gpu_ms", "gpu_ms", "launches"),
+    [(0.0, 0.01, [1] * 6), (0.25, 0.01, [2, 4]), (9.0, 0.01, [2, 4]), (0.05, 9.0, [1] * 6), (0.05, 0.03, [2, 2, 2])],
+)
+def test_arrivals_are_launched_together_where_launches_are_slow(first_gpu_ms: float, gpu_ms: float, launches: list[int]) -> None:
+    """As many as arrive, or are computed, in the time of a launch; while others wait for slots, at most half of the four in flight."""
     with engine_rig(Setting("on_demand", (0,) * LAYERS, staging=4, prefetch=NO_PREFETCH)) as rig:
-        rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms))
+        rig.engine.costs = CostModel(replace(TABLES, first_gpu_ms=first_gpu_ms, gpu_ms=((1, gpu_ms), (64, gpu_ms))))
         x, index, weights = make_batch(40, TOP_K, rig.layers[0], torch.float32, seed=0)
         executor, found = rig.executor(0, x, index, weights), list[int]()
         prepare = executor.on_gpu

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ import torch
 from support.faulty_device import Faults
 from support.transfer_harness import DEVICES, EMULATED, advance, make_device
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Work, aligned_bytes
-from moegraft.operators.offload.devices.cuda import CpuEngine
+from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Waiter, Work, aligned_bytes
+from moegraft.operators.offload.devices.cuda import HostTicket
 
 WORK = Work("dense", cost_ms=0.2)
 LONG = Work("dense", cost_ms=20.0)
@@ -257,12 +255,18 @@ def test_closed_devices_refuse(kind: str) -> None:
             misuse()
 
 
-def test_a_job_that_ended_before_the_host_waited_is_known_by_its_bound() -> None:
-    engine = CpuEngine()
-    early, late = engine.submit(lambda: None), engine.submit(lambda: partial(time.sleep, 0.02))
-    early.wait()
-    late.wait()
-    assert early.elapsed_ms is None
-    assert early.most_ms is not None and early.most_ms >= 0
-    assert late.most_ms is None
-    assert late.elapsed_ms is not None and late.elapsed_ms > 0
+def test_a_job_has_its_own_time_whenever_it_is_waited_for() -> None:
+    known, unknown = HostTicket(lambda: lambda: 3.5), HostTicket(lambda: None)
+    assert known.elapsed_ms is None
+    known.wait()
+    unknown.wait()
+    assert (known.elapsed_ms, unknown.elapsed_ms) == (3.5, None)
+
+
+def test_a_job_that_cannot_start_fails_where_it_is_waited_for() -> None:
+    def start() -> Waiter:
+        raise ValueError("no such expert")
+
+    ticket = HostTicket(start)
+    with pytest.raises(ValueError, match="no such expert"):
+        ticket.wait()
