@@ -132,7 +132,7 @@ class CudaGraphs(StepReplay):
         return TOLERANCE
 
     def compared(self) -> AbstractContextManager[None]:
-        """Compute with the same experts on each device as a captured step.
+        """Compute with the same experts on each device as the captured step of the body, which loads none.
 
         The CPU quantises activations and a GPU does not, so two splits of the work may differ by more than a mistake.
         """

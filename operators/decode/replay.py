@@ -209,7 +209,7 @@ class StepReplay(ABC):
         """Return what `stock(*args, **kwargs)`, the model's `generate`, returns."""
 
     def compared(self) -> AbstractContextManager[None]:
-        """Compute as a replay does, layer by layer, while the body runs."""
+        """Compute layer by layer as a replay does while the body runs both, one after the other."""
         return nullcontext()
 
     def passes(self, cache: Cache) -> CachedPasses:
@@ -285,11 +285,11 @@ class StepReplay(ABC):
     def _verify(self, kind: Kind, replay: Any, step: Step, usual: Callable[[], Any]) -> Any:
         """Compute a step both ways, and give its replay up where they differ."""
         found = failure = None
-        try:
-            found = self.run(kind, replay, step, keep=False)
-        except (ValueError, RuntimeError) as error:
-            failure = self.CANNOT_RUN.format(error)
         with self.compared():
+            try:
+                found = self.run(kind, replay, step, keep=False)
+            except (ValueError, RuntimeError) as error:
+                failure = self.CANNOT_RUN.format(error)
             expected = usual()
         if found is not None:
             wanted = _logits(expected)

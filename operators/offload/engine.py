@@ -239,8 +239,9 @@ class Engine:
         return Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes, neurons=step.neurons)
 
     def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: CallExecutor, *, waited: bool) -> Event:
-        experts = executor.on_gpu(step.experts[at], slots)
-        launch = partial(self.device.launch, self._compute, experts, self._work(step, at))
+        def launch() -> None:
+            self.device.launch(self._compute, executor.on_gpu(step.experts[at], slots), self._work(step, at))
+
         return self.timings.launch(self._compute, step.layer, step.loads[at], launch, waited=waited)
 
     def _prefetch(self, step: LayerStep, on_cpu: NDArray[np.bool_]) -> None:
@@ -269,9 +270,14 @@ class Engine:
         with self._lock, Uninterrupted():
             yield
 
+    @property
+    def loads(self) -> bool:
+        """Whether experts are loaded; not while the body of `by_residency` runs."""
+        return not self._by_residency
+
     @contextmanager
     def by_residency(self) -> Iterator[None]:
-        """Compute as captured steps do while the body runs: what is resident on the GPU, the rest on the CPU. Nothing is loaded."""
+        """Compute as captured steps do while the body runs: what is resident on the GPU, the rest on the CPU. Neither loads any."""
         with self.exclusive():
             self._queue.replan(started=True)
             self.device.synchronize()  # what was sent lands

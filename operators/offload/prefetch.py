@@ -28,9 +28,9 @@ from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Urgency
 
 PrefetchName = Literal["impact", "next_layer", "none"]
-LONG_TOKENS = (
-    64  # a step of more, a prompt, uses most experts of every layer: predictions further ahead cost the host a millisecond a layer
-)
+# A step of more, a prompt, uses most experts of every layer. Predictions further ahead, and their simulation, cost the host a millisecond a
+# layer there, and those with most tokens are worth most.
+LONG_TOKENS = 16
 MAX_REQUESTS = 6  # more cannot land before the requests are chosen again, one layer later
 MIN_GAIN_MS = 1e-6
 PRECISION_ALPHA = 0.02  # the newest layer's weight in the average
@@ -128,7 +128,7 @@ class Prefetcher:
         for depth, prediction in enumerate(step.predictions[: self.options.depth(len(step.chosen))], 1):
             self._precision.expect(depth, prediction)
             self._slots.protect(prediction.layer, prediction.experts.tolist())
-            wanted += self._worth_loading(depth, prediction)
+            wanted += self._worth_loading(depth, prediction, simulated=self.options.policy == "impact" and len(step.chosen) <= LONG_TOKENS)
         self._slots.protect(step.layer, ())
         wanted = sorted(wanted, key=lambda each: each[:2])[:MAX_REQUESTS]
         predicted = {step.layer, *(each.layer for each in step.predictions)}
@@ -140,16 +140,17 @@ class Prefetcher:
             )
         self._verification.request(later)
 
-    def _worth_loading(self, depth: int, prediction: Prediction) -> list[tuple[float, int, int, int]]:
+    def _worth_loading(self, depth: int, prediction: Prediction, *, simulated: bool) -> list[tuple[float, int, int, int]]:
+        """Return what is worth loading, as `look_ahead` sorts it: what saves most, or, where that is not simulated, has most tokens."""
         resident = self._slots.slot_of(prediction.layer)[prediction.experts] >= 0
         for expert in self._queue.in_flight(prediction.layer):
             resident |= prediction.experts == expert
         if resident.all():
             return []
-        if self.options.policy == "next_layer":
-            gains = prediction.loads.astype(np.float64)
-        else:
+        if simulated:
             gains = self._gains(prediction, resident) * self._precision.of(depth, prediction)
+        else:
+            gains = prediction.loads.astype(np.float64)
         worth = np.flatnonzero(~resident & (gains > MIN_GAIN_MS))
         return [(-float(gains[at]), depth, prediction.layer, int(prediction.experts[at])) for at in worth]
 

@@ -387,7 +387,7 @@ class StepGraph:
         engine.statistics.count_layers(self._marked(routed.chosen).sum(axis=1), missed.sum(axis=1))
         engine.statistics.deferred += int(self._marked(routed.later).sum())
         engine.statistics.replayed += 1
-        if engine.prefetcher.options.promote:
+        if engine.prefetcher.options.promote and engine.loads:
             self._promote(missed)
 
     def _marked(self, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -265,6 +265,21 @@ def test_a_fixed_map_stays(kind: str) -> None:
         assert step.rig.engine.cache.queue.statistics.requested == 0
 
 
+def test_steps_that_are_compared_load_nothing() -> None:
+    """Computed again layer by layer, such a step must find the same experts on each device, as the CPU alone quantises activations."""
+    with captured(Setting("greedy", policy="lru", prefetch=PrefetchOptions(policy="none"))) as step:
+        engine = step.rig.engine
+        for seed in range(3):
+            step.replay(seed)
+        with engine.by_residency():
+            before = engine.cache.queue.statistics.requested, engine.cache.slots.version
+            for seed in range(3, 6):
+                step.replay(seed)
+            assert (engine.cache.queue.statistics.requested, engine.cache.slots.version) == before
+        step.replay(6)
+        assert engine.cache.queue.statistics.requested > before[0]
+
+
 @pytest.mark.parametrize("kind", DEVICES)
 def test_what_fails_on_the_cpu_is_raised_after_the_step(kind: str) -> None:
     with engine_rig(Setting("greedy", (0,) * LAYERS, kind=kind)) as rig:
