@@ -183,8 +183,10 @@ class ScoreAndFrequency(CachePolicy):
         self._scores = MinusRecentScore(layers, num_experts, alpha, top_p)
         self._average = _MovingAverage(frequency_alpha)
         self._uses = np.zeros((layers, num_experts))
+        self._known: dict[int, Priority] = {}  # by layer, until its next update: each expert that lands asks for them
 
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
+        self._known.pop(layer, None)
         self._scores.update(layer, scores, chosen)
         recent = self._average.recent(chosen)
         row = self._uses[layer]
@@ -192,6 +194,7 @@ class ScoreAndFrequency(CachePolicy):
         row += _uses(recent, len(row), self._average.gain(len(recent)))
 
     def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+        self._known.clear()
         self._scores.update_layers(layers, scores, chosen)
         gain = self._average.gain(min(chosen.shape[1], self._average.length))
         recent = chosen[:, chosen.shape[1] - len(gain) :]
@@ -207,8 +210,12 @@ class ScoreAndFrequency(CachePolicy):
         return np.asarray(scores / next(means) + uses / next(means))
 
     def priority(self, layer: int) -> Priority:
-        scores, uses = self._scores.priority(layer), self._uses[layer]
-        return np.asarray(scores / (scores.mean() or 1.0) + uses / (uses.mean() or 1.0))
+        known = self._known.get(layer)
+        if known is None:
+            scores, uses = self._scores.priority(layer), self._uses[layer]
+            known = self._known[layer] = np.asarray(scores / (scores.mean() or 1.0) + uses / (uses.mean() or 1.0))
+            known.flags.writeable = False
+        return known
 
 
 class StaticProfile(_ExpertRanks):

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -337,14 +337,14 @@ class CudaDevice:
         assert isinstance(target, CudaBuffer), f"{target!r} is not memory of {self.name}"
         if not (nbytes <= source.nbytes and 0 <= target_offset <= target.nbytes - nbytes):
             raise ValueError(f"{self.name}: a copy of {nbytes} of {source.nbytes} bytes to offset {target_offset} of {target.nbytes}")
-        with torch.cuda.device(self.torch_device):
+        with self._current():
             self._runtime.copy(target.address + target_offset, address_of(source), nbytes, raw.cuda_stream)
 
     def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
         own = self._own(stream)
         if function is None:
             return
-        with self.errors(), torch.cuda.device(self.torch_device) if own.is_current else torch.cuda.stream(own.raw):
+        with self.errors(), self._current() if own.is_current else torch.cuda.stream(own.raw):
             function()
 
     @contextmanager
@@ -414,6 +414,10 @@ class CudaDevice:
         self._notifier.join(CLOSE_S)
         _idle_streams.setdefault(self.torch_device.index, []).extend(self._handles)
         self._handles.clear()
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Make this the current device; where it is, as with one GPU, that costs less than PyTorch's context."""
+        return nullcontext() if torch.cuda.current_device() == self.torch_device.index else torch.cuda.device(self.torch_device)
 
     def _own(self, stream: Stream) -> CudaStream:
         self._check_open()

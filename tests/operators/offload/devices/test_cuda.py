@@ -107,6 +107,7 @@ def device(runtime: RuntimeLibrary, prefix: str, monkeypatch: pytest.MonkeyPatch
         "Event": FakeEvent,
         "current_stream": lambda device: current,
         "device": lambda device: nullcontext(),
+        "current_device": lambda: 0,
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device: None,
     }.items():
@@ -420,6 +421,20 @@ def test_copies_launches_and_events(device: CudaDevice) -> None:
     for offset, nbytes in [(1, 256), (-1, 64), (0, 257)]:
         with pytest.raises(ValueError, match="a copy of"):
             device.copy(copy, target, offset, source, nbytes)
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, []), (1, [torch.device("cuda", 0)] * 2)])
+def test_calls_are_made_on_the_device(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, current: int, entered: list[torch.device]
+) -> None:
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: seen.append(device) or nullcontext())
+    target, source, copy = device.allocate(64), aligned_bytes(64), device.stream("copy")
+    seen.clear()
+    device.copy(copy, target, 0, source, 64)
+    device.launch(device.stream("compute"), lambda: None, WORK)
+    assert seen == entered
 
 
 def test_memory_that_cannot_be_allocated_or_page_locked(device: CudaDevice, library: ctypes.CDLL) -> None:
