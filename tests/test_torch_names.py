@@ -35,6 +35,7 @@ SINCE = {
     "torch.cuda.Event": "2.4",
     "torch.cuda.ExternalStream": "2.4",
     "torch.cuda.Stream": "2.4",
+    "torch.cuda.current_device": "2.4",
     "torch.cuda.current_stream": "2.4",
     "torch.cuda.default_generators": "2.4",
     "torch.cuda.device": "2.4",

@@ -21,6 +21,12 @@ rules:
 """
 
 
+@pytest.fixture(autouse=True)
+def others_compilations_do_not_count() -> None:
+    """PyTorch compiles a function for at most eight forms of its arguments, which tests of other files in this process may have used."""
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="module")
 def injected(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     folder = tmp_path_factory.mktemp("traceable")
