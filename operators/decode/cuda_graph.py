@@ -36,6 +36,7 @@ from transformers.utils.generic import ModelOutput
 from moegraft.operators.base import call_arguments
 from moegraft.operators.decode.cache import adopt, buffers_of, makes_own_cache
 from moegraft.operators.decode.loop import effective_config
+from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
 from moegraft.operators.offload.devices.base import DeviceError
@@ -52,6 +53,7 @@ DecodeMode = Literal["eager", "graph"]
 MAX_SEQUENCES = 4  # of a step: beyond, deciding layer by layer gains more than it costs (an estimate, no GPU has measured it)
 TOLERANCE = 0.05  # of the logits' norm: bfloat16 sums in another order, of the same experts on the same devices
 CACHE_TENSORS = ("keys", "values", "cumulative_length")  # of a layer of attention
+LENGTH_STEP = 256  # a cache has a multiple of so many tokens, so that the steps of one text serve others
 DEFAULT_NEW_TOKENS = 20  # transformers' own, of a call that gives no length
 KEPT_STEPS = 4  # of different forms: windows that are full or not, lengths of caches, sequences
 TIMED_STEPS = 8  # of each mode; the first one, which warms up, is not counted
@@ -161,12 +163,11 @@ class CudaGraphs(StepReplay):
         """
         arguments = call_arguments(stock, args, dict(kwargs))
         given, ids = arguments.get(CACHE), arguments.get("inputs", arguments.get("input_ids"))
-        if given is not None and why_not_static(given) is None and self.captures(model):
+        if given is not None and why_not_static(given) is None and self._may_capture(model):
             return stock(**{"disable_compile": True, **arguments})
         growing = given is not None and buffers_of(given) is not None
         if (
             not self.captures(model)
-            or not _has_static_form(model)
             or not isinstance(ids, torch.Tensor)
             or len(ids) > MAX_SEQUENCES
             or arguments.get("num_beams", 1) > 1
@@ -177,7 +178,10 @@ class CudaGraphs(StepReplay):
         config = effective_config(model, arguments)
         tokens = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
         text_config = model.config.get_text_config(decoder=True)
-        fixed = to_static(given, text_config, tokens or ids.shape[1] + DEFAULT_NEW_TOKENS)
+        tokens = tokens or ids.shape[1] + DEFAULT_NEW_TOKENS
+        fixed = to_static(given, text_config, -(-tokens // LENGTH_STEP) * LENGTH_STEP)
+        if growing and given is not None:
+            given.layers = []  # `fixed` has its contents: both would take twice the memory
         try:
             outputs = stock(**{**arguments, CACHE: fixed, "disable_compile": True})
         finally:
@@ -192,7 +196,10 @@ class CudaGraphs(StepReplay):
         return self._tuner is not None and self._tuner.winner == "eager"
 
     def captures(self, model: PreTrainedModel) -> bool:
-        """Return whether the decode steps of a text are captured, as far as is known before the first one."""
+        """Return whether the decode steps of `generate` are captured, as far as is known by now."""
+        return self._may_capture(model) and _has_static_form(model)
+
+    def _may_capture(self, model: PreTrainedModel) -> bool:
         return self._why_never(model) is None and not self._measured_slower
 
     def _capture(self, step: Step, plain: Forward) -> _CapturedStep:
@@ -399,7 +406,8 @@ def why_not_static(cache: Any) -> str | None:
     if cache is None:
         return "there is no key-value cache"
     layers = getattr(cache, "layers", None) or []
-    others = sorted({type(layer).__name__ for layer in layers if not _is_static(layer)})
+    grows = isinstance(cache, PagedCache)  # whatever its layers hold
+    others = sorted({type(layer).__name__ for layer in layers if grows or not _is_static(layer)})
     if others or not layers:
         kinds = f" of {', '.join(others)}" if others else ""
         return (

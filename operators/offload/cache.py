@@ -183,18 +183,20 @@ class ScoreAndFrequency(CachePolicy):
         self._scores = MinusRecentScore(layers, num_experts, alpha, top_p)
         self._average = _MovingAverage(frequency_alpha)
         self._uses = np.zeros((layers, num_experts))
-        self._known: dict[int, Priority] = {}  # by layer, until its next update: each expert that lands asks for them
+        # Each expert that lands asks for a layer's ranks, which only an update changes: they are kept with the number of updates before. An
+        # expert may land on another thread while one is made, after which what it got is not used again.
+        self._updates = [0] * layers
+        self._known: dict[int, tuple[int, Priority]] = {}
 
     def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
-        self._known.pop(layer, None)
         self._scores.update(layer, scores, chosen)
         recent = self._average.recent(chosen)
         row = self._uses[layer]
         row *= self._average.decay(len(chosen))
         row += _uses(recent, len(row), self._average.gain(len(recent)))
+        self._updates[layer] += 1
 
     def update_layers(self, layers: NDArray[np.intp], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
-        self._known.clear()
         self._scores.update_layers(layers, scores, chosen)
         gain = self._average.gain(min(chosen.shape[1], self._average.length))
         recent = chosen[:, chosen.shape[1] - len(gain) :]
@@ -203,6 +205,8 @@ class ScoreAndFrequency(CachePolicy):
         weights = np.broadcast_to(gain[:, None], recent.shape).ravel()
         uses = np.bincount(places, weights, count * (num_experts + 1)).reshape(count, -1)[:, 1:]
         self._uses[layers] = self._uses[layers] * self._average.decay(chosen.shape[1]) + uses
+        for layer in layers.tolist():
+            self._updates[layer] += 1
 
     def priorities(self) -> NDArray[np.float64]:
         scores, uses = self._scores.priorities(), self._uses
@@ -210,12 +214,14 @@ class ScoreAndFrequency(CachePolicy):
         return np.asarray(scores / next(means) + uses / next(means))
 
     def priority(self, layer: int) -> Priority:
+        updates = self._updates[layer]
         known = self._known.get(layer)
-        if known is None:
+        if known is None or known[0] != updates:
             scores, uses = self._scores.priority(layer), self._uses[layer]
-            known = self._known[layer] = np.asarray(scores / (scores.mean() or 1.0) + uses / (uses.mean() or 1.0))
-            known.flags.writeable = False
-        return known
+            ranks: Priority = np.asarray(scores / (scores.mean() or 1.0) + uses / (uses.mean() or 1.0))
+            ranks.flags.writeable = False
+            known = self._known[layer] = updates, ranks
+        return known[1]
 
 
 class StaticProfile(_ExpertRanks):

@@ -115,6 +115,7 @@ class Engine:
                 wanted.extend(plan.transfers.tolist())
                 request()
                 deferred = plan.on_cpu & np.isin(step.experts, step.deferrable)
+                submitted_ms = self.device.now_ms()
                 cpu = self._submit_cpu(step, plan.on_cpu & ~deferred, executor)
                 if deferred.any():
                     self._defer(step, deferred, executor)
@@ -145,7 +146,7 @@ class Engine:
                     self._prefetch(step, plan.on_cpu)  # while both devices are busy
                 executor.join(cpu, launches)
                 if cpu is not None:
-                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu & ~deferred], cpu)
+                    self.timings.computed_on_cpu(step.layer, step.loads[plan.on_cpu & ~deferred], cpu, submitted_ms)
                 self.timings.collect()
                 self.statistics.count_planned(step.layer, problem, plan)
                 if wanted:  # no slot could be had for these, all are held: the CPU computes them
@@ -160,7 +161,8 @@ class Engine:
                     cpu.wait()
             raise
         finally:
-            self._queue.release_all([transfer for _, transfer in requested], launches[-1] if launches else None)
+            if requested:
+                self._queue.release_all([transfer for _, transfer in requested], launches[-1] if launches else None)
             if not pin.released:
                 self._slots.release(pin, None)
 

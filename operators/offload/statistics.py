@@ -131,6 +131,7 @@ class TimingRecorder:
         self._gpu_origin: tuple[Event, float] | None = None  # an event of the GPU, and its time by the host's clock
         self._launches: deque[_Launch] = deque()
         self._launch_count = 0
+        self._cpu_end_ms = 0.0  # of its last job, for a timeline
         self._overlap_ms: dict[int, float] = {}  # moving averages by the bit length of the number of tokens
         self._overlaps: deque[tuple[int, Event, Event]] = deque()
         self._overlap_count = 0
@@ -165,16 +166,17 @@ class TimingRecorder:
             self._launches.append(_Launch(before, after, layer, loads, waited))
         return after
 
-    def computed_on_cpu(self, layer: int, loads: NDArray[np.int32], ticket: CpuTicket) -> None:
-        """Record the CPU's part of a layer, which was waited for."""
+    def computed_on_cpu(self, layer: int, loads: NDArray[np.int32], ticket: CpuTicket, submitted_ms: float) -> None:
+        """Record the CPU's part of a layer, which was submitted then and has been waited for."""
         ms = ticket.elapsed_ms
         if ms is None:
             return
         if self.costs is not None:
             self.costs.observe_cpu(loads, ms)
         if self._timeline is not None:
-            now_ms = self._device.now_ms()
-            self._timeline.add("CPU", f"layer {layer}", now_ms - ms, now_ms, tokens=loads.tolist())
+            start_ms = max(submitted_ms, self._cpu_end_ms)
+            self._cpu_end_ms = start_ms + ms
+            self._timeline.add("CPU", f"layer {layer}", start_ms, start_ms + ms, tokens=loads.tolist())
 
     def replayed(self, start_ms: float) -> None:
         """Record a captured decode step, which has just ended; the devices' shares of it are not seen."""

@@ -32,7 +32,7 @@ class SequentialDecoder:
         cache: the bytes of a sequence.
         memory_limit: bytes of keys, values and states.
         prefix_bytes: for the last cache and its checkpoints; a larger one is not kept.
-        scores: whether requests may ask for those of tokens: nothing is drafted then, and `generate` leaves the logits as they are.
+        captured: whether decode steps are captured for a GPU. Nothing is drafted then, and requests may ask for the scores of tokens.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SequentialDecoder:
         cache: KvCache,
         memory_limit: int,
         prefix_bytes: int,
-        scores: bool = False,
+        captured: bool = False,
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self._pad_token = pad_token
@@ -53,7 +53,7 @@ class SequentialDecoder:
         self._prefix = PromptCache(model, checkpoint_bytes=prefix_bytes // 2)
         self._prefix_scope = ""
         self._sizes = cache
-        self._scores = scores
+        self._captured = captured
         self._limit = memory_limit
         self._caches: dict[Job, DynamicCache | None] = {}  # of prompts; the next one first
 
@@ -73,7 +73,8 @@ class SequentialDecoder:
         return sum(map(self.needed_bytes, self.jobs))
 
     def needed_bytes(self, job: Job) -> int:
-        return self._sizes.nbytes(job.most_tokens)
+        copies = 2 if self._captured else 1  # the steps' own cache has a fixed size, and is copied to one that grows
+        return copies * self._sizes.nbytes(job.most_tokens)
 
     def fits(self, job: Job) -> bool:
         """Whether a job may start: the first, or one whose prompt can be computed between the chunks of others."""
@@ -112,7 +113,7 @@ class SequentialDecoder:
         beside = {} if images is None else images.generate_arguments(_tokens(cache))
         prompt = torch.tensor([ids], device=self._model.device)
         injection = injection_of(self._model)
-        answer = _Answer(job, lambda: injection is not None and injection.drafting, scores=self._scores)
+        answer = _Answer(job, lambda: injection is not None and injection.drafting, scores=self._captured)
         with torch.random.fork_rng():
             torch.manual_seed(job.seed % (1 << 63))
             made = self._model.generate(
@@ -156,7 +157,7 @@ class _Answer(BaseStreamer):
 
     Args:
         drafting: whether the tokens after the answer are now a draft's, which may not fail it.
-        scores: see `SequentialDecoder`.
+        scores: whether the logits are to be as the model gives them, without what `generate` applies.
 
     Attributes:
         penalty: for repetitions, which `generate` applies.

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
@@ -20,7 +21,7 @@ from moegraft.injection.cli.chat.conversation import Conversation, Message, Prom
 from moegraft.injection.cli.chat.conversation import fingerprint as model_fingerprint
 from moegraft.injection.cli.images import MOST_IMAGES, MOST_PIXELS, ImageError, ImageInputs, read_url, sample_picture
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.options import OptionsError
+from moegraft.injection.cli.options import NEUTRAL, OptionsError
 from moegraft.injection.cli.serve.answer_parser import (
     REASONING,
     AnswerGrammar,
@@ -86,6 +87,7 @@ class Limits:
 
 
 MAX_BATCH = 32
+TRIED_TOKENS = 24  # in which `decode: auto` times both ways
 CAPTURED = "decode steps are captured for the GPU, of one text each; --max-batch N answers N at once, whose steps run layer by layer"
 ANY_MODEL = "*"  # among the names of a model: requests may name any
 
@@ -175,7 +177,7 @@ class Service:
                     loaded.model,
                     limit=limits.kv_memory,
                     prefix_bytes=limits.prefix_cache,
-                    most=most,
+                    most=max(most, 2),  # as many are compared with answers alone
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
                     drafts=drafts,
                 )
@@ -219,20 +221,27 @@ class Service:
             cache=kv_cache(loaded.model),
             memory_limit=limit,
             prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
-            scores=self._captured,
+            captured=self._captured,
         )
 
     def _one_is_faster(self) -> bool:
         """Whether captured decode steps, of one text, are to be used instead of a batch, which is computed layer by layer.
 
+        A short text shows whether they are captured, and with `decode: auto` whether that is faster.
         Layer by layer, a token of Qwen3-30B-A3B's shapes took an H100 about 13 times as long: a batch of fewer texts makes fewer tokens.
         """
         from moegraft.operators.decode.cuda_graph import CudaGraphs
 
         limits, injection = self.limits, injection_of(self.loaded.model)
         replay = None if injection is None or injection.model_operator is not None else injection.context.replay
-        wanted = limits.max_batch == 1 or (limits.max_batch is None and limits.prefix_folder is None and not limits.batch_invariant)
-        return wanted and isinstance(replay, CudaGraphs) and replay.captures(self.loaded.model)
+        wanted = limits.max_batch in (None, 1) and limits.prefix_folder is None and not limits.batch_invariant
+        model: Any = self.loaded.model
+        if not (wanted and isinstance(replay, CudaGraphs) and replay.captures(model)):
+            return False
+        before, ids = replay.replayed, torch.ones(1, 2, dtype=torch.int64, device=model.device)
+        lengths = {"max_new_tokens": TRIED_TOKENS, "min_new_tokens": TRIED_TOKENS}
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad_token(self.loaded), **NEUTRAL, **lengths)
+        return replay.captures(model) and replay.replayed > before
 
     def _prefix_files(self, pool: SequencePool, folder: Path) -> PrefixFiles:
         """

@@ -26,9 +26,12 @@ import pytest
 import torch
 from rich.console import Console
 from support import ROOT
+from support.emulated import device_kind
+from support.families import build_model, served_cases
 from support.gpus import placed
 from support.programs import Program
 from support.serving import PATIENCE_S, SCHEMA, Server, ask, messages, openai, serving, until
+from support.virtual_device import VirtualDevice
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -47,6 +50,7 @@ from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.injected import injection_of
 from moegraft.operators.draft import DraftedRow
+from moegraft.operators.offload.devices.base import DeviceError
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 
@@ -570,6 +574,31 @@ def test_where_steps_are_captured_one_answer_at_a_time_is_the_default(sliding: L
             assert text == expected
             assert scores == pytest.approx(of_batch, abs=1e-3)
     assert any(scores for _, scores in found[0])
+
+
+CAPTURED = 'version: 1\nrules:\n- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {{gpu: "{gpu}", decode: graph}}}}\n'
+
+
+@pytest.mark.parametrize("why", ["no static cache", "a capture that is refused", "prefixes on disk"])
+def test_without_captured_steps_there_are_batches(why: str, sliding: LoadedModel, tmp_path: Path) -> None:
+    class Refusing(VirtualDevice):
+        def capture(self, step: Any) -> Any:
+            raise DeviceError("the step cannot be captured: injected")
+
+    stock = sliding.model
+    if why == "no static cache":
+        stock = build_model(next(case for case in served_cases() if case.model_type == "inkling_text"))
+    limits = Limits(max_batch=1, prefix_folder=tmp_path / "prefixes") if why == "prefixes on disk" else Limits()
+    rules = tmp_path / "rules.yaml"
+    with device_kind(Refusing if why == "a capture that is refused" else VirtualDevice) as gpu:
+        rules.write_text(CAPTURED.format(gpu=gpu))
+        model = optimize_and_load(copy.deepcopy(stock), rules, progress=False, threads=1)
+        service = Service(LoadedModel("any", model, sliding.tokenizer, lambda: []), limits)
+        try:
+            assert service.alone_because is None
+            assert (service.prefix_files is not None) == (why == "prefixes on disk")
+        finally:
+            service.close()
 
 
 def test_experts_on_a_gpu_and_sliding_windows_are_batched(sliding: LoadedModel, tmp_path: Path, gpu: str) -> None:

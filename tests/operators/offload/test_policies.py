@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,6 +252,22 @@ class TestOptions:
         np.testing.assert_array_equal(policy.priority(1), trace.loads()[1])
         with pytest.raises(TraceError, match=r"profile\.npz: expected a profile of \(3, 7\) layers and experts, found \(2, 7\)"):
             make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), 3, EXPERTS, TOP_K)
+
+
+def test_ranks_that_are_asked_for_within_an_update_are_not_kept() -> None:
+    """As an expert lands on another thread."""
+    policy = ScoreAndFrequency(2, 4, 0.5)
+    update = policy._scores.update
+
+    def interrupted(*step: Any) -> None:
+        policy.priority(0)
+        update(*step)
+
+    policy._scores.update = interrupted  # type: ignore[method-assign]
+    policy.update(0, np.random.default_rng(0).random((1, 4)).astype(np.float32), np.array([[1, 2]]))
+    np.testing.assert_array_equal(policy.priority(0), policy.priorities()[0])
+    policy.update_layers(np.array([0]), np.random.default_rng(1).random((1, 1, 4)).astype(np.float32), np.array([[[3, 2]]]))
+    np.testing.assert_array_equal(policy.priority(0), policy.priorities()[0])
 
 
 @pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
