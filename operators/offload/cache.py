@@ -184,7 +184,7 @@ class ScoreAndFrequency(CachePolicy):
         self._average = _MovingAverage(frequency_alpha)
         self._uses = np.zeros((layers, num_experts))
         # Each expert that lands asks for a layer's ranks, which only an update changes: they are kept with the number of updates before. An
-        # expert may land on another thread while one is made, after which what it got is not used again.
+        # expert may land during an update, on another thread; the ranks that it is given are not used after it.
         self._updates = [0] * layers
         self._known: dict[int, tuple[int, Priority]] = {}
 
