@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from moegraft.cpu_backend._kernel import (
     LAYOUT_VERSION,
+    ExpertFrames,
     ExpertsShape,
     GateSpec,
     HostCall,
@@ -45,6 +46,7 @@ class Runtime(_Runtime):
 
 __all__ = [
     "LAYOUT_VERSION",
+    "ExpertFrames",
     "ExpertsShape",
     "GateSpec",
     "HostCall",

@@ -104,8 +104,16 @@ class PackedExperts:
     @property
     def nbytes(self) -> int: ...
     @property
+    def frames(self) -> ExpertFrames | None:
+        """What holds the experts that are computed with; None where that is `buffer`."""
+    @property
+    def layer_in_frames(self) -> int:
+        """The number of the layer in `frames`; -1 where there are none."""
+    @property
     def buffer(self) -> NDArray[np.uint8]:
         """The packed bytes, (E * expert_bytes,), without a copy."""
+    @property
+    def writable(self) -> bool: ...
     @property
     def packed_mask(self) -> NDArray[np.uint8]:
         """(E,): bits 0 to 2 for the packed parts gate, up, down; bits 3 to 5 for their biases."""
@@ -129,6 +137,73 @@ class PackedExperts:
     def pack_bias(self, expert: int, part: str, array: NDArray[np.float32]) -> None: ...
     def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
         """Return the matrix that the kernel computes with, (rows, cols), dequantised without further rounding."""
+
+class ExpertFrames:
+    """Host memory for the experts of all layers of a model that lie in files: each frame holds one expert.
+
+    The experts that a layer computes with are read first, in several pieces at once and past the page cache; then those that the next
+    layer's router chooses for this layer's hidden states, of many tokens for some of them. Experts stay by a fast average of their routing
+    weights (as HybriMoE's MRS) and a slow one of their uses, compared among all layers.
+
+    Args:
+        readers: threads that read, and so requests at once.
+
+    Raises:
+        ValueError: `readers` is not 1 to 64.
+    """
+
+    def __init__(self, readers: int = 4) -> None: ...
+    @staticmethod
+    def least_bytes_for(num_experts: int, expert_bytes: int, readers: int = 4) -> int:
+        """Return the least memory for layers of so many experts: for one layer, and for what is being read ahead."""
+    def add(self, experts: PackedExperts, path: str, offset: int, checksums: Sequence[int] = ()) -> int:
+        """Let `experts` compute from frames, which are filled from a file; return the layer's number. Layers are added in their order.
+
+        Args:
+            offset: of the first expert in the file, a multiple of 64.
+            checksums: CRC-32 of each expert, verified when it is first read.
+
+        Raises:
+            RuntimeError: the file cannot be opened, or is too short.
+            ValueError: a wrong offset or number of checksums; the frames are open.
+        """
+    def set_router(self, layer: int, weight: Tensor, choice_bias: Tensor | None = None) -> None:
+        """Set the rows of a layer's router (E, H), read in place, by which its experts are predicted.
+
+        Args:
+            choice_bias: (E,) float32, added to the sigmoid of logits for the choice.
+        """
+    def open(self, nbytes: int) -> None:
+        """Allocate frames in so much memory and start the readers; called again, nothing happens.
+
+        Raises:
+            ValueError: fewer than `least_frames` fit.
+            MemoryError: the memory cannot be allocated.
+        """
+    def set_prediction(self, predicts: bool) -> None:
+        """Set whether experts are read before they are demanded."""
+    @property
+    def frames(self) -> int: ...
+    @property
+    def frame_bytes(self) -> int: ...
+    @property
+    def least_frames(self) -> int:
+        """Of the largest layer, and for what is being read ahead."""
+    def residents(self, layer: int) -> list[int]:
+        """Return the experts of a layer that are in memory."""
+    def copy(self, layer: int, expert: int, start: int, out: NDArray[np.uint8]) -> None:
+        """Copy bytes of an expert, which is read if it is not in memory.
+
+        Raises:
+            RuntimeError: it cannot be read; the message names the file.
+        """
+    def counts(self) -> dict[str, float]:
+        """Return what was counted so far.
+
+        `demanded` experts, once a layer and step, of which `resident` were in memory and `arriving` being read ahead; `reads` of experts,
+        `read_bytes`, of these reads those `predicted`, and of these `unused`; `waited_ms`, during which some thread waited for an expert,
+        and `waited_bytes`, which arrived meanwhile; `precision`, a moving average of how many predicted experts were chosen.
+        """
 
 class PackedLinear:
     """One `nn.Linear` matrix (rows, cols) in the experts' layout, with an optional bias."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from moegraft.injection.estimate.forecast import Forecast, TargetMachine, forecast, tokens_text
@@ -13,6 +14,7 @@ from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import DEFAULT_RULES, RuleErrors, read_rules
 from moegraft.injection.verify import BY_WEIGHTS
+from moegraft.operators.atomic_file import user_cache
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
@@ -30,11 +32,13 @@ class Choice:
     Attributes:
         experts, linears: weight types; `linears` is None if linear layers are not replaced.
         gpu: whether everything but the experts is on the GPU, with slots for as many experts as fit.
+        in_files: whether experts stay in files, and host memory holds some of them.
     """
 
     experts: str
     linears: str | None
     gpu: bool
+    in_files: bool = False
 
     @property
     def exactness(self) -> tuple[int, int]:
@@ -58,8 +62,13 @@ class Candidate:
         return (predicted.prefill_tokens_s if goal == "prefill" else predicted.decode_tokens_s) or 0.0
 
 
-def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, registry: OperatorRegistry) -> list[Candidate]:
+def candidates(
+    meta_model: MetaModel, load: Workload, target: TargetMachine, registry: OperatorRegistry, *, in_files: bool = False
+) -> list[Candidate]:
     """Return a candidate for each combination that the model supports, those with a GPU first, the most exact of each first.
+
+    Args:
+        in_files: of all, as in `Choice`.
 
     Raises:
         UnsupportedModelError: no operator can replace this model's experts.
@@ -67,7 +76,7 @@ def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, reg
     pattern, cache = _linear_pattern(registry), kv_cache(meta_model.skeleton)
     written: list[Candidate] = []
     refused: RuleErrors | None = None
-    for choice in _choices(target, packs_linears=pattern is not None):
+    for choice in _choices(target, packs_linears=pattern is not None, in_files=in_files):
         try:
             rules = read_rules("rules.yaml", registry=registry, text=_rules(choice, pattern, load))
             planned = plan(meta_model, rules, registry=registry)
@@ -82,12 +91,12 @@ def candidates(meta_model: MetaModel, load: Workload, target: TargetMachine, reg
     return written
 
 
-def _choices(target: TargetMachine, *, packs_linears: bool) -> Iterator[Choice]:
+def _choices(target: TargetMachine, *, packs_linears: bool, in_files: bool) -> Iterator[Choice]:
     for gpu in (True, False) if target.gpu is not None else (False,):
         # quantized_linear's `gpu: auto` is the first GPU: with several, the layers of the others would wait for it.
         linears = LINEAR_TYPES if packs_linears and not (gpu and target.gpu is not None and target.gpu.count > 1) else (None,)
         for experts in EXPERT_TYPES:
-            yield from (Choice(experts, linear, gpu) for linear in linears)
+            yield from (Choice(experts, linear, gpu, in_files) for linear in linears)
 
 
 def choose(written: Sequence[Candidate], goal: Goal) -> Candidate | None:
@@ -116,7 +125,11 @@ def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecas
     lines = ["- id: experts", "  match: {kind: experts}", "  replace:", "    class: hybrid_experts"]
     weights = f"weights: {choice.experts}"
     types = " | ".join(EXPERT_TYPES)
-    lines += _shared(weights, types, load, figures) if choice.gpu else [f"    kwargs: {{{weights}}}  # {types}"]
+    kept = [f"cache_dir: '{packed_folder()}'", "memory: auto"] if choice.in_files else []
+    if choice.gpu:
+        lines += [*_shared(weights, types, load, figures), *(f"      {each}" for each in kept)]
+    else:
+        lines.append(f"    kwargs: {{{', '.join([weights, *kept])}}}  # {types}")
     lines += _expect(counts.get("experts"))
     if choice.linears is not None and pattern is not None:
         quoted = pattern.replace("'", "''")
@@ -140,6 +153,11 @@ def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecas
     if figures is None or "recurrent" in counts:
         lines += ["- id: recurrent", "  match: {kind: recurrent}", "  replace: {class: cpu_recurrent}", "  expect: any"]
     return "\n".join(lines) + "\n"
+
+
+def packed_folder() -> Path:
+    """Return where the experts of models that are larger than memory are kept, in the user's cache folder."""
+    return user_cache("experts")
 
 
 def _shared(weights: str, types: str, load: Workload, figures: Forecast | None) -> list[str]:
@@ -178,6 +196,8 @@ def _table(chosen: Candidate, written: Sequence[Candidate]) -> list[str]:
         mark = ">" if candidate is chosen else " "
         where = "both" if choice.gpu else "CPU"
         fits = "" if candidate.forecast.fits else "  does not fit"
+        if choice.in_files:
+            fits += "  experts in files"
         columns = f"{where:4} {choice.experts:8} {choice.linears or '-':8} {memory:>12} {of_gpu:>12}  {speeds[0]:>14}  {speeds[1]:>14}"
         lines.append(f"{mark} {columns}{fits}")
     return lines

@@ -179,10 +179,11 @@ def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:
             f"this plan needs {human_bytes(needed)} of memory and {human_bytes(machine.available_bytes)} are free; "
             "a smaller weight type (weights: int4 in the rule file) or a smaller model would fit"
         )
-    mapped = plan.bytes_by_device.get("disk", 0)
+    mapped = sum(swap.footprint.by_device.get("disk", 0) for swap in plan.swaps if swap.traits.host_budget is None)
     if needed + mapped > machine.available_bytes:
         logger.warning(
-            "%s of packed experts and %s of memory free: experts that do not fit are read from disk at each use, at the disk's speed",
+            "%s of packed experts and %s of memory free: experts that do not fit are read from disk at each use, page by page; "
+            "'memory: auto' beside cache_dir reads them whole and ahead",
             human_bytes(mapped),
             human_bytes(machine.available_bytes),
         )

@@ -90,16 +90,19 @@ class Injection:
     def statistics(self) -> dict[str, object]:
         """Return the statistics of a model and its operators.
 
-        `modules` by path, `sparsity` of each target that rules give, `devices` for each GPU that holds experts, `decode_steps`: how many
-        steps were replayed, as native programs or captured graphs, and why others were not, and `ranks` that hold experts.
+        `modules` by path, `sparsity` of each target that rules give, `devices` for each GPU that holds experts, `files`, of which memory
+        holds some of the experts, `decode_steps`: how many steps were replayed, as native programs or captured graphs, and why others were
+        not, and `ranks` that hold experts.
         """
         modules = {path or "(the model)": found for path, operator in self.operators.items() if (found := operator.statistics())}
         context, engines = self.context, self.context.gpu_engines_in_use
         sparsity = context.sparse_layers.statistics() if "sparse_layers" in vars(context) else []
         devices: Mapping[str, object] = {} if engines is None else engines.statistics()
+        files = context.framed_layers.statistics() if "framed_layers" in vars(context) else {}
         steps: Mapping[str, object] = {} if context.replay is None else context.replay.statistics()
         ranks = [] if context.expert_group is None else context.expert_group.statistics()
-        return {"modules": modules, "sparsity": sparsity, "devices": dict(devices), "decode_steps": dict(steps), "ranks": ranks}
+        found = {"modules": modules, "sparsity": sparsity, "devices": dict(devices), "files": dict(files)}
+        return {**found, "decode_steps": dict(steps), "ranks": ranks}
 
     def device_counts(self) -> list[tuple[str, Mapping[str, object]]]:
         """Return the name and the counters of each GPU that experts share; counters only grow."""

@@ -82,6 +82,8 @@ class Traits:
         drafting: how experts run while they draft; None where they do not draft.
         decode_loss: what decode steps compute otherwise than prompts, at the cost of exactness; None where nothing.
         untrained: why a model with these options cannot be trained, not even adapters beside its frozen weights; None where it can.
+        host_budget: returns the host memory in which all such operators of a model hold a part of their bytes on disk, given what is free;
+            None where the system decides that, by its page cache.
     """
 
     identity: str
@@ -96,6 +98,7 @@ class Traits:
     drafting: DraftSettings | None = None
     decode_loss: DecodeLoss | None = None
     untrained: str | None = None
+    host_budget: Callable[[int], int] | None = None
 
 
 class Packing(ABC):

@@ -18,6 +18,7 @@ from moegraft.operators.draft import DraftSwitch
 if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
     from moegraft.operators.expert_group import ExpertGroup
+    from moegraft.operators.offload.frames import FramedLayers
     from moegraft.operators.offload.model_experts import ModelEngines
     from moegraft.operators.sparsity import SparseLayers
 
@@ -54,6 +55,13 @@ class InjectionContext:
         from moegraft.operators.sparsity import SparseLayers
 
         return SparseLayers()
+
+    @cached_property
+    def framed_layers(self) -> FramedLayers:
+        """The layers whose experts stay in files, and share a budget of memory."""
+        from moegraft.operators.offload.frames import FramedLayers
+
+        return FramedLayers()
 
     @cached_property
     def gpu_engines(self) -> ModelEngines:

@@ -12,8 +12,8 @@ import torch
 
 from moegraft.cpu_backend import default_threads
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-CGROUP_USES = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 # For the threads that launch the GPU's work, submit its transfers and call the host from captured steps. An estimate, not measured.
 CORES_BESIDE_GPU = 2
 
@@ -35,14 +35,38 @@ class Machine:
 
 
 def _cgroup_available_bytes() -> int | None:
-    for limit_file, use_file in zip(CGROUP_LIMITS, CGROUP_USES, strict=True):
-        try:
-            limit, use = limit_file.read_text().strip(), use_file.read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and use.isdigit():
-            return max(0, int(limit) - int(use))
-    return None
+    """Return what the memory limits of this process's control group, and of those around it, leave; None where there is no limit.
+
+    Pages of files count as free: the system drops them first.
+    """
+    found = []
+    for root, limit_name, use_name, prefix in (
+        (CGROUPS, "memory.max", "memory.current", ""),
+        (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        own = root / _own_cgroup(version_1=bool(prefix))
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
+            try:
+                limit, use = ((folder / name).read_text().strip() for name in (limit_name, use_name))
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit() and use.isdigit():
+                files = sum(int(counts.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+                found.append(max(0, int(limit) - max(0, int(use) - files)))
+    return min(found, default=None)
+
+
+def _own_cgroup(*, version_1: bool) -> str:
+    """Return the path of this process's control group for memory, relative to the folder of all; empty where none is stated."""
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return ""
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if ("memory" in controllers.split(",")) if version_1 else not controllers:
+            return path.strip("/")
+    return ""
 
 
 def probe_machine() -> Machine:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -81,6 +82,10 @@ class WeightSource(ABC):
         Raises:
             CheckpointError: the source has bytes of another form or size, or damaged ones.
         """
+        return None
+
+    def packed_file(self, name: str) -> tuple[Path, int] | None:
+        """Return the file and the offset of a tensor of `packed`, a multiple of 64; None where there is none."""
         return None
 
     @abstractmethod

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a start of llama.cpp is timed, and needs neither
     from transformers import PreTrainedConfig
 
 BATCH = 2048  # tokens of one call
+CODE, CODE_NOISE = 64, 0.1
 # The type of experts, of all other matrices, and of both where rows are no multiple of 256 columns, as llama.cpp's converter chooses them.
 TYPES = {
     **{name: (kind,) * 3 for name, kind in (("int4", "Q4_0"), ("int8", "Q8_0"), ("bfloat16", "BF16"))},
@@ -35,11 +36,21 @@ def is_installed() -> bool:
     return find_spec("llama_cpp") is not None and find_spec("gguf") is not None
 
 
-def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: Sequence[str] | None = None, distinct: int = 8) -> None:
+def write_model(
+    path: Path,
+    config: PreTrainedConfig,
+    weights: str,
+    vocabulary: Sequence[str] | None = None,
+    distinct: int = 8,
+    skew: float | None = None,
+) -> None:
     """Write a GGUF file of a model with random weights of one of `TYPES`, whose experts repeat `distinct` ones.
 
     Args:
         vocabulary: the texts of the tokens; by default the file has none.
+        skew: choose experts by token, as trained models nearly do, where random ones choose alike for all tokens after some layers: by
+            a code in `CODE` columns of the embeddings, to which layers add little. The rows of a router have lengths whose logarithms
+            have this standard deviation, so that some experts are used more than others.
     """
     import gguf
     import torch
@@ -63,6 +74,8 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
         writer.add_token_scores([0.0] * len(vocabulary))
         writer.add_token_types([1] * len(vocabulary))  # all are normal: none is a byte, and none ends a text
 
+    drawn_tensors: list[tuple[Any, int]] = []  # each with how often it is repeated in the file, which may be larger than memory
+
     def add(name: str, *shape: int, experts: int = 0) -> None:
         """Add a tensor, of several experts where there are any."""
         drawn = (distinct, *shape) if experts else shape
@@ -71,6 +84,9 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
             values: Any = np.ones(drawn, np.float32)
         elif len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):
             values = rng.standard_normal(drawn, np.float32) * 0.02
+            if skew is not None and len(shape) == 2:
+                values *= np.exp(skew * rng.standard_normal((drawn[0], 1), np.float32))
+                values[:, CODE:] = 0
         else:
             of_experts, others, narrow = TYPES[weights]
             kind = gguf.GGMLQuantizationType[of_experts if experts else others]
@@ -80,10 +96,16 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
             if random is not None:
                 values = random.random_blocks(drawn, rng)
             else:
-                values = gguf.quants.quantize(rng.standard_normal(drawn, np.float32) / np.float32(shape[-1] ** 0.5), kind)
-        if experts:
-            values = np.tile(values, (experts // distinct, *[1] * (values.ndim - 1)))
-        writer.add_tensor(name, values, raw_dtype=kind)
+                values = rng.standard_normal(drawn, np.float32) / np.float32(shape[-1] ** 0.5)
+                if skew is not None and name == "token_embd.weight":
+                    values[:, :CODE] *= shape[-1] ** 0.5
+                elif skew is not None and name.endswith(("attn_output.weight", "ffn_down_exps.weight")):
+                    values[..., :CODE, :] *= CODE_NOISE
+                values = gguf.quants.quantize(values, kind)
+        times = experts // distinct if experts else 1
+        whole = (values.shape[0] * times, *values.shape[1:])
+        writer.add_tensor_info(name, whole, values.dtype, values.nbytes * times, raw_dtype=kind)
+        drawn_tensors.append((values, times))
 
     for module_name, module in model.named_modules():
         if hasattr(module, "down_proj") and not isinstance(module.down_proj, torch.nn.Module):
@@ -102,7 +124,9 @@ def write_model(path: Path, config: PreTrainedConfig, weights: str, vocabulary: 
                 add(name, *tensor.shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for values, times in drawn_tensors:
+        writer.write_tensor_data(np.tile(values, (times, *[1] * (values.ndim - 1))))
     writer.close()
 
 
@@ -134,17 +158,22 @@ def cache_bytes(config: Any, context: int) -> int:
 class LlamaCpp:
     """A model loaded by llama.cpp, with one sequence.
 
+    Args:
+        repack: whether weights are copied in the order of its faster kernels; else they are computed from the mapped file.
+
     Raises:
         RuntimeError: llama.cpp cannot load or evaluate it.
     """
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, *, repack: bool = True) -> None:
         import llama_cpp
 
         self._api: Any = llama_cpp
         self._log = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p(0))
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = repack
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = 4096, BATCH, 512
         settings.n_threads = settings.n_threads_batch = threads

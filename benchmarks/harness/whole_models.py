@@ -71,7 +71,7 @@ def check_logits(opened: Mapping[str, Opener], contexts: Sequence[int], limit: f
     return error
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """The times at which `generate` passes on a prompt and each new token."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def phases_of(model: PreTrainedModel) -> Phases:
     prompt = random_tokens(model.config.vocab_size)[None]
 
     def decode(tokens: int, context: int, sampled: bool) -> float:
-        clock, how = _Clock(), {"do_sample": True, **SAMPLED} if sampled else {"do_sample": False}
+        clock, how = Clock(), {"do_sample": True, **SAMPLED} if sampled else {"do_sample": False}
         model.generate(prompt[:, :context], **how, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
         _, first, *_, last = clock.times
         return last - first

@@ -175,6 +175,10 @@ class StoredPacked(WeightSource):
             )
         return {name: self._checked(name, size) for name, size in sizes.items()}
 
+    def packed_file(self, name: str) -> tuple[Path, int] | None:
+        tensor = self._tensors[name]
+        return None if tensor.begin % ALIGNMENT else (tensor.file, tensor.begin)
+
     def _checked(self, name: str, size: int) -> NDArray[np.uint8]:
         tensor = self._tensors.get(name)
         if tensor is None or tensor.nbytes != size or tensor.stored_dtype != "U8":

@@ -264,6 +264,7 @@ class Forecast:
         speed: None if it cannot be predicted; `no_speed` has the reason.
         rough: whether the rates were measured while other programs ran.
         would_fit: changes that would make the plan fit, as text.
+        framed_bytes: of weights in files, of which memory holds a part.
     """
 
     plan: Plan
@@ -278,6 +279,7 @@ class Forecast:
     no_speed: str | None
     rough: bool
     would_fit: tuple[str, ...] = ()
+    framed_bytes: int = 0
 
     @property
     def fits_host(self) -> bool:
@@ -309,11 +311,12 @@ def forecast(
     gpu = None if target.gpu is None else gpu_memory_of(planned, cache, load, target.gpu)
     rates = target.gpu.rates if target.gpu is not None and gpu is not None else None
     # Attention reads the cache in the model's dtype, also a quantised one.
-    speed, no_speed = _speed(planned, load, stock_cache.nbytes(load.context, load.batch), target.measured, gpu, rates)
+    memory = memory_of(planned, cache, load, target.available_bytes, on_gpu=gpu is not None)
+    speed, no_speed = _speed(planned, load, stock_cache.nbytes(load.context, load.batch), target.measured, gpu, rates, memory)
     result = Forecast(
         plan=plan,
         load=load,
-        memory=memory_of(planned, cache, load, on_gpu=gpu is not None),
+        memory=memory,
         cache=cache,
         available_bytes=target.available_bytes,
         gpu=gpu,
@@ -322,15 +325,24 @@ def forecast(
         speed=speed,
         no_speed=no_speed,
         rough=target.measured is not None and target.measured.busy,
+        framed_bytes=planned.framed_bytes,
     )
     return result if result.fits else replace(result, would_fit=tuple(_would_fit(result, planned)))
 
 
 def _speed(
-    planned: PlannedModel, load: Workload, kv_bytes: int, measured: Measurements | None, gpu: GpuMemory | None, rates: GpuRates | None
+    planned: PlannedModel,
+    load: Workload,
+    kv_bytes: int,
+    measured: Measurements | None,
+    gpu: GpuMemory | None,
+    rates: GpuRates | None,
+    memory: Memory,
 ) -> tuple[Speed | None, str | None]:
     if measured is None:
         return None, "this machine is not measured with these versions; run: moegraft doctor --measure"
+    if planned.framed and measured.disk is None:
+        return None, "the disk of the experts is not measured; run: moegraft doctor --measure --disk FOLDER"
     layers = planned.meta_model.source.config.get_text_config().num_hidden_layers
     try:
         if gpu is None or rates is None:
@@ -342,7 +354,29 @@ def _speed(
         return None, str(error)
     if speed.missing:
         return None, f"no rate is measured for {', '.join(speed.missing)}"
-    return speed, None
+    return _with_disk(speed, planned, load, measured, memory, gpu), None
+
+
+def _with_disk(speed: Speed, planned: PlannedModel, load: Workload, measured: Measurements, memory: Memory, gpu: GpuMemory | None) -> Speed:
+    """Return a speed with the reads of experts that neither memory nor a GPU holds, for even routing: real routing has more hits.
+
+    A decode step waits for them; in a prompt they are read while others are computed.
+    """
+    if not planned.framed or measured.disk is None or speed.decode_tokens_s is None or speed.prefill_tokens_s is None:
+        return speed
+    with_slot = 0.0 if gpu is None or not gpu.experts else gpu.experts_with_slot / gpu.experts
+    missing = max(0.0, 1 - with_slot - memory.frames / planned.framed_bytes)
+
+    def read_s(tokens: int) -> float:
+        nbytes = 0.0
+        for swap in planned.framed:
+            share = _share_per_token(planned.meta_model.skeleton.get_submodule(swap.module), planned)
+            nbytes += swap.footprint.by_device.get("disk", 0) * (1 - (1 - share) ** tokens)
+        return missing * nbytes / (measured.disk.best_gbps * 1e9)  # type: ignore[union-attr] # it is checked above
+
+    step_s = load.batch / speed.decode_tokens_s + read_s(load.batch)
+    prompt_s = max(load.prompt / speed.prefill_tokens_s, read_s(load.prompt))
+    return Speed(load.batch / step_s, load.prompt / prompt_s)
 
 
 def _would_fit(result: Forecast, planned: PlannedModel) -> Iterator[str]:
@@ -488,7 +522,7 @@ def divided_forecast(
     for rank, free in enumerate(memory):
         shares = Shares(tuple(sizes), rank)
         planned = PlannedModel(meta_model, plan(meta_model, rules, registry=registry, shares=shares), registry)
-        nodes.append(Node(rank, shares.sizes[rank] / sum(shares.sizes), _needed(planned, cache, load, rank), free))
+        nodes.append(Node(rank, shares.sizes[rank] / sum(shares.sizes), _needed(planned, cache, load, rank, free), free))
     gbit = network_gbit or (NETWORK_GBIT if measured is None else measured.slowest.gbit)
     message_s = _message_s(len(sizes) - 1, measured)
     speed = _divided_speed(PlannedModel(meta_model, whole, registry), load, cache, target, sizes, gbit, message_s)
@@ -507,8 +541,8 @@ def _message_s(others: int, measured: Network | None) -> float:
     return one_s + each_s * (others - 1)
 
 
-def _needed(planned: PlannedModel, cache: KvCache, load: Workload, rank: int) -> int:
-    memory = memory_of(planned, replace(cache, form=planned.cache_form()), load, on_gpu=False)
+def _needed(planned: PlannedModel, cache: KvCache, load: Workload, rank: int, free: int) -> int:
+    memory = memory_of(planned, replace(cache, form=planned.cache_form()), load, free, on_gpu=False)
     return memory.needed if rank == 0 else memory.at_rest
 
 

@@ -8,9 +8,14 @@ Measurements are saved in the user's cache folder; they are valid for the machin
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,10 +52,35 @@ ATTENTION_HEADS, ATTENTION_TOKENS, ATTENTION_WIDTH = 8, 1024, 128  # of Qwen3-30
 RECORDED_STEPS = 6  # by then a decode step is replayed
 MESSAGE_TOKENS = 1024  # 4 MiB of bfloat16 in each direction
 FEW_CALLS, MANY_CALLS = 400, 12
+DISK_BYTES, DISK_READ, DISK_DEPTHS, DISK_S, DISK_SMALL_READS = 1 << 30, 1 << 20, (1, 2, 4, 8), 1.0, 200
 BUSY = 0.5  # load average per core above which other programs disturb the measurement
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Reads of a disk past the page cache.
+
+    Attributes:
+        folder: on the disk.
+        gbps: of random reads of 1 MiB, by how many there are at once.
+        latency_us: of one of 4 KiB, the median.
+    """
+
+    folder: str
+    gbps: Mapping[str, float]
+    latency_us: float
+
+    @property
+    def best_gbps(self) -> float:
+        return max(self.gbps.values())
+
+    def describe(self) -> str:
+        """Return a line for users."""
+        rates = ", ".join(f"{rate:.2f} with {depth}" for depth, rate in self.gbps.items())
+        return f"disk of {self.folder}: GB/s by reads at once: {rates}; {self.latency_us:.0f} us for 4 KiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +96,7 @@ class Measurements:
             measured.
         load: the load average per core when measuring began; near 0 on a quiet machine.
         gpu: of the first GPU and the link to it; None without a GPU.
+        disk: None where none was measured.
     """
 
     read_gbps: float
@@ -76,6 +107,7 @@ class Measurements:
     gpu: GpuRates | None = None
     step_overhead_ms: float | None = None
     attention_gflops: float | None = None
+    disk: Disk | None = None
 
     @property
     def busy(self) -> bool:
@@ -83,10 +115,21 @@ class Measurements:
         return self.load > BUSY
 
 
-def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements:
-    """Measure all rates, in some ten seconds; `progress` is called with the name of each measurement."""
+def measure(progress: Callable[[str], None] = lambda text: None, disk: Path | None = None) -> Measurements:
+    """Measure all rates, in some ten seconds.
+
+    Args:
+        progress: called with the name of each measurement.
+        disk: a folder on the disk to measure.
+
+    Raises:
+        OSError: no file can be written there, or read past the page cache.
+    """
     machine = probe_machine()
     load = psutil.getloadavg()[0] / machine.cores
+    if disk is not None:
+        progress(f"disk of {disk}")
+    of_disk = None if disk is None else measure_disk(disk)
     registry = load_registry()
     operators = [registry[name] for name in registry]
     context = InjectionContext(dtype=torch.float32)
@@ -116,7 +159,48 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> Measurements
         if machine.gpus:
             progress("GPU")
         gpu = measure_gpu(torch.device("cuda:0")) if machine.gpus else None
-    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, layer_ms, load, gpu, step_ms, attention_gflops)
+    return Measurements(READ_BYTES / reading_s / 1e9, experts, linear, layer_ms, load, gpu, step_ms, attention_gflops, of_disk)
+
+
+def measure_disk(folder: Path) -> Disk:
+    """Measure a disk with a file of 1 GiB, which is removed.
+
+    Raises:
+        OSError: it cannot be written, or not be read past the page cache.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="moegraft-disk-") as file:
+        block = os.urandom(DISK_READ)
+        for _ in range(DISK_BYTES // DISK_READ):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            rates = {str(depth): round(_disk_gbps(descriptor, depth), 3) for depth in DISK_DEPTHS}
+            latency_s = statistics.median(_reads(descriptor, 4096, lambda number: number < DISK_SMALL_READS, 0))
+        finally:
+            os.close(descriptor)
+    return Disk(str(folder), rates, round(1e6 * latency_s, 1))
+
+
+def _disk_gbps(descriptor: int, depth: int) -> float:
+    end = time.perf_counter() + DISK_S
+    with ThreadPoolExecutor(depth) as pool:
+        began = time.perf_counter()
+        reads = pool.map(lambda seed: len(_reads(descriptor, DISK_READ, lambda number: time.perf_counter() < end, seed)), range(depth))
+        total = sum(reads)
+        return total * DISK_READ / (time.perf_counter() - began) / 1e9
+
+
+def _reads(descriptor: int, size: int, goes_on: Callable[[int], bool], seed: int) -> list[float]:
+    """Return the times of reads at random places, as long as `goes_on` holds for their number."""
+    places, times = random.Random(seed), list[float]()
+    with mmap.mmap(-1, size) as memory:  # aligned, as direct reads need it
+        while goes_on(len(times)):
+            began = time.perf_counter()
+            os.preadv(descriptor, [memory], places.randrange((DISK_BYTES - size) // 4096) * 4096)
+            times.append(time.perf_counter() - began)
+    return times
 
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
@@ -381,8 +465,9 @@ def load() -> Measurements | None:
 
     def read(measured: dict[str, Any]) -> Measurements:
         rates = {kind: {name: Rate(**rate) for name, rate in measured[kind].items()} for kind in ("experts", "linear")}
-        gpu = measured.get("gpu")
-        return Measurements(**{**measured, **rates, "gpu": None if gpu is None else GpuRates(**gpu)})
+        gpu, disk = measured.get("gpu"), measured.get("disk")
+        made = {"gpu": None if gpu is None else GpuRates(**gpu), "disk": None if disk is None else Disk(**disk)}
+        return Measurements(**{**measured, **rates, **made})
 
     return load_figures(RATES_FILE, _made_with(), read)
 

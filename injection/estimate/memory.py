@@ -112,6 +112,16 @@ class PlannedModel:
         """Return the form of a quantised key-value cache; None if it is in the model's dtype."""
         return self.plan.cache_form(self.meta_model.source.config)
 
+    @property
+    def framed(self) -> list[Swap]:
+        """The operators whose weights stay in files, and of which host memory holds a part."""
+        return [swap for swap in self.plan.swaps if swap.traits.host_budget is not None]
+
+    @property
+    def framed_bytes(self) -> int:
+        """The bytes of their weights."""
+        return sum(swap.footprint.by_device.get("disk", 0) for swap in self.framed)
+
     def host_bytes(self) -> int:
         """Return the bytes of weights in host memory if there is a GPU: without operators that are on the GPU alone."""
         return sum(swap.footprint.by_device.get("cpu", 0) for swap in self.plan.swaps if not self.on_gpu_alone(swap))
@@ -129,6 +139,7 @@ class Memory:
         program: of Python and its libraries.
         loading: in addition, at the peak of loading; mapped files are not counted, as the system can drop their pages.
         kv_cache, activations: in addition, while running.
+        frames: for weights that stay in files, once all others are loaded.
     """
 
     weights: int
@@ -136,14 +147,15 @@ class Memory:
     loading: int
     kv_cache: int
     activations: int
+    frames: int = 0
 
     @property
     def at_rest(self) -> int:
-        return self.weights + self.program
+        return self.weights + self.program + self.frames
 
     @property
     def peak_loading(self) -> int:
-        return self.at_rest + self.loading
+        return self.weights + self.program + self.loading
 
     @property
     def running(self) -> int:
@@ -155,18 +167,29 @@ class Memory:
         return max(self.peak_loading, self.running)
 
 
-def memory_of(planned: PlannedModel, cache: KvCache, load: Workload, *, on_gpu: bool) -> Memory:
-    """Predict the host memory for loading and running a plan; with `on_gpu`, everything but the experts is on a GPU."""
+def memory_of(planned: PlannedModel, cache: KvCache, load: Workload, available_bytes: int, *, on_gpu: bool) -> Memory:
+    """Predict the host memory for loading and running a plan.
+
+    Args:
+        available_bytes: of the host, of which weights in files get a part.
+        on_gpu: whether everything but the experts is on a GPU.
+    """
     meta_model = planned.meta_model
     hidden_size = getattr(meta_model.source.config.get_text_config(), "hidden_size", 0)
     copied = 2 * load.batch * load.prompt * hidden_size * meta_model.dtype.itemsize  # tokens on their way to the experts and back
-    return Memory(
+    memory = Memory(
         weights=planned.host_bytes() if on_gpu else planned.plan.bytes_by_device.get("cpu", 0),
         program=psutil.Process().memory_info().rss,  # this process has loaded the same libraries and no weights
         loading=max(_transient_bytes(planned), default=0),
         kv_cache=0 if on_gpu else cache.nbytes(load.context, load.batch),
         activations=copied if on_gpu else activation_bytes(meta_model, load),
     )
+    budget = next((swap.traits.host_budget for swap in planned.framed), None)
+    if budget is None:
+        return memory
+    layer = max(swap.footprint.by_device.get("disk", 0) for swap in planned.framed)  # about what frames need at least
+    held = min(planned.framed_bytes, budget(max(0, available_bytes - memory.weights - memory.program)))
+    return replace(memory, frames=max(layer, held))
 
 
 def activation_bytes(meta_model: MetaModel, load: Workload) -> int:

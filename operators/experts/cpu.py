@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array, describe, rounded
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import CheckpointError
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.layout import ExpertsLayout
+from moegraft.operators.offload.frames import InFile
 from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.weight_formats import FORMATS
 from moegraft.operators.weights import PackedWeights, Part, StoredBlocks, WeightSource, codes_for, sampled
@@ -132,11 +133,22 @@ class CpuExperts:
         device = hidden_states.device
         return of_tokens.to(device, hidden_states.dtype), of_weights.to(device, top_k_weights.dtype)
 
-    def load(self, weight_type: str, source: WeightSource, advance: Callable[[int], None], cache_dir: str | None = None) -> None:
+    def load(
+        self,
+        weight_type: str,
+        source: WeightSource,
+        advance: Callable[[int], None],
+        cache_dir: str | None = None,
+        in_frames: Callable[[PackedExperts, InFile], None] | None = None,
+    ) -> None:
         """Pack the experts from `source`, or map them from a file in `cache_dir`.
+
+        Args:
+            in_frames: called with mapped experts that are to be computed from frames.
 
         Raises:
             CheckpointError: a piece is missing, of the wrong shape, or cannot be read.
+            UnsupportedModelError: experts are to be in frames, and there is no file for them.
         """
         experts = self.experts
         sparse = self.sparsity is not None
@@ -147,9 +159,15 @@ class CpuExperts:
         if stored is not None:
             here = stored["experts"][experts.start * each : experts.stop * each]
             self.packed = PackedExperts(held.shape, held.gate, weight_type, here, sparse=sparse)
+            tensor = source.packed_file("experts")
+            if in_frames is not None and tensor is not None:
+                in_frames(self.packed, InFile(tensor[0], tensor[1] + experts.start * each))
             advance(shape.num_experts * each)
             return
         fingerprint = None if cache_dir is None else source.fingerprint
+        if in_frames is not None and fingerprint is None:
+            reason = "give cache_dir, a folder on a fast disk" if cache_dir is None else "this model is in memory already; remove memory"
+            raise UnsupportedModelError(f"memory holds some of the experts, and the others stay in files: {reason}")
         if cache_dir is None or fingerprint is None:
             if cache_dir is not None:
                 warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
@@ -166,8 +184,11 @@ class CpuExperts:
 
         key = key_for(fingerprint, held, weight_type, sparse=sparse, experts=experts)
         cache = PackedCache(cache_dir, self._warn)
-        found = cache.open(key, held)
+        found = cache.open(key, held, verify=in_frames is None)
         self.packed = found or cache.build(key, held, lambda packed: self._pack(packed, experts, source, count))
+        place = cache.in_file(key)
+        if in_frames is not None and place is not None and not self.packed.writable:
+            in_frames(self.packed, place)
         values = sum(math.prod(self._layout.part_shape(part)) for part in self._layout.parts())
         advance(len(experts) * values * source.dtype.itemsize - read)
 

@@ -26,7 +26,8 @@ from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.low_rank import Factors, adapted_experts
 from moegraft.operators.experts.packed_cache import check_folder
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu
+from moegraft.operators.offload.frames import budget_bytes
+from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu, parse_bytes
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from moegraft.operators.offload.engine import Engine
     from moegraft.operators.offload.executors import EngineLayers
+    from moegraft.operators.offload.frames import FramedLayers
     from moegraft.operators.offload.gpu_layer import GpuLayer
     from moegraft.operators.offload.model_experts import ModelEngines
 
@@ -84,6 +86,9 @@ class HybridExpertsOptions:
         cache_dir: a folder that keeps the packed experts and is mapped at the next start: loading takes seconds, processes share
             the pages, and a model larger than memory runs from disk. For checkpoints only, not for models already in memory. Where the
             folder cannot be written, experts are packed in memory, which is logged.
+        memory: for the experts of the whole model, such as `24GiB`, or `auto`, most of what is free; the others stay in their files, those
+            of `cache_dir` or of a packed model folder, and are read past the page cache as they are needed or expected. For models
+            larger than memory, on a fast disk. By default all experts are in memory or mapped.
         sparsity: leave out the neurons of each expert that matter least to a token; their weights are not read. Off by default: it
             changes the model's answers.
         gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
@@ -105,6 +110,7 @@ class HybridExpertsOptions:
 
     weights: WEIGHT_TYPES | ExpertWeights = "stored"
     cache_dir: str | None = None
+    memory: str | None = None
     sparsity: SparsityOptions | None = None
     gpu: str = "none"
     cache: ExpertCacheOptions = field(default_factory=ExpertCacheOptions)
@@ -127,6 +133,8 @@ class HybridExpertsOptions:
             raise ValueError("weights of several types cannot be combined with sparsity, whose layout has one type")
         if self.cache_dir is not None:
             check_folder(self.cache_dir)
+        if self.memory not in (None, "auto"):
+            parse_bytes(str(self.memory))
 
     @property
     def on_gpu(self) -> GpuOptions | None:
@@ -154,9 +162,11 @@ class ExpertsPacking(Packing):
         if options is None:
             return {}
         changes = {f"'weights: {weights}' for the experts": replace(options, weights=weights) for weights in SMALLER_TYPES}
-        if options.cache_dir is None:
-            advice = "'cache_dir: FOLDER' for the experts (what does not fit is then read from disk as it is used)"
-            changes[advice] = replace(options, cache_dir=".")
+        if options.memory is None:
+            advice = (
+                "'cache_dir: FOLDER, memory: auto' for the experts (those that do not fit are read from a fast disk as they are needed)"
+            )
+            changes[advice] = replace(options, cache_dir=".", memory="auto")
         return changes
 
 
@@ -194,6 +204,7 @@ class HybridExperts(Operator):
         self._engines = engines
         self._engine_number = -1 if engines is None or options.on_gpu is None else engines.join(options.on_gpu)
         self._divided = group is not None
+        self._framed: tuple[FramedLayers, int] | None = None
         self._number = register(self)
 
     @classmethod
@@ -234,6 +245,7 @@ class HybridExperts(Operator):
             decode_loss=DecodeLoss(f"decode steps add up to {options.defer} experts of a token to the next layer")
             if options.defer
             else None,
+            host_budget=None if options.memory is None else partial(budget_bytes, options.memory),
         )
 
     @classmethod
@@ -242,7 +254,7 @@ class HybridExperts(Operator):
         weight_type = _packed_as(str(options.weights), dtype)
         nbytes = layout.num_experts * PackedExperts.expert_bytes_for(layout.shape, weight_type, sparse=options.sparsity is not None)
         # Pages of a mapped file can be dropped and read again: they need no memory.
-        by_device = {"cpu" if options.cache_dir is None else "disk": nbytes}
+        by_device = {"cpu" if options.cache_dir is None and options.memory is None else "disk": nbytes}
         slots = None if options.on_gpu is None else options.cache.per_layer(layout.num_experts)
         if slots:
             by_device["gpu"] = slots * nbytes // layout.num_experts
@@ -256,7 +268,12 @@ class HybridExperts(Operator):
         experts = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
         warn = partial(context.warn_once, logger)
         cpu = CpuExperts(layout, experts, str(options.weights), context.runtime, draft, sparsity, warn)
-        return cls(layout, options, cpu, None if options.on_gpu is None else context.gpu_engines, group)
+        operator = cls(layout, options, cpu, None if options.on_gpu is None else context.gpu_engines, group)
+        if options.memory is not None:
+            weight_type = _packed_as(str(options.weights), context.dtype)
+            each = PackedExperts.expert_bytes_for(layout.shape, weight_type, sparse=sparsity is not None)
+            operator._framed = context.framed_layers, context.framed_layers.join(options.memory, len(experts), each)
+        return operator
 
     @property
     def weight_type(self) -> str | None:
@@ -277,12 +294,17 @@ class HybridExperts(Operator):
         return {} if self.sparsity is None else {"sparsity": self.sparsity.statistics()}
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
-        self.on_cpu.load(_packed_as(str(self.options.weights), source.dtype), source, advance, self.options.cache_dir)
+        in_frames = None if self._framed is None else partial(self._framed[0].loaded, self._framed[1])
+        self.on_cpu.load(_packed_as(str(self.options.weights), source.dtype), source, advance, self.options.cache_dir, in_frames)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         block = model.get_submodule(path.rpartition(".")[0])
         if self._divided:
             self.overlap = overlap_in(block, sibling_router(block), self.backend.forward, unwatched=True)
+        if self._framed is not None:
+            layers, number = self._framed
+            layers.open()
+            layers.set_router(number, router_of(model, path))
         if self._engines is None:
             return
         router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive

@@ -1,9 +1,9 @@
 """Packed experts on disk: one file per layer, mapped at the next start, so that loading packs nothing and processes share pages.
 
 The name of a file is a hash of everything that its bytes depend on, including the checkpoint's fingerprint, so a stale file is never found.
-Its header holds a checksum per expert, verified at every open; a damaged file is replaced. Experts are packed directly into the mapping of
-a new file, which needs no anonymous memory, so a model larger than memory can be packed and run from disk. Of several processes that need
-a file, one packs and the others wait for it.
+Its header holds a checksum per expert, verified at every open, or when an expert is first read into a frame (`offload/frames.py`); a
+damaged file is replaced. Experts are packed directly into the mapping of a new file, which needs no anonymous memory, so a model larger
+than memory can be packed and run from disk. Of several processes that need a file, one packs and the others wait for it.
 
 A file is complete when it appears, read-only, and never changed: a replaced or removed one stays as it was for the processes that map it.
 What changes or truncates a file in place, which only its owner can, is not noticed while it is mapped, and truncation ends the process.
@@ -33,6 +33,7 @@ from moegraft.operators.atomic_file import NotNeededError, new_file, sweep
 from moegraft.operators.errors import NotEnoughMemoryError, error_sentence, human_bytes
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.machine import probe_machine, version_of
+from moegraft.operators.offload.frames import InFile
 
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"
@@ -104,15 +105,19 @@ class PackedCache:
     def path(self, key: CacheKey) -> Path:
         return self.folder / f"{key.digest}.experts"
 
-    def open(self, key: CacheKey, layout: ExpertsLayout) -> PackedExperts | None:
-        """Return the mapped experts; None if there is no file, or if it cannot be used, which is logged."""
+    def open(self, key: CacheKey, layout: ExpertsLayout, *, verify: bool = True) -> PackedExperts | None:
+        """Return the mapped experts; None if there is no file, or if it cannot be used, which is logged.
+
+        Args:
+            verify: whether to read all experts and compare their checksums.
+        """
         sweep(self.folder)
         path, start = self.path(key), time.perf_counter()
         try:
             with path.open("rb") as file:
                 checksums = _read_header(file, key)
                 packed = _map(file, key, layout)
-            if _checksums(packed) != checksums:
+            if verify and _checksums(packed) != checksums:
                 raise _DamagedError("checksums do not match")
         except FileNotFoundError:
             return None
@@ -120,9 +125,17 @@ class PackedCache:
             reason = error_sentence(error) if isinstance(error, OSError) else f"{path}: damaged cache file ({error})"
             logger.warning("%s; packing the experts again", reason)
             return None
-        seconds = time.perf_counter() - start
-        logger.debug("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / seconds / 1e9)
+        if verify:
+            logger.debug("%s: mapped, verified at %.1f GB/s", path, packed.nbytes / (time.perf_counter() - start) / 1e9)
         return packed
+
+    def in_file(self, key: CacheKey) -> InFile | None:
+        """Return where the experts are; None where no file has them."""
+        try:
+            with self.path(key).open("rb") as file:
+                return InFile(self.path(key), HEADER_BYTES, _read_header(file, key))
+        except (OSError, _DamagedError):
+            return None
 
     def build(self, key: CacheKey, layout: ExpertsLayout, fill: Fill) -> PackedExperts:
         """Pack a layer into a new file and map it. Where another process is packing it, wait for that and map its file.

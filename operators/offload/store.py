@@ -18,11 +18,16 @@ SHRINK = 0.75  # of the capacity, after each refusal: seven attempts to an eight
 class ExpertStore:
     """Every layer's experts, `(E * expert_bytes,)` uint8 per layer; the CPU kernel reads them in place and copies send them as they are.
 
+    Experts in frames are copied from these, into which they are read from their files first where they are not there.
+
+    Args:
+        packed: what has frames, by layer.
+
     Raises:
         ValueError: layers have different sizes; each size needs its own store and slots.
     """
 
-    def __init__(self, layers: Sequence[Bytes | None], num_experts: int, expert_bytes: int) -> None:
+    def __init__(self, layers: Sequence[Bytes | None], num_experts: int, expert_bytes: int, packed: Sequence[PackedExperts] = ()) -> None:
         for layer, buffer in enumerate(layers):
             if buffer is not None and buffer.nbytes != num_experts * expert_bytes:
                 raise ValueError(f"layer {layer} has {buffer.nbytes} bytes, not {num_experts} experts of {expert_bytes}")
@@ -30,12 +35,13 @@ class ExpertStore:
         self.num_experts = num_experts
         self.expert_bytes = expert_bytes
         self._buffers = list(layers)
+        self._framed = {layer: each for layer, each in enumerate(packed) if each.frames is not None}
 
     @classmethod
     def of_packed(cls, layers: Sequence[PackedExperts]) -> Self:
         """Create a store over the packed bytes, without a copy."""
         first = layers[0]
-        return cls([packed.buffer for packed in layers], first.shape.num_experts, first.expert_bytes)
+        return cls([packed.buffer for packed in layers], first.shape.num_experts, first.expert_bytes, layers)
 
     @classmethod
     def phantom(cls, layers: int, num_experts: int, expert_bytes: int) -> Self:
@@ -48,6 +54,28 @@ class ExpertStore:
 
     def buffer(self, layer: int) -> Bytes | None:
         return self._buffers[layer]
+
+    def in_frames(self, layer: int) -> bool:
+        """Return whether the bytes of a layer's experts move in memory, and come from files."""
+        return layer in self._framed
+
+    def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
+        """Copy an expert's bytes from `start` on.
+
+        Raises:
+            DeviceError: they cannot be read from their file; the message names it.
+        """
+        framed = self._framed.get(layer)
+        if framed is None:
+            block = self.bytes_of(layer, expert)
+            assert block is not None, "a phantom has no bytes"
+            target[:] = block[start : start + len(target)]
+        else:
+            assert framed.frames is not None, "as `in_frames` states"
+            try:
+                framed.frames.copy(framed.layer_in_frames, expert, start, target)
+            except RuntimeError as error:
+                raise DeviceError(str(error)) from error
 
     def bytes_of(self, layer: int, expert: int) -> Bytes | None:
         """Return an expert's `(expert_bytes,)` uint8; None in a phantom."""
@@ -74,6 +102,10 @@ class HostSource:
             buffer = store.buffer(layer)
             if buffer is None:
                 continue
+            if store.in_frames(layer):
+                self.pinned_layers = layer
+                self._create_ring(chunk_bytes, None)
+                break
             try:
                 self._pin(buffer)
             except DeviceError as error:
@@ -100,7 +132,7 @@ class HostSource:
         if busy is not None and not busy.done():
             busy.wait()
         target = self._ring[self._next][:nbytes]
-        target[:] = part
+        self._store.copy(layer, expert, start, target)
         return target
 
     def reused(self, layer: int) -> bool:
@@ -124,7 +156,7 @@ class HostSource:
         self._device.pin(array)
         self._pinned.append(array)
 
-    def _create_ring(self, chunk_bytes: int, reason: DeviceError) -> None:
+    def _create_ring(self, chunk_bytes: int, reason: DeviceError | None) -> None:
         name, layers = self._device.name, f"experts of layers {self.pinned_layers} to {self._store.layers - 1}"
         for count in RING_CHUNKS:
             memory = aligned_bytes(count * chunk_bytes)
@@ -134,6 +166,8 @@ class HostSource:
                 continue
             self._ring = [memory[index * chunk_bytes : (index + 1) * chunk_bytes] for index in range(count)]
             self._ring_events = [None] * count
+            if reason is None:
+                return
             logger.warning("%s: %s are copied through %d page-locked chunks of %d bytes: %s", name, layers, count, chunk_bytes, reason)
             return
         logger.warning("%s: %s are copied from pageable memory, which blocks the host: %s", name, layers, reason)

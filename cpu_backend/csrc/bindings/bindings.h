@@ -83,6 +83,17 @@ struct PyExperts {
             bool sparse);
   std::unique_ptr<PackedExperts> experts;
   pybind11::object buffer;
+  pybind11::object frames;  // a PyFrames, which keeps the routers' weights
+};
+
+struct PyFrames {
+  explicit PyFrames(int readers) : frames(std::make_shared<ExpertFrames>(readers)) {}
+  ~PyFrames() {
+    pybind11::gil_scoped_release release;  // joining threads must not stop Python
+    frames.reset();
+  }
+  std::shared_ptr<ExpertFrames> frames;
+  pybind11::list routers;
 };
 
 struct PyNorm {
@@ -170,7 +181,7 @@ struct RouterCall {
 void route(Runtime& runtime, const PyRouter& router, const RouterCall& call);
 
 void bind_specs(pybind11::module_& module);  // GateSpec, ExpertsShape
-void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear
+void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear, ExpertFrames
 void bind_ops(pybind11::module_& module);  // NormSpec, RouterSpec
 void bind_scheduler(pybind11::module_& module);  // Planner, check_problem
 void bind_program(pybind11::module_& module);  // Program, Pace

@@ -154,6 +154,8 @@ void bind_experts(py::module_& module) {
            [](const PyExperts& self, const std::string& part) { return name_of(self.experts->type_of(parse_part(part))); })
       .property("expert_bytes", [](const PyExperts& self) { return self.experts->layout().expert_bytes; })
       .property("nbytes", [](const PyExperts& self) { return self.experts->bytes(); })
+      .property("frames", [](const PyExperts& self) { return self.frames ? self.frames : py::object(py::none()); })
+      .property("layer_in_frames", [](const PyExperts& self) { return self.experts->layer(); })
       .property("buffer",
                 [](const py::object& self) {
                   const PackedExperts& experts = *self.cast<const PyExperts&>().experts;
@@ -162,6 +164,7 @@ void bind_experts(py::module_& module) {
                   if (!experts.writable()) view.attr("flags").attr("writeable") = false;
                   return view;
                 })
+      .property("writable", [](const PyExperts& self) { return self.experts->writable(); })
       .property("packed_mask",
                 [](const PyExperts& self) {
                   py::array_t<std::uint8_t> mask(self.experts->shape().num_experts);
@@ -209,6 +212,83 @@ void bind_experts(py::module_& module) {
         }
         return rows;
       });
+}
+
+py::dict frame_counts(PyFrames& self) {
+  const FrameCounts counts = self.frames->counts();
+  py::dict found;
+  found["demanded"] = counts.demanded;
+  found["resident"] = counts.resident;
+  found["arriving"] = counts.arriving;
+  found["reads"] = counts.reads;
+  found["read_bytes"] = counts.read_bytes;
+  found["predicted"] = counts.predicted;
+  found["unused"] = counts.unused;
+  found["waited_ms"] = static_cast<double>(counts.waited_ns) / 1e6;
+  found["waited_bytes"] = counts.waited_bytes;
+  found["precision"] = self.frames->precision();
+  return found;
+}
+
+int add_layer(const py::object& self, PyExperts& packed, const std::string& path, std::uint64_t offset,
+              const std::vector<std::int64_t>& checksums) {
+  ExpertFrames& frames = *self.cast<PyFrames&>().frames;
+  const PackedExperts& experts = *packed.experts;
+  ExpertsInFile file = {path, offset, experts.layout().expert_bytes, experts.shape().num_experts, {}};
+  for (const std::int64_t checksum : checksums) file.checksums.push_back(static_cast<std::uint32_t>(checksum));
+  const int layer = frames.add(std::move(file));
+  packed.frames = self;
+  packed.experts->use_frames(self.cast<PyFrames&>().frames, layer);
+  return layer;
+}
+
+void set_router(PyFrames& self, int layer, const py::object& weight, const py::object& choice_bias) {
+  const TensorView rows(weight, "weight");
+  RouterRows router = {rows.data(), rows.float_type(), static_cast<int>(rows.shape(rows.dims() - 1)), {}};
+  rows.require_shape({self.frames->experts_of(layer), router.hidden});
+  self.routers.append(weight);
+  if (!choice_bias.is_none()) {
+    const TensorView bias(choice_bias, "choice_bias");
+    bias.require_float(ActivationType::kFloat32);
+    bias.require_shape({self.frames->experts_of(layer)});
+    const auto* const values = reinterpret_cast<const float*>(bias.data());
+    router.choice_bias.assign(values, values + bias.shape(0));
+  }
+  self.frames->set_router(layer, std::move(router));
+}
+
+void bind_frames(py::module_& module) {
+  Binder(py::class_<PyFrames>(module, "ExpertFrames"))
+      .constructor("readers=4", [](int readers) { return std::make_unique<PyFrames>(readers); })
+      .def_static("least_bytes_for", "num_experts, expert_bytes, readers=4",
+                  [](int num_experts, std::uint64_t expert_bytes, int readers) {
+                    return ExpertFrames::frame_bytes_for(expert_bytes) *
+                           static_cast<std::size_t>(ExpertFrames::least_frames_for(num_experts, readers));
+                  })
+      .def("add", "experts, path, offset, checksums=()", &add_layer)
+      .def("set_router", "layer, weight, choice_bias=None", &set_router)
+      .def("open", "nbytes", [](PyFrames& self, std::uint64_t nbytes) { self.frames->open(nbytes); })
+      .def("set_prediction", "predicts", [](PyFrames& self, bool predicts) { self.frames->set_prediction(predicts); })
+      .property("frames", [](PyFrames& self) { return self.frames->frames(); })
+      .property("frame_bytes", [](PyFrames& self) { return self.frames->frame_bytes(); })
+      .property("least_frames", [](PyFrames& self) { return self.frames->least_frames(); })
+      .def("residents", "layer",
+           [](PyFrames& self, int layer) {
+             (void)self.frames->experts_of(layer);
+             return self.frames->residents(layer);
+           })
+      .def("copy", "layer, expert, start, out",
+           [](PyFrames& self, int layer, int expert, std::uint64_t start, const py::array& out) {
+             require_layout(out, "out", 1);
+             require_dtype(out, "out", 'u', 1, "uint8");
+             const auto bytes = static_cast<std::size_t>(out.nbytes());
+             if (expert < 0 || expert >= self.frames->experts_of(layer) || start + bytes > self.frames->bytes_of(layer))
+               raise_value_error("copy: there are no such bytes of an expert");
+             auto* const to = static_cast<std::byte*>(const_cast<void*>(out.data()));
+             py::gil_scoped_release release;
+             self.frames->copy(layer, expert, start, bytes, to);
+           })
+      .def("counts", "", &frame_counts);
 }
 
 void bind_linear(py::module_& module) {
@@ -311,6 +391,7 @@ PyExperts::PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std:
       buffer(buffer_or_none) {}
 
 void bind_weights(py::module_& module) {
+  bind_frames(module);
   bind_experts(module);
   bind_linear(module);
   Binder(module)

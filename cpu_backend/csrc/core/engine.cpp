@@ -53,10 +53,14 @@ void Engine::run_passes(AnyJob& job, const ForwardArgs& args, int pass_tokens, c
     routing_.group(view, experts.shape().num_experts, job.segment_pairs(), static_cast<int>(first));
     check_packed(experts, routing_.segments());
     const std::size_t offset = row_bytes * static_cast<std::size_t>(first);
-    job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<std::byte*>(args.out) + offset, tokens, &routing_,
-                 terms_from(args.terms, slot, experts.shape())},
+    const auto* const hidden = static_cast<const std::byte*>(args.hidden_states) + offset;
+    if (experts.frames() != nullptr)
+      experts.frames()->demand(experts.layer(), routing_,
+                               {hidden, args.activations, experts.shape().hidden, tokens, args.top_k, pool_.threads()});
+    job.prepare({hidden, static_cast<std::byte*>(args.out) + offset, tokens, &routing_, terms_from(args.terms, slot, experts.shape())},
                 {&records_, &lanes_, &neurons_, private_.data()});
     pool_.run(job, shared);
+    if (experts.frames() != nullptr) experts.frames()->check();
   }
 }
 
@@ -99,11 +103,14 @@ void Engine::experts_gradient(const ExpertsGradientArgs& args, const OpenMp* sha
     routing_.group({args.top_k_index + slot, args.top_k_weights + slot, tokens, args.top_k}, experts.shape().num_experts,
                    job.segment_pairs(), static_cast<int>(first));
     check_packed(experts, routing_.segments());
+    if (experts.frames() != nullptr)
+      experts.frames()->demand(experts.layer(), routing_, {nullptr, args.activations, 0, tokens, args.top_k, pool_.threads()});
     job.prepare({static_cast<const std::byte*>(args.hidden_states) + offset, static_cast<const std::byte*>(args.gradient) + offset,
                  static_cast<std::byte*>(args.hidden_gradient) + offset, args.weight_gradients + slot, tokens, &routing_,
                  terms_from(args.terms, slot, experts.shape())},
                 {&records_, &lanes_, &neurons_, private_.data()});
     pool_.run(job, shared);
+    if (experts.frames() != nullptr) experts.frames()->check();
     job.finish();
   }
 }

@@ -13,6 +13,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -26,6 +27,10 @@ constexpr std::chrono::microseconds kSpin{50};
 constexpr int kPausesPerLook = 32;  // between two readings of the clock
 // Without work while kept awake: far more than a GPU takes between two layers, so that only a step that hangs reaches it. An estimate.
 constexpr std::chrono::microseconds kSpinAwake{2000};
+
+inline std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 inline void pause_briefly() {
 #if defined(__x86_64__)

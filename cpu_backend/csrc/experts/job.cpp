@@ -104,7 +104,8 @@ Upcoming ExpertsJob::first_neurons(int worker) const {
   const std::vector<Segment>& segments = batch_.routing->segments();
   if (unit >= static_cast<int>(segments.size()) * neuron_groups_) return {};
   const int first = unit % neuron_groups_ * blocks;
-  const std::byte* expert = experts_.expert(segments[static_cast<std::size_t>(unit / neuron_groups_)].expert);
+  const std::byte* expert = experts_.in_memory(segments[static_cast<std::size_t>(batch_.routing->in_order(unit / neuron_groups_))].expert);
+  if (expert == nullptr) return {};
   return {expert + layout_.gate_up_block_bytes * static_cast<std::size_t>(first),
           layout_.gate_up_block_bytes * static_cast<std::size_t>(layout_.gate_up_blocks - first)};
 }
@@ -113,7 +114,9 @@ Upcoming ExpertsJob::first_rows(int worker) const {
   const int first = phases_.rows->first_unit(worker) * unit_blocks_;
   const std::vector<Segment>& segments = batch_.routing->segments();
   if (segments.empty() || first >= layout_.down_blocks) return {};
-  return {experts_.expert(segments[0].expert) + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(first),
+  const std::byte* expert = experts_.in_memory(segments[0].expert);
+  if (expert == nullptr) return {};
+  return {expert + layout_.down_offset + layout_.down_block_bytes * static_cast<std::size_t>(first),
           layout_.down_block_bytes * static_cast<std::size_t>(std::min(unit_blocks_, layout_.down_blocks - first))};
 }
 
@@ -149,7 +152,7 @@ void ExpertsJob::encode_token(int token, Worker& mine) {
 }
 
 void ExpertsJob::compute_neurons(int unit, Worker& mine) {
-  const int segment_index = unit / neuron_groups_;
+  const int segment_index = batch_.routing->in_order(unit / neuron_groups_);
   const int group = unit % neuron_groups_;
   const Segment& segment = batch_.routing->segments()[static_cast<std::size_t>(segment_index)];
   const ExpertsShape& shape = experts_.shape();

@@ -4,11 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/memory.h"
 #include "core/types.h"
 #include "experts/block_layout.h"
+#include "experts/frames.h"
 
 namespace moegraft {
 
@@ -79,9 +81,20 @@ class PackedExperts {
   bool complete(int expert) const { return (packed_mask(expert) & complete_mask_) == complete_mask_; }
   std::string missing_parts(int expert) const;
 
-  const std::byte* expert(int index) const { return data_ + layout_.expert_bytes * static_cast<std::size_t>(index); }
+  // Blocks until the expert is in memory, where experts are in frames.
+  const std::byte* expert(int index) const { return frames_ == nullptr ? at(index) : frames_->wait(layer_, index); }
+  const std::byte* in_memory(int index) const { return frames_ == nullptr ? at(index) : frames_->peek(layer_, index); }  // null: not yet
+
+  // From now on, experts are computed from frames, in which they are the `layer`; `data` is the mapped file.
+  void use_frames(std::shared_ptr<ExpertFrames> frames, int layer) {
+    frames_ = std::move(frames);
+    layer_ = layer;
+  }
+  ExpertFrames* frames() const { return frames_.get(); }
+  int layer() const { return layer_; }  // in the frames
 
  private:
+  const std::byte* at(int index) const { return data_ + layout_.expert_bytes * static_cast<std::size_t>(index); }
   bool in_rows(Part part) const;  // whether the part is stored as sparse rows instead of blocks
   HalfBlock half_block(int expert, Part part, int chunk) const;
   std::byte* sparse_row(int expert, Part part, int neuron) const;
@@ -98,6 +111,8 @@ class PackedExperts {
   bool writable_ = true;
   std::uint8_t complete_mask_ = 0;
   std::vector<std::atomic<std::uint8_t>> packed_;
+  std::shared_ptr<ExpertFrames> frames_;  // null: all experts are in `data_`
+  int layer_ = -1;
 };
 
 // One matrix of nn.Linear in the same layout, with an optional bias.

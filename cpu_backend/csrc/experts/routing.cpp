@@ -21,6 +21,7 @@ void Routing::group(const RoutingView& view, int num_experts, int segment_pairs,
     ++starts_[static_cast<std::size_t>(id) + 1];
   }
   segments_.clear();
+  order_.clear();
   for (int expert = 0; expert < num_experts; ++expert) {
     const int first = starts_[expert];
     const int count = starts_[expert + 1];

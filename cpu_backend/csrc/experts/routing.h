@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "simd/kernels.h"
@@ -80,11 +81,15 @@ class Routing {
 
   const std::vector<Pair>& pairs() const { return pairs_; }
   const std::vector<Segment>& segments() const { return segments_; }
+  // The segments in the order in which their neurons are computed; sums are always added in that of segments().
+  void set_order(std::vector<int> order) { order_ = std::move(order); }
+  int in_order(int place) const { return order_.empty() ? place : order_[static_cast<std::size_t>(place)]; }
 
  private:
   std::vector<int> starts_;
   std::vector<Pair> pairs_;
   std::vector<Segment> segments_;
+  std::vector<int> order_;  // empty: that of the segments
 };
 
 constexpr int kMaxTileTokens = 32;  // the largest tile of any kernel

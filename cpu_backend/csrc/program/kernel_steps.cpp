@@ -108,6 +108,10 @@ class ExpertsOperation final : public KernelOperation {
                   experts_.shape().num_experts, dense_ ? dense_->segment_pairs() : sparse_->segment_pairs(), 0);
     for (const Segment& segment : routing.segments())
       if (!experts_.complete(segment.expert)) refuse("expert " + std::to_string(segment.expert) + " is used before it was packed");
+    if (experts_.frames() != nullptr)
+      experts_.frames()->demand(
+          experts_.layer(), routing,
+          {views_[1].data, activation_of(views_[1].type), experts_.shape().hidden, tokens_, top_k_, machine_.workers});
     const ExpertsBatch batch = {views_[1].data, views_[0].data, tokens_, &routing};
     ProgramScratch& scratch = machine_.scratch;
     const ExpertsScratch memory = {&scratch.records, &scratch.lanes, &scratch.neurons, scratch.workers.data()};
@@ -117,6 +121,9 @@ class ExpertsOperation final : public KernelOperation {
   void run(int worker, Upcoming&, Upcoming& after) noexcept override {
     if (dense_) dense_->run(worker, after);
     else sparse_->run(worker);
+  }
+  void finish() override {
+    if (experts_.frames() != nullptr) experts_.frames()->check();
   }
 
  private:

@@ -10,10 +10,6 @@ namespace moegraft {
 
 namespace {
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 // Of Pace. A window covers several time slices of common schedulers (3 to 4 ms), and a block several windows.
 constexpr std::int64_t kWindowNs = 16'000'000;
 constexpr std::int64_t kWindowRuns = 2;

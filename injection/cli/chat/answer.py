@@ -24,7 +24,7 @@ from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
-from moegraft.operators.errors import NotEnoughMemoryError
+from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +347,12 @@ def work_lines(model: PreTrainedModel) -> list[str]:
     operator = injection.model_operator
     if operator is not None and operator.statistics().get("rounds"):
         lines.append(f"drafts: {_drafts(operator.statistics())}")
-    devices, steps = (injection.statistics()[name] for name in ("devices", "decode_steps"))
-    assert isinstance(devices, Mapping) and isinstance(steps, Mapping), "statistics by name"
+    devices, files, steps = (injection.statistics()[name] for name in ("devices", "files", "decode_steps"))
+    assert isinstance(devices, Mapping) and isinstance(files, Mapping) and isinstance(steps, Mapping), "statistics by name"
     if any(steps.values()):
         lines.append(f"decode steps: {_steps(steps)}")
+    if files:
+        lines.append(f"experts in files: {_files(files)}")
     return [*lines, *(f"{name}: {_named(figures)}" for name, figures in devices.items())]
 
 
@@ -362,6 +364,16 @@ def _steps(statistics: Mapping[str, object]) -> str:
     assert isinstance(reasons, list), "a list of texts"
     others = f"; others layer by layer: {'; '.join(reasons)}" if reasons else ""
     return f"{statistics['replayed_steps']} as {'native programs' if 'programs' in statistics else 'captured graphs'}{times}{others}"
+
+
+def _files(statistics: Mapping[str, object]) -> str:
+    demanded, resident, arriving = (_number(statistics[name]) for name in ("demanded", "resident", "arriving"))
+    read, waited_s = _number(statistics["read_bytes"]), _number(statistics["waited_ms"]) / 1e3
+    rate = f" at {_number(statistics['waited_bytes']) / waited_s / 1e9:.2f} GB/s" if waited_s else ""
+    return (
+        f"{_number(statistics['frames']):.0f} in memory; of {demanded:.0f} that were used {resident / max(demanded, 1):.1%} were there and "
+        f"{arriving / max(demanded, 1):.1%} on their way; {human_bytes(int(read))} read, {waited_s:.2f} s waited{rate}"
+    )
 
 
 def _drafts(statistics: Mapping[str, object]) -> str:

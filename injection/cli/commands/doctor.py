@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +28,10 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
     ] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option("--disk", metavar="FOLDER", help="With --measure, the disk of this folder as well, by a file of 1 GiB."),
+    ] = None,
     autoload: Annotated[
         Autoload | None,
         typer.Option("--autoload", help="Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
@@ -50,11 +55,13 @@ def doctor(
         _switch_autoload(autoload is Autoload.on, terminal)
         return
     quiet_libraries()
+    if disk is not None and not measure:
+        raise OptionsError("--disk names what --measure measures as well; give both")
     if measure and process_count() > 1:
         _measure_network(terminal, as_json=json)
         return
     facts = gather()
-    measured = measure_and_save(terminal) if measure else store.load()
+    measured = measure_and_save(terminal, disk) if measure else store.load()
     problems = find_problems(facts)
     if json:
         write_json(terminal, _as_json(facts, problems, measured))
@@ -95,21 +102,52 @@ def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
         terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
 
 
-def measure_and_save(terminal: Terminal) -> Measurements:
-    """Measure this machine's rates and save them; where they cannot be saved, a warning gives the reason."""
+def measure_and_save(terminal: Terminal, disk: Path | None = None) -> Measurements:
+    """Measure this machine's rates and save them; where they cannot be saved, a warning gives the reason.
+
+    Args:
+        disk: a folder on the disk to measure; by default the figures of an earlier one are kept.
+    """
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.measure import measure
 
-    measured = measure(lambda text: terminal.notice(f"measuring: {text}"))
+    earlier = store.load()
     try:
-        terminal.notice(f"saved in {store.save(measured)}")
+        measured = measure(lambda text: terminal.notice(f"measuring: {text}"), disk)
     except OSError as error:
-        terminal.notice(f"not saved, so that the next command measures again: {error_sentence(error)}", style="yellow")
+        raise OptionsError(f"--disk {disk}: {error.strerror or error}") from error
+    if disk is None and earlier is not None:
+        measured = replace(measured, disk=earlier.disk)
+    _save(measured, terminal)
     if measured.busy:
         terminal.notice(
             f"other programs were running (load {measured.load:.1f} per core): measure again when they are done", style="yellow"
         )
     return measured
+
+
+def measure_disk_and_save(measured: Measurements, folder: Path, terminal: Terminal) -> Measurements:
+    """Add the rates of a folder's disk to measurements and save them; where it cannot be measured, a warning gives the reason."""
+    from moegraft.injection.estimate.measure import measure_disk
+
+    terminal.notice(f"measuring: disk of {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        measured = replace(measured, disk=measure_disk(folder))
+    except OSError as error:
+        terminal.notice(f"the disk is not measured: {error_sentence(error)}", style="yellow")
+        return measured
+    _save(measured, terminal)
+    return measured
+
+
+def _save(measured: Measurements, terminal: Terminal) -> None:
+    from moegraft.injection.estimate import measure as store
+
+    try:
+        terminal.notice(f"saved in {store.save(measured)}")
+    except OSError as error:
+        terminal.notice(f"not saved, so that the next command measures again: {error_sentence(error)}", style="yellow")
 
 
 def _write(facts: Facts, problems: list[Problem], measured: Measurements | None, terminal: Terminal) -> None:
@@ -176,7 +214,7 @@ def _measured_lines(measured: Measurements) -> list[str]:
         rows += [(f"{kind}, {name}", f"{rate.decode_gbps:.1f}", f"{rate.prefill_gflops:.0f}") for name, rate in rates.items()]
     if measured.attention_gflops is not None:
         rows.append(("attention in training", "", f"{measured.attention_gflops:.0f}"))
-    gpu = [measured.gpu.describe()] if measured.gpu is not None else []
+    gpu = [each.describe() for each in (measured.gpu, measured.disk) if each is not None]
     overhead = f"time of a decoder layer outside kernels: {1e3 * measured.layer_overhead_ms:.0f} us in Python"
     if measured.step_overhead_ms is not None:
         overhead += f", {1e3 * measured.step_overhead_ms:.0f} us in a decode step that is one native program"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from moegraft.injection.cli.commands.doctor import measure_and_save
+from moegraft.injection.cli.commands.doctor import measure_and_save, measure_disk_and_save
 from moegraft.injection.cli.commands.plan import as_json, gap_text
 from moegraft.injection.cli.options import (
     BUNDLED,
@@ -183,7 +184,7 @@ def init(
 def _predict_and_write(
     options: ModelOptions, goal: Goal, context: int, stated: Mapping[str, Any], output: Path, terminal: Terminal, *, json: bool
 ) -> None:
-    from moegraft.injection.candidates import candidates, choose, file_text
+    from moegraft.injection.candidates import candidates, choose, file_text, packed_folder
     from moegraft.injection.cli.models import open_meta_model, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.memory import Workload
@@ -195,6 +196,11 @@ def _predict_and_write(
     load = Workload(context, 1, min(512, context))
     tried = candidates(meta_model, load, target, load_registry())
     chosen = choose(tried, goal)
+    if chosen is None:  # host memory does not suffice: experts may stay in files
+        if target.measured is not None and target.measured.disk is None:
+            target = replace(target, measured=measure_disk_and_save(target.measured, packed_folder(), terminal))
+        tried += candidates(meta_model, load, target, load_registry(), in_files=True)
+        chosen = choose(tried, goal)
     text = file_text(chosen, tried, meta_model, _about(options, context, meta_model, target), goal) if chosen else None
     if text is not None and output != STANDARD_OUTPUT:
         write_file(output, text)
@@ -235,6 +241,7 @@ def _about(options: ModelOptions, context: int, meta_model: MetaModel, target: T
 
 
 def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> None:
+    from moegraft.injection.candidates import packed_folder
     from moegraft.injection.cli.commands.plan import speed_lines
 
     if output == STANDARD_OUTPUT:
@@ -242,7 +249,10 @@ def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> No
         return
     choice, gpu = chosen.choice, chosen.forecast.gpu
     linears = f", linear layers as {choice.linears}" if choice.linears else ""
-    needed = f"needs {chosen.forecast.memory.needed / (1 << 30):.2f} GiB"
+    memory = chosen.forecast.memory
+    needed = f"needs {memory.needed / (1 << 30):.2f} GiB"
+    if choice.in_files:
+        needed += f", {memory.frames / (1 << 30):.2f} of them for experts, which stay in files in {packed_folder()}"
     if gpu is not None:
         needed += (
             f" and {gpu.needed / (1 << 30):.2f} GiB of the GPU, where {gpu.experts_with_slot:,} of {gpu.experts:,} experts have a slot"
@@ -269,6 +279,7 @@ def _as_json(chosen: Candidate | None, tried: list[Candidate], meta_model: MetaM
                 "experts": candidate.choice.experts,
                 "linears": candidate.choice.linears,
                 "gpu": candidate.choice.gpu,
+                "in_files": candidate.choice.in_files,
                 **as_json(candidate.forecast, meta_model),
             }
             for candidate in tried

@@ -110,6 +110,7 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
         ("at rest", human_bytes(memory.at_rest), f"with {human_bytes(memory.program)} of Python and its libraries"),
         ("peak of loading", human_bytes(memory.peak_loading), ""),
         ("KV cache", human_bytes(memory.kv_cache), "on the GPU" if figures.gpu else f"{load.batch} x {load.context:,} tokens{exact}"),
+        *([("experts", human_bytes(memory.frames), f"of {human_bytes(figures.framed_bytes)} in files")] if figures.framed_bytes else []),
         ("running", human_bytes(memory.running), f"with about {human_bytes(memory.activations)} for a prompt of {load.prompt:,} tokens"),
         ("free", human_bytes(figures.available_bytes), ""),
     ]
@@ -239,6 +240,8 @@ def speed_lines(figures: Forecast) -> list[str]:
     rough = "; rough: other programs ran while the rates were measured" if figures.rough else ""
     decode, prefill = tokens_text(speed.decode_tokens_s), tokens_text(speed.prefill_tokens_s)
     lines = [f"predicted: decode {decode}{each}, prefill {prefill}{rough}"]
+    if figures.framed_bytes:
+        lines.append("  with experts read from the disk as with random routing; real texts repeat more of them")
     if figures.gpu_rates is not None:
         lines.append(f"  from {figures.gpu_rates.describe()}, and cache hits as with random routing")
     return lines

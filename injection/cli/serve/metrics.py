@@ -186,6 +186,8 @@ def _operators(injection: Injection) -> Iterator[Metric]:
     yield _gauge("moegraft:sparsity", "Share of neurons that the layers of each target leave out.", shares)
     steps = [({"name": name}, value) for name, value in _numbers(statistics["decode_steps"])]
     yield _gauge("moegraft:decode_steps", "Decode steps that were native programs or captured graphs, and their times.", steps)
+    files = [({"name": name}, value) for name, value in _numbers(statistics["files"])]
+    yield _gauge("moegraft:files", "Experts that stay in files, and those of them that memory holds.", files)
     devices = {(name, what): value for name, values in statistics["devices"].items() for what, value in _numbers(values)}
     devices |= {(name, what): value for name, counts in injection.device_counts() for what, value in _numbers(counts)}
     labelled = [({"device": name, "name": what}, value) for (name, what), value in devices.items()]

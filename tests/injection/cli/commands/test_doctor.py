@@ -257,6 +257,26 @@ def test_measuring_returns_rates(monkeypatch: pytest.MonkeyPatch, run_json: RunJ
     assert loaded is not None and loaded.read_gbps == found["read_gbps"]
 
 
+def test_a_disk_is_measured_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, run: Run, run_json: RunJson, cache: Path, tmp_path: Path
+) -> None:
+    from moegraft.injection.estimate import measure
+
+    sizes = {"HIDDEN": 64, "INTERMEDIATE": 32, "READ_BYTES": 1 << 18, "PREFILL_TOKENS": 4, "OVERHEAD_LAYERS": 1}
+    for name, value in {**sizes, "DISK_BYTES": 1 << 21, "DISK_S": 0.01, "DISK_SMALL_READS": 3}.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(facts_module, "instruction_sets", list)
+    found = run_json("doctor", "--measure", "--disk", tmp_path)["measured"]["disk"]
+    assert set(found["gbps"]) == {"1", "2", "4", "8"} and min(found["gbps"].values()) > 0 and found["latency_us"] > 0
+    assert not list(tmp_path.glob("moegraft-disk-*"))
+    assert f"disk of {tmp_path}: GB/s by reads at once: " in run("doctor").stdout
+    assert run_json("doctor", "--measure")["measured"]["disk"] == found, "kept by a measurement of everything else"
+    refused = run("doctor", "--disk", tmp_path)
+    assert refused.exit_code == 2 and "give both" in refused.stderr
+    nowhere = run("doctor", "--measure", "--disk", tmp_path / "nothing")
+    assert nowhere.exit_code == 2 and "/nothing: No such file or directory\n" in nowhere.stderr
+
+
 def test_what_is_needed_is_no_extra_as_well(facts: Facts) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert not {Requirement(line).name for line in project["dependencies"]} & set(facts_module.OPTIONAL)

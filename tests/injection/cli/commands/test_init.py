@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 from typer.testing import Result
 
 from moegraft.injection.estimate import measure as store
-from moegraft.injection.estimate.measure import Measurements
+from moegraft.injection.estimate.measure import Disk, Measurements
 from moegraft.operators.base import Rate
 
 Run = Callable[..., Result]
@@ -31,6 +31,7 @@ RATES = Measurements(
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store.save(RATES)
+    monkeypatch.setattr(store, "measure_disk", lambda folder: Disk(str(folder), {"1": 1e-3, "4": 2e-3}, 100.0))
 
 
 def chosen(found: dict[str, Any]) -> dict[str, Any]:
@@ -94,11 +95,37 @@ def test_less_memory_results_in_smaller_weights(run_json: RunJson, config_folder
         assert tight["chosen"] == [c["ok"] for c in candidates].index(True)
 
 
+def test_where_memory_does_not_suffice_experts_stay_in_files(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    folder, file = tmp_path / "large", tmp_path / "rules.yaml"
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 2}
+    Qwen3MoeConfig(**sizes, vocab_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=64).save_pretrained(folder)
+    plenty = run_json("init", "--model", folder, "--context", 64, "--output", "-")["candidates"]
+    assert not any(candidate["in_files"] for candidate in plenty)
+    smallest = min((each["memory_bytes"] for each in plenty), key=lambda each: each["needed"])
+    # Python and its libraries grow from call to call, by less than half of the smallest experts.
+    ram = smallest["program"] + smallest["weights"] // 2
+    found = run_json("init", "--model", folder, "--context", 64, "--output", file, "--ram", ram)
+    best = chosen(found)
+    assert best["in_files"]
+    kwargs = yaml.safe_load(file.read_text())["rules"][0]["replace"]["kwargs"]
+    assert (kwargs["memory"], kwargs["cache_dir"]) == ("auto", str(tmp_path / "cache" / "moegraft" / "experts"))
+    assert "experts in files" in file.read_text()
+    planned = run_json("plan", file, "--model", folder, "--context", 64, "--ram", ram)
+    assert planned["exit_code"] == 0 and 0 < planned["memory_bytes"]["frames"] < smallest["weights"]
+    shown = run("plan", file, "--model", folder, "--context", 64, "--ram", ram).stdout
+    assert " in files\n" in shown and "with experts read from the disk" in shown
+    in_memory = next(each for each in plenty if (each["experts"], each["linears"]) == (best["experts"], best["linears"]))
+    # The disk is slower than memory, whatever share is read from it.
+    assert 0 < best["speed"]["decode_tokens_s"] < in_memory["speed"]["decode_tokens_s"]
+    store.save(RATES)
+    assert "doctor --measure --disk FOLDER" in run_json("plan", file, "--model", folder, "--ram", ram)["no_speed"]
+
+
 def test_nothing_fits(run: Run, run_json: RunJson, config_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     result = run("init", "--model", config_folder, "--ram", "1MiB", "--output", file)
     assert result.exit_code == 1 and not file.exists()
-    assert result.stdout.startswith("nothing fits: for the smallest of 6 candidates, ")
+    assert result.stdout.startswith("nothing fits: for the smallest of 12 candidates, ")
     assert run_json("init", "--model", config_folder, "--ram", "1MiB", "--output", file)["rules"] is None
 
 

@@ -1,0 +1,190 @@
+"""How fast is a model that is larger than memory, and how near to what the disk allows?
+
+    python benchmarks/larger_than_memory.py                      # as root: the processes' memory is limited by control groups
+    python benchmarks/larger_than_memory.py --limits 4 --rounds 1
+
+48 layers of Qwen3-30B-A3B's shapes in Q4_0, 17 GB: moegraft with experts in frames (`memory: auto`), moegraft with the mapped file, whose
+pages the system reads, and llama.cpp with the mapped GGUF file of the same bits, without repacking, for which the limit is too small. The
+limit counts pages of files as well. Weights are random; routers choose by token, as trained ones nearly do, and some experts more often
+(`write_model`, `skew`), so that what matters for a cache is stated by its hits: `resident` is the share of demanded experts that were in
+memory. Tokens are sampled at a high temperature, as a random model repeats itself.
+
+In each round each system is opened once, reads a prompt to fill its memory, then one that is measured, and decodes. `bound_tokens_s` is
+what the bytes that were read allow at the bandwidth of direct reads measured just before; `wait_gbps` is the rate at which experts
+arrived while some thread waited for one.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.llama_cpp import LlamaCpp, is_installed, write_model
+from harness.models import config_of, injected
+from harness.peers import PeerFailed, PeerProcess
+from harness.record import Recorder, hardware, parser
+from harness.rounds import seconds
+from harness.whole_models import Clock, random_tokens
+
+from moegraft.injection.estimate.measure import measure_disk
+from moegraft.injection.injected import injection_of
+
+LAYERS, SKEW, GIB = 48, 0.3, 1 << 30
+SAMPLED = {"temperature": 10.0, "top_k": 0, "top_p": 1.0}
+GROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one phase: tokens per second, and what was read of the experts in frames."""
+
+    tokens_s: float
+    tokens: int
+    read_bytes: float = 0.0
+    resident: float = 0.0
+    wait_gbps: float = 0.0
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Move this process into a control group of its own with a limit of memory."""
+    version_1 = (GROUPS / "memory").is_dir()
+    group = (GROUPS / "memory" if version_1 else GROUPS) / f"moegraft-{os.getpid()}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(limit_bytes))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+class Ours:
+    def __init__(self, folder: Path, memory: str) -> None:
+        kept = f"cache_dir: {folder / 'packed'}, memory: {memory}"
+        rules = f"extends: cpu\nvars: {{weights: int4, linear: int4, {kept}}}\n"
+        self._model = injected(folder, rules, gguf=folder / "model.gguf")
+        self._prompt = random_tokens(self._model.config.vocab_size)[None]
+        self._before: dict[str, float] = {}
+
+    def prefill(self, tokens: int) -> float:
+        return seconds(lambda: self._model(self._prompt[:, :tokens], logits_to_keep=1))
+
+    def decode(self, tokens: int) -> float:
+        clock = Clock()
+        length = {"min_new_tokens": tokens + 1, "max_new_tokens": tokens + 1}
+        self._model.generate(self._prompt[:, :8], do_sample=True, **SAMPLED, **length, streamer=clock)
+        _, first, *_, last = clock.times
+        return last - first
+
+    def reads(self) -> dict[str, float]:
+        """Return what was counted since the last call."""
+        injection = injection_of(self._model)
+        assert injection is not None, "the model is injected"
+        now: dict[str, Any] = injection.statistics()["files"]  # type: ignore[assignment] # a mapping of numbers
+        found = {name: value - self._before.get(name, 0) for name, value in now.items()}
+        self._before = dict(now)
+        return found
+
+
+class Llama:
+    def __init__(self, folder: Path) -> None:
+        self._peer = LlamaCpp(folder / "model.gguf", torch.get_num_threads(), repack=False)
+        self._prompt = random_tokens(self._peer.vocab).tolist()
+
+    def prefill(self, tokens: int) -> float:
+        return seconds(lambda: self._peer.prefill(self._prompt[:tokens]))
+
+    def decode(self, tokens: int) -> float:
+        self._peer.prefill(self._prompt[:8])
+        return seconds(lambda: self._peer.decode(tokens, **SAMPLED))
+
+    def reads(self) -> dict[str, float]:
+        return {}
+
+
+@contextmanager
+def limited(system: str, folder: Path, limit_bytes: int) -> Iterator[Ours | Llama]:
+    limit_memory(limit_bytes)
+    with torch.inference_mode():
+        yield Llama(folder) if system == "llama.cpp" else Ours(folder, "auto" if system == "frames" else "null")
+
+
+def figures(peer: Ours | Llama, phase: str, tokens: int) -> Figures:
+    peer.reads()
+    taken_s = getattr(peer, phase)(tokens)
+    read = peer.reads()
+    if not read:
+        return Figures(tokens / taken_s, tokens)
+    waiting_s = read["waited_ms"] / 1e3
+    wait_gbps = read["waited_bytes"] / waiting_s / 1e9 if waiting_s else 0.0
+    return Figures(tokens / taken_s, tokens, read["read_bytes"], read["resident"] / max(read["demanded"], 1), wait_gbps)
+
+
+def row(found: list[Figures], disk_gbps: float) -> dict[str, object]:
+    def median(name: str) -> float:
+        return statistics.median(getattr(each, name) for each in found)
+
+    result: dict[str, object] = {"tokens_s": round(median("tokens_s"), 2)}
+    if median("read_bytes"):
+        bound = found[0].tokens / (median("read_bytes") / (disk_gbps * 1e9))
+        result |= {"bound_tokens_s": round(bound, 2), "read_gb_per_token": round(median("read_bytes") / found[0].tokens / 1e9, 3)}
+        result |= {"resident": round(median("resident"), 3), "wait_gbps": round(median("wait_gbps"), 2)}
+    return result
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=2, new=16)
+    options.add_argument("--prompt", type=int, default=512, help="its tokens")
+    options.add_argument("--limits", type=int, nargs="+", default=(4, 8), metavar="GIB", help="of each process's memory")
+    options.add_argument("--folder", type=Path, help="where the model is written, or found; by default a temporary folder, 34 GB")
+    given = options.parse_args()
+    systems = ["frames", "mapped", *(["llama.cpp"] if is_installed() else [])]
+    keys = ("limit_gib", "phase", "system", "hardware")
+    rows = Recorder("larger_than_memory", ("torch", "transformers", "llama-cpp-python"), replaces=keys, write=given.write)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        config = config_of("qwen3-30b-a3b", LAYERS)
+        if not (folder / "model.gguf").exists():
+            folder.mkdir(exist_ok=True)
+            config.save_pretrained(folder)
+            write_model(folder / "model.gguf", config, "int4", skew=SKEW)
+        if not (folder / "packed").exists():
+            injected(
+                folder, f"extends: cpu\nvars: {{weights: int4, linear: int4, cache_dir: {folder / 'packed'}}}\n", gguf=folder / "model.gguf"
+            )
+        for limit in given.limits:
+            found: dict[tuple[str, str], list[Figures]] = {}
+            failures: dict[str, str] = {}
+            disk = []
+            for _ in range(given.rounds):
+                disk.append(measure_disk(folder).best_gbps)
+                for system in systems:
+                    try:
+                        with PeerProcess(system, limited, system, folder, limit * GIB) as peer:
+                            peer.call(figures, "prefill", given.prompt)
+                            for phase, tokens in (("prefill", given.prompt), ("decode", given.new // 2), ("decode", given.new)):
+                                result = peer.call(figures, phase, tokens)
+                                if tokens != given.new // 2:  # the first steps are recorded
+                                    found.setdefault((phase, system), []).append(result)
+                    except PeerFailed as failed:
+                        failures[system] = str(failed)
+            about = {"limit_gib": limit, "layers": LAYERS, "rounds": given.rounds, "hardware": hardware()}
+            for phase, tokens in (("prefill", given.prompt), ("decode", given.new)):
+                mine = statistics.median(each.tokens_s for each in found["prefill" if phase == "prefill" else "decode", "frames"])
+                for system in systems:
+                    each = {"phase": f"prompt of {tokens}" if phase == "prefill" else "decode", "system": system}
+                    measured = found.get((phase, system))
+                    if measured is None:
+                        rows.add({**about, **each, "failure": failures.get(system, "")})
+                        continue
+                    gbps = statistics.median(disk)
+                    figure = row(measured, gbps)
+                    ratio = mine / statistics.median(one.tokens_s for one in measured)
+                    rows.add({**about, **each, **figure, "frames_times": round(ratio, 2), "disk_gbps": round(gbps, 2)})
+
+
+if __name__ == "__main__":
+    main()

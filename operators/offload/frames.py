@@ -1,0 +1,122 @@
+"""The experts of a model that stay in files, of which host memory has as many as a budget allows: the level under a GPU's slots.
+
+What decides and reads is native (`ExpertFrames`), as a recorded step computes a token without Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moegraft.cpu_backend import ExpertFrames, PackedExperts
+from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError, human_bytes
+from moegraft.operators.machine import probe_machine
+from moegraft.operators.offload.options import parse_bytes
+from moegraft.operators.routing import Router
+
+logger = logging.getLogger(__name__)
+# Of what is free when the rest of the model is loaded; the rest is for the KV cache, activations and other programs. An estimate.
+AUTO_SHARE = 0.8
+
+
+def budget_bytes(memory: str, free_bytes: int) -> int:
+    """Return the bytes of the option `memory`, where so many are free."""
+    return int(AUTO_SHARE * free_bytes) if memory == "auto" else parse_bytes(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """Where the packed experts of a layer are.
+
+    Attributes:
+        offset: of the first, a multiple of 64.
+        checksums: CRC-32 of each; empty where the file was verified already.
+    """
+
+    path: Path
+    offset: int
+    checksums: Sequence[int] = ()
+
+
+class FramedLayers:
+    """The layers of one model whose experts share frames, in the model's order."""
+
+    def __init__(self) -> None:
+        self._memory: str | None = None
+        self._layers: list[tuple[PackedExperts, InFile] | None] = []
+        self._frames: ExpertFrames | None = None
+        self._numbers: dict[int, int] = {}  # of layers in the frames
+
+    def join(self, memory: str, num_experts: int, expert_bytes: int) -> int:
+        """Return the number of a layer; called in the model's order, before weights are read.
+
+        Raises:
+            UnsupportedModelError: layers have different budgets.
+            NotEnoughMemoryError: the budget is too small for a layer.
+        """
+        if self._memory not in (None, memory):
+            raise UnsupportedModelError(
+                f"memory is one budget for the experts of all layers, and the rules give {self._memory} and {memory}"
+            )
+        self._memory = memory
+        least = ExpertFrames.least_bytes_for(num_experts, expert_bytes)
+        if memory != "auto" and parse_bytes(memory) < least:
+            raise NotEnoughMemoryError(
+                f"memory: {memory} is too small: the {num_experts} experts of a layer, and those that are being read, take "
+                f"{human_bytes(least)}"
+            )
+        self._layers.append(None)
+        return len(self._layers) - 1
+
+    def loaded(self, number: int, packed: PackedExperts, stored: InFile) -> None:
+        """Take a layer whose file is complete; `packed` maps it."""
+        self._layers[number] = packed, stored
+
+    def open(self) -> None:
+        """Allocate the frames once all layers are loaded; called again, nothing happens.
+
+        Raises:
+            NotEnoughMemoryError: too little memory is free for a layer.
+        """
+        layers = [(number, *layer) for number, layer in enumerate(self._layers) if layer is not None]
+        if self._frames is not None or not layers:  # experts are in memory where no file can be written
+            return
+        frames = ExpertFrames()
+        for number, packed, stored in layers:
+            self._numbers[number] = frames.add(packed, str(stored.path), stored.offset, stored.checksums)
+        assert self._memory is not None, "a layer has joined"
+        free = probe_machine().available_bytes
+        budget = budget_bytes(self._memory, free)
+        least = frames.least_frames * frames.frame_bytes
+        if budget < least:
+            raise NotEnoughMemoryError(
+                f"memory: auto: {human_bytes(free)} are free, and the experts of a layer, with those that are being read, take "
+                f"{human_bytes(least)}"
+            )
+        frames.open(budget)
+        self._frames = frames
+        every, size = sum(packed.shape.num_experts for _, packed, _ in layers), sum(packed.nbytes for _, packed, _ in layers)
+        logger.info(
+            "memory holds %d of %d experts (%s of %s); the others are read from %s as they are needed",
+            min(frames.frames, every), every, human_bytes(frames.frames * frames.frame_bytes), human_bytes(size), layers[0][2].path.parent,
+        )  # fmt: skip
+
+    def set_router(self, number: int, router: Router) -> None:
+        """Predict a layer by its router, if that is a matrix with a row for each expert."""
+        layer = self._numbers.get(number)
+        if self._frames is None or layer is None:
+            return
+        rows = [each for each in router.module.parameters() if each.dim() == 2 and len(each) == router.num_experts]
+        if len(rows) != 1 or rows[0].device.type != "cpu" or rows[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return
+        bias = getattr(router.module, "e_score_correction_bias", None)
+        self._frames.set_router(layer, rows[0].detach().contiguous(), None if bias is None else bias.detach().float().contiguous())
+
+    def statistics(self) -> Mapping[str, object]:
+        """Return the frames and what they counted so far; nothing where there are none."""
+        frames = self._frames
+        return {} if frames is None else {"frames": frames.frames, "frame_bytes": frames.frame_bytes, **frames.counts()}

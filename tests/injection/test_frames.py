@@ -1,0 +1,149 @@
+"""Models whose experts stay in files: the answers are those from memory, on the CPU and with slots on a GPU, and mistakes are named."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import build_model, case_of, prompt
+from transformers import PreTrainedModel
+
+from moegraft.cpu_backend import ExpertFrames
+from moegraft.injection import optimize_and_load
+from moegraft.operators import machine
+from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, RuleFileError, UnsupportedModelError
+
+RULES = """
+version: 1
+rules:
+- match: {{kind: experts}}
+  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}, {more}}}}}
+- match: {{kind: router}}
+  replace: {{class: {router}}}
+  expect: any
+"""
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "nemotron_h")
+
+
+def load(folder: Path, more: str, *, weights: str = "int8", router: str = "cpu_router", model: object = None) -> PreTrainedModel:
+    rules = folder / "rules.yaml"
+    rules.write_text(RULES.format(weights=weights, more=more, router=router))
+    loaded: PreTrainedModel = optimize_and_load(model or folder / "model", rules, progress=False, threads=2)
+    return loaded
+
+
+def least(model: PreTrainedModel) -> str:
+    """Return the least memory for the experts of a loaded model, as rules give it."""
+    packed = [operator.on_cpu.packed for operator in model.moegraft.operators.values() if hasattr(operator, "on_cpu")]
+    shape, size = packed[0].shape, max(each.expert_bytes for each in packed)
+    return f"{-(-ExpertFrames.least_bytes_for(shape.num_experts, size) // 1024)}KiB"
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = model(input_ids=prompt(9, batch=2)).logits
+    return logits, model.generate(prompt(5), max_new_tokens=24, do_sample=False), model(input_ids=prompt(70)).logits
+
+
+def files_of(model: PreTrainedModel) -> dict[str, float]:
+    found: dict[str, float] = model.moegraft.statistics()["files"]
+    return found
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_answers_are_those_from_memory(model_type: str, tmp_path: Path) -> None:
+    build_model(case_of(model_type)).save_pretrained(tmp_path / "model")
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'")
+    expected = outputs(mapped)
+    framed = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {least(mapped)}")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs(framed), expected, strict=True))
+    files = files_of(framed)
+    assert 0 < files["reads"] <= files["demanded"] + files["predicted"]
+    assert files_of(mapped) == {}
+
+
+def test_recorded_steps_wait_for_experts(tmp_path: Path) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'")
+    model = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {least(mapped)}")
+    before = 0.0
+    for model_under_test in (mapped, model):
+        model_under_test.generate(prompt(5), max_new_tokens=40, do_sample=False)
+    steps = model.moegraft.statistics()["decode_steps"]
+    assert steps["replayed_steps"] > 10
+    assert files_of(model)["reads"] > before
+
+
+def test_a_packed_folder_is_read_in_place(tmp_path: Path) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    load(tmp_path, "memory: null").save_pretrained(tmp_path / "packed", packed=True)
+    mapped = optimize_and_load(tmp_path / "packed", progress=False)
+    framed = load(tmp_path, f"memory: {least(mapped)}", model=tmp_path / "packed")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs(framed), outputs(mapped), strict=True))
+    assert files_of(framed)["reads"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["two_threshold", "on_demand", "fixed"])
+def test_slots_of_a_gpu_are_filled_from_frames(tmp_path: Path, schedule: str) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    more = f"gpu: emulated, cache: {{ratio: 0.5}}, schedule: {schedule}, cache_dir: '{tmp_path}/cache'"
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'", weights="float32")
+    framed = load(tmp_path, f"{more}, memory: {least(mapped)}", weights="float32", router="default")
+    for ours, theirs in zip(outputs(framed), outputs(mapped), strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), atol=1e-4)
+    assert files_of(framed)["reads"] > 0
+
+
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'")
+    memory = least(mapped)
+    for path in (tmp_path / "cache").glob("*.experts"):
+        path.chmod(0o644)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 255
+        path.write_bytes(content)
+    framed = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {memory}")
+    with pytest.raises(RuntimeError, match=r"\.experts: expert \d+ at byte \d+ is damaged .*remove the file"), torch.no_grad():
+        framed(input_ids=prompt(70))
+
+
+def test_what_memory_holds_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.INFO):
+        load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: auto")
+    assert any("memory holds" in line and "the others are read from" in line for line in caplog.messages)
+
+
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = build_model(case_of("qwen3_moe"))
+    stock.save_pretrained(tmp_path / "model")
+    cache = f"cache_dir: '{tmp_path}/cache'"
+    with pytest.raises(RuleFileError, match="'24' is no amount of memory"):
+        load(tmp_path, f"{cache}, memory: '24'")
+    with pytest.raises(UnsupportedModelError, match="give cache_dir, a folder on a fast disk"):
+        load(tmp_path, "memory: 1GiB")
+    with pytest.raises(NotEnoughMemoryError, match=r"memory: 1KiB is too small: the \d+ experts of a layer"):
+        load(tmp_path, f"{cache}, memory: 1KiB")
+    with pytest.raises(UnsupportedModelError, match="in memory already; remove memory"):
+        load(tmp_path, f"{cache}, memory: 1GiB", model=stock)
+    monkeypatch.setattr("moegraft.operators.offload.frames.probe_machine", lambda: machine.Machine(2, 1000))
+    with pytest.raises(NotEnoughMemoryError, match=r"memory: auto: 1000 B are free"):
+        load(tmp_path, f"{cache}, memory: auto")
+
+
+def test_one_budget_for_a_model(tmp_path: Path) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\nrules:\n"
+        + "".join(
+            f"- match: {{kind: experts, layers: '{layer}'}}\n  replace: {{class: hybrid_experts, kwargs: "
+            f"{{weights: int8, cache_dir: '{tmp_path}/cache', memory: {memory}}}}}\n"
+            for layer, memory in ((1, "1GiB"), (2, "2GiB"))
+        )
+    )
+    with pytest.raises(MoegraftError, match="one budget for the experts of all layers, and the rules give 1GiB and 2GiB"):
+        optimize_and_load(tmp_path / "model", rules, progress=False)
