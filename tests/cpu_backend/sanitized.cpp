@@ -4,7 +4,10 @@
 //
 // With arguments, these are the instruction sets that the CPU is expected to have. Their kernels alone are compared, and of matrix kernels
 // those of the last one.
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -689,6 +692,70 @@ void agrees_with_scalar(const std::string& isa) {
     }
 }
 
+// Layers whose experts are in a file, more than fit into the frames: jobs of several threads wait for readers, a router predicts, another
+// thread copies, and a damaged expert is an error that leaves nothing behind.
+void experts_in_frames() {
+  asserted = "frames";
+  constexpr int kLayers = 3, kExperts = 9;
+  const ExpertsShape shape = {kExperts, 41, 37, true, true};
+  const WeightTypes types = {WeightType::kInt8, WeightType::kInt8};
+  const char* const folder = std::getenv("TMPDIR");
+  const std::string path = std::string(folder != nullptr ? folder : "/tmp") + "/moegraft-frames-" + std::to_string(getpid());
+  const auto router = values(static_cast<std::size_t>(kExperts) * 41, 3);
+  std::vector<std::unique_ptr<PackedExperts>> in_memory, in_file;
+  for (int layer = 0; layer < kLayers; ++layer) in_memory.push_back(make_experts(shape, types));
+  std::FILE* const file = std::fopen(path.c_str(), "wb");
+  expect(file != nullptr, "a file for experts");
+  for (const auto& experts : in_memory) std::fwrite(experts->data(), 1, experts->bytes(), file);
+  std::fclose(file);
+  const std::size_t bytes = in_memory[0]->layout().expert_bytes;
+  const auto frames = std::make_shared<ExpertFrames>(3);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    in_file.push_back(make_experts(shape, types));
+    std::memset(in_file.back()->data(), 0, in_file.back()->bytes());  // what is computed with comes from the file
+    std::vector<std::uint32_t> checksums;
+    if (layer == 2) checksums.assign(kExperts, 1);  // of other experts
+    const ExpertsInFile place = {path, in_memory[0]->bytes() * static_cast<std::size_t>(layer), bytes, kExperts, checksums};
+    in_file.back()->use_frames(frames, frames->add(place));
+    frames->set_router(layer, {router.data(), ActivationType::kFloat32, 41, {}});
+  }
+  frames->open(ExpertFrames::frame_bytes_for(bytes) * static_cast<std::size_t>(frames->least_frames()));
+  Runtime runtime(3, "scalar", false);
+  std::atomic<bool> ended{false};
+  std::thread copies([&] {
+    std::vector<std::byte> found(bytes);
+    for (int i = 0; !ended; ++i) {
+      frames->copy(i % 2, i % kExperts, 0, bytes, found.data());
+      expect(std::memcmp(found.data(), in_memory[static_cast<std::size_t>(i % 2)]->expert(i % kExperts), bytes) == 0, "a copied expert");
+    }
+  });
+  for (int step = 0; step < 30; ++step)
+    for (std::size_t layer = 0; layer < 2; ++layer) {
+      const int tokens = step % 7 == 0 ? 40 : 1 + step % 3;
+      Call call(*in_file[layer], tokens, 2), expected(*in_memory[layer], tokens, 2);
+      for (std::size_t i = 0; i < call.ids.size(); ++i)
+        call.ids[i] = expected.ids[i] = static_cast<std::int64_t>((i * 5 + static_cast<std::size_t>(step)) % kExperts);
+      runtime.forward(call.args);
+      runtime.forward(expected.args);
+      expect(call.out == expected.out, "experts from frames");
+    }
+  ended = true;
+  copies.join();
+  Call damaged(*in_file[2], 4, 2);
+  bool refused = false;
+  try {
+    runtime.forward(damaged.args);
+  } catch (const std::runtime_error&) {
+    refused = true;
+  }
+  expect(refused, "a damaged expert");
+  Call call(*in_file[0], 4, 2), expected(*in_memory[0], 4, 2);
+  runtime.forward(call.args);
+  runtime.forward(expected.args);
+  expect(call.out == expected.out, "experts from frames after an error");
+  std::remove(path.c_str());
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -712,6 +779,7 @@ int main(int count, char** arguments) {
   callers_take_turns();
   workers_kept_awake();
   shutdown_with_work_pending();
+  experts_in_frames();
   schedules();
   return 0;
 }

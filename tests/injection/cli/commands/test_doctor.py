@@ -263,13 +263,13 @@ def test_a_disk_is_measured_where_it_is_asked_for(
     from moegraft.injection.estimate import measure
 
     sizes = {"HIDDEN": 64, "INTERMEDIATE": 32, "READ_BYTES": 1 << 18, "PREFILL_TOKENS": 4, "OVERHEAD_LAYERS": 1}
-    for name, value in {**sizes, "DISK_BYTES": 1 << 21, "DISK_S": 0.01, "DISK_SMALL_READS": 3}.items():
+    for name, value in {**sizes, "DISK_BYTES": 1 << 27, "DISK_S": 0.01, "DISK_SMALL_READS": 3}.items():
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(facts_module, "instruction_sets", list)
     found = run_json("doctor", "--measure", "--disk", tmp_path)["measured"]["disk"]
     assert set(found["gbps"]) == {"1", "2", "4", "8"} and min(found["gbps"].values()) > 0 and found["latency_us"] > 0
     assert not list(tmp_path.glob("moegraft-disk-*"))
-    assert f"disk of {tmp_path}: GB/s by reads at once: " in run("doctor").stdout
+    assert f"disk of {tmp_path}: GB/s by threads that read: " in run("doctor").stdout
     assert run_json("doctor", "--measure")["measured"]["disk"] == found, "kept by a measurement of everything else"
     refused = run("doctor", "--disk", tmp_path)
     assert refused.exit_code == 2 and "give both" in refused.stderr
