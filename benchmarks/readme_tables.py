@@ -105,6 +105,29 @@ STARTS = {
 }
 
 
+SYSTEMS = {"frames": "**moegraft**, `memory: auto`", "mapped": "moegraft, the mapped file", "llama.cpp": "llama.cpp, the mapped file"}
+
+
+@section
+def larger_than_memory() -> str:
+    """Return the speed of a model under a limit of memory, by limit and phase."""
+    rows = read("larger_than_memory")
+    columns: Columns = {
+        "memory": lambda row: f"{row['limit_gib']} GiB",
+        "": lambda row: SYSTEMS[row["system"]],
+        "phase": "phase",
+        "tokens/s": "tokens_s",
+        "times as fast": "frames_times",
+        "experts in memory when used": lambda row: percent("resident")(row) if row["resident"] else "-",
+        "GB read per token": "read_gb_per_token",
+        "bound by that, tokens/s": "bound_tokens_s",
+        "GB/s while waiting": "wait_gbps",
+        "GB/s of the disk": "disk_gbps",
+    }
+    ordered = sorted(rows, key=lambda row: (int(row["limit_gib"]), row["phase"], list(SYSTEMS).index(row["system"])))
+    return f"{listed(ordered, columns)}\n\n{provenance(rows)}"
+
+
 @section
 def loading() -> str:
     """Return the seconds from the start of a process to its first token, cold and warm, and what they consist of."""

@@ -99,8 +99,8 @@ class FramedLayers:
         least = frames.least_frames * frames.frame_bytes
         if budget < least:
             raise NotEnoughMemoryError(
-                f"memory: auto: {human_bytes(free)} are free, and the experts of a layer, with those that are being read, take "
-                f"{human_bytes(least)}"
+                f"memory: {self._memory}: {human_bytes(budget)} of {human_bytes(free)} that are free, and the experts of a layer, with "
+                f"those that are being read, take {human_bytes(least)}"
             )
         frames.open(budget)
         self._frames = frames

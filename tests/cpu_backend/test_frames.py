@@ -202,6 +202,25 @@ def test_copies(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
         stored.frames.copy(0, 0, 1, np.empty(stored.packed[0].expert_bytes, np.uint8))
 
 
+def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
+    stored = store(tmp_path, 2, LEAST)
+    runtime, size = next(iter(runtimes.values())), stored.packed[0].expert_bytes
+    with stored.path.open("r+b") as file:
+        file.seek(stored.offsets[0] + 5 * size)
+        right = file.read(4)
+        file.seek(-4, os.SEEK_CUR)
+        file.write(b"\xaa\x55\xaa\x55")
+    out = np.empty(size, np.uint8)
+    with pytest.raises(RuntimeError, match=r"expert 5 at byte \d+ is damaged"):
+        stored.frames.copy(0, 5, 0, out)
+    stored.forward(runtime, 1, 1)  # other experts, whose job has no error
+    with stored.path.open("r+b") as file:
+        file.seek(stored.offsets[0] + 5 * size)
+        file.write(right)
+    stored.frames.copy(0, 5, 0, out)
+    assert np.array_equal(out, stored.packed[0].buffer.reshape(EXPERTS, size)[5])
+
+
 def test_gradients_from_frames(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     stored = store(tmp_path, 3, LEAST, weight_type="float32")
     runtime = next(iter(runtimes.values()))

@@ -130,7 +130,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModelError, match="in memory already; remove memory"):
         load(tmp_path, f"{cache}, memory: 1GiB", model=stock)
     monkeypatch.setattr("moegraft.operators.offload.frames.probe_machine", lambda: machine.Machine(2, 1000))
-    with pytest.raises(NotEnoughMemoryError, match=r"memory: auto: 1000 B are free"):
+    with pytest.raises(NotEnoughMemoryError, match=r"memory: auto: 800 B of 1000 B that are free, and the experts of a layer"):
         load(tmp_path, f"{cache}, memory: auto")
 
 

@@ -283,6 +283,11 @@ void ExpertFrames::evict(int frame) {
   key = {};
 }
 
+void ExpertFrames::release(int frame) {
+  evict(frame);
+  free_.push_back(frame);
+}
+
 // Appends `count` frames without an expert; those of the lowest rank lose theirs. Experts that are read ahead make room only for a demand.
 bool ExpertFrames::take_frames(std::vector<int>& frames, std::size_t count, bool for_demand) {
   while (count > 0 && !free_.empty()) {
@@ -470,6 +475,7 @@ void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t b
   std::unique_lock<std::mutex> lock(shared_->mutex);
   Entry& each = entry(key);
   ++each.pins;
+  ++each.copies;
   require(key, lock);
   shared_->landed.wait(lock, [&] { return each.state == State::kReady || each.state == State::kFailed; });
   const bool failed = each.state == State::kFailed;
@@ -477,7 +483,8 @@ void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t b
   lock.unlock();
   if (!failed) std::memcpy(to, peek(number, expert) + start, bytes);
   lock.lock();
-  --each.pins;
+  --each.copies;
+  if (--each.pins == 0 && failed) release(each.frame);
   if (failed) throw std::runtime_error(reason);
 }
 
@@ -488,8 +495,7 @@ void ExpertFrames::check() {
   release_pins();
   for (std::size_t frame = 0; frame < frames_.size(); ++frame) {
     if (frames_[frame].layer < 0 || entry(frames_[frame]).state != State::kFailed) continue;
-    evict(static_cast<int>(frame));
-    free_.push_back(static_cast<int>(frame));
+    if (entry(frames_[frame]).pins == 0) release(static_cast<int>(frame));
   }
   throw std::runtime_error(std::exchange(error_, {}));
 }
@@ -579,12 +585,12 @@ void ExpertFrames::finish(std::unique_lock<std::mutex>& lock, Key key) {
   } else if (each.pins > 0) {
     each.state = State::kFailed;
     each.data.store(data, std::memory_order_release);
-    error_ = describe(key, each.error);
-    failed_.store(true, std::memory_order_release);
+    if (each.pins > each.copies) {
+      error_ = describe(key, each.error);
+      failed_.store(true, std::memory_order_release);
+    }
   } else {  // expected only: its demand reads it again
-    const int frame = each.frame;
-    evict(frame);
-    free_.push_back(frame);
+    release(each.frame);
   }
   shared_->landed.notify_all();
 }

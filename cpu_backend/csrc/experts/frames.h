@@ -119,6 +119,7 @@ class ExpertFrames {
     bool predicted = false;  // read ahead, and not used so far
     int frame = -1;
     int pins = 0;
+    int copies = 0;  // of the pins, those of copy()
     int next_piece = 0, pieces_left = 0;
     int error = 0;  // of errno; -1: the file is too short
     double score = 0, uses = 0, rank = 0;
@@ -150,6 +151,7 @@ class ExpertFrames {
   void learn_precision(Layer& layer);
   bool take_frames(std::vector<int>& frames, std::size_t count, bool for_demand);
   void evict(int frame);
+  void release(int frame);  // evicts, and the frame is free
   void start_reading(Key key, int frame, std::deque<Key>& queue);
   void require(Key key, std::unique_lock<std::mutex>& lock);
   void expect(int layer, const std::vector<int>& experts);
