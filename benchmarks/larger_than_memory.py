@@ -37,6 +37,7 @@ from moegraft.injection.estimate.measure import measure_disk
 from moegraft.injection.injected import injection_of
 
 LAYERS, SKEW, GIB = 48, 0.3, 1 << 30
+SYSTEMS = ("frames", "mapped", "llama.cpp")
 SAMPLED = {"temperature": 10.0, "top_k": 0, "top_p": 1.0}
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -140,8 +141,9 @@ def main() -> None:
     options.add_argument("--prompt", type=int, default=512, help="its tokens")
     options.add_argument("--limits", type=int, nargs="+", default=(4, 8), metavar="GIB", help="of each process's memory")
     options.add_argument("--folder", type=Path, help="where the model is written, or found; by default a temporary folder, 34 GB")
+    options.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS, help="the first one is compared with the others")
     given = options.parse_args()
-    systems = ["frames", "mapped", *(["llama.cpp"] if is_installed() else [])]
+    systems = [name for name in given.systems if name != "llama.cpp" or is_installed()]
     keys = ("limit_gib", "phase", "system", "hardware")
     rows = Recorder("larger_than_memory", ("torch", "transformers", "llama-cpp-python"), replaces=keys, write=given.write)
     with tempfile.TemporaryDirectory() as temporary:
@@ -173,7 +175,7 @@ def main() -> None:
                         failures[system] = str(failed)
             about = {"limit_gib": limit, "layers": LAYERS, "rounds": given.rounds, "hardware": hardware()}
             for phase, tokens in (("prefill", given.prompt), ("decode", given.new)):
-                mine = statistics.median(each.tokens_s for each in found["prefill" if phase == "prefill" else "decode", "frames"])
+                mine = statistics.median(each.tokens_s for each in found[phase, systems[0]])
                 for system in systems:
                     each = {"phase": f"prompt of {tokens}" if phase == "prefill" else "decode", "system": system}
                     measured = found.get((phase, system))
