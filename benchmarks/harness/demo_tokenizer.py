@@ -16,9 +16,10 @@ MARKS = (END, PAD, START, TOOLS, TOOLS_END, CALL, CALL_END)  # in the order of t
 FREQUENT = 100  # words that have a token together with the space before them
 DIALOGUES = 700
 
-# Without tools, a user's line opens a scene, like every scene of the plays; the answer is the speech of Second
-# Citizen and what follows up to the next END. A message that starts with a heading of its own ("JULIET:" on a line) keeps it. With tools it is a dialogue of the form that Qwen's models have; of a
-# tool it shows what a small model can use: name, description, and the parameters with their types or the list of their values.
+# Without tools, a user's line opens a scene, like every scene of the plays; the answer is the speech of Second Citizen and what follows up
+# to the next END. A message that starts with a heading of its own ("JULIET:" on a line) keeps it. With tools it is a dialogue of the form
+# that Qwen's models have. Of a tool it shows what a small model can use: its description first, by which it is chosen, its name, and its
+# parameters with their types or the lists of their values.
 CHAT_TEMPLATE = """\
 {%- set with_tools = namespace(found=tools | default(none) is not none and tools | length > 0) -%}
 {%- for message in messages if message['role'] == 'tool' or message['tool_calls'] -%}
