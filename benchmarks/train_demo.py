@@ -1,6 +1,6 @@
-"""Train the bundled demo model: a Qwen3-MoE of 5 million parameters that writes blank verse, on 2 cores in about an hour.
+"""Train the bundled demo model: a Qwen3-MoE of 5 million parameters that writes blank verse and calls tools, on 2 cores in about an hour.
 
-    python benchmarks/train_demo.py --out injection/demo --work build/train_demo
+    torchrun --nproc-per-node 2 benchmarks/train_demo.py --out injection/demo --work build/train_demo
     python benchmarks/train_demo.py --out injection/demo --work build/train_demo --mtp --minutes 40
 
 The second command trains a layer for multi-token prediction on the model that the first one wrote, which it leaves as it is.
@@ -11,8 +11,10 @@ Shapes: B windows, S tokens per window, T = B * S tokens, L layers, E experts, K
 import argparse
 import json
 import math
+import os
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -21,49 +23,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.demo_tokenizer import train_tokenizer
+from harness.demo_windows import Mixture, cut_scenes, encode_dialogue
+from harness.induction_heads import add_induction_heads
 from harness.mtp_training import MtpLayer, drafted_logits, sampled_acceptance
+from harness.muon import Muon, sum_over_processes
 from harness.record import write_rows
 from harness.texts import TEXT, split_text, token_ids
+from harness.tool_dialogues import NO_TOOL, Writer
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moegraft.injection.checkpoint.files import MTP_FILE
 
-END, PAD = "<|endoftext|>", "<|pad|>"
-CONTEXT = 1024  # tokens of the longest training window
-STEP_TOKENS = 2 * CONTEXT
-PEAK_RATE, WEIGHT_DECAY, DROPOUT = 1.5e-3, 0.1, 0.2
-WARMUP = 0.03  # share of the run
+CONTEXT, WINDOW = 8192, 256  # tokens of the longest training window, and of most
+STEP_TOKENS = 2048  # in each process
+EVALUATED = 99  # seed of the held-out dialogues
+ROPE_THETA, ATTENTION_GAIN = 1e5, 1.8
+# To which share of the run windows have which sizes, by their weights in the draw: dialogues are short first.
+SIZES: tuple[tuple[float, dict[int, float]], ...] = (
+    (0.4, {WINDOW: 1.0}),
+    (1.0, {WINDOW: 0.88, 512: 0.05, 1024: 0.03, 2048: 0.025, 4096: 0.012, CONTEXT: 0.003}),
+)
+PASS_STEPS = 500  # batches of one process until the plays are cut into scenes in another way
+KINDS = "ppdddddr"  # of a batch's windows: plays, dialogues and repeats
+PEAK_RATE, WEIGHT_DECAY, DROPOUT = 2e-3, 0.1, 0.1
+WARMUP, DECAY = 0.03, 0.35  # shares of the run
 BALANCE = 0.02  # weight of the load-balancing loss
 EVAL_EVERY = 100  # steps
 
-MTP_RATE, MTP_STEP_TOKENS = 2e-3, 512
+MTP_RATE, MTP_STEP_TOKENS, MTP_WINDOW, MTP_DIALOGUES = 2e-3, 512, 1024, 512
 DEPTHS = ((0.45, 1), (0.8, 2), (1.0, 3))  # to which share of the run drafts of which length are trained
 DEPTH_WEIGHT = 0.6  # of each depth's loss relative to the one before: later drafts count only where the earlier ones were accepted
 TEMPERATURE, TOP_P = 0.8, 0.95  # of the model's own sampling settings
 OWN_TEXT = (0.8, 0.8, 1.0, 0.8, 0.5, 0.8, 0.0)  # temperatures at which the model writes text to train on; 0 is greedy
 OWN_WINDOWS, OWN_PROMPT = 256, 32  # windows for each of them, and tokens of their prompts
-
-# A user's line opens a scene, like every scene of the training stream; the answer is the speeches up to the next END. A message that starts
-# with a heading of its own ("JULIET:" on a line) keeps it.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- set content = message['content'] | trim -%}
-{%- if message['role'] == 'assistant' -%}
-{{- content + '\\n\\n' -}}
-{%- else -%}
-{{- '<|endoftext|>' -}}
-{%- if ':\\n' not in content -%}
-{{- 'Chorus:\\n' if message['role'] == 'system' else 'First Citizen:\\n' -}}
-{%- endif -%}
-{{- content + '\\n\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +70,6 @@ class Evaluation:
     loss: float
     bits_per_byte: float
     load: Tensor
-
-
-def train_tokenizer(text: str, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE, in which a run of line breaks is a separate word: text may be cut after one without changing its tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    lines = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [text], trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False)
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END,
-        eos_token=END,
-        pad_token=PAD,
-        model_max_length=CONTEXT,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def padded_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -116,7 +92,7 @@ def padded_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return torch.zeros_like(hidden_states).index_add(0, token, outputs.to(hidden_states.dtype))
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
     """Return the untrained model in float32; `Any`, like every model here, because transformers' Auto classes are untyped."""
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -132,13 +108,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Any:
         norm_topk_prob=True,
         tie_word_embeddings=True,
         max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_theta": ROPE_THETA, "rope_type": "default"},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     ALL_EXPERTS_FUNCTIONS.register("padded", padded_experts)
-    # At these sizes eager attention is faster on a CPU than fused attention, whose backward pass is slow.
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager", experts_implementation="padded")
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager", experts_implementation="padded")
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.data.fill_(ATTENTION_GAIN)
+    add_induction_heads(model, seed)
+    return model
 
 
 def to_bfloat16(model: Any) -> Any:
@@ -169,9 +150,9 @@ def expert_share(logits: Tensor, top_k: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, text: str) -> Evaluation:
-    """Validate on plain text; every token is predicted once, from at most CONTEXT / 4 tokens before it."""
+    """Validate on plain text; every token is predicted once, from at most WINDOW tokens before it."""
     tokens = torch.tensor(tokenizer.encode(text, verbose=False))
-    size, top_k = CONTEXT // 4, model.config.num_experts_per_tok
+    size, top_k = WINDOW, model.config.num_experts_per_tok
     rows = (len(tokens) - 1) // size
     inputs, targets = tokens[: rows * size].view(rows, size), tokens[1 : rows * size + 1].view(rows, size)
     nats, loads = 0.0, []
@@ -207,47 +188,30 @@ class Progress:
 
     step: int = 0
     elapsed_s: float = 0.0
-    best_loss: float = math.inf
-    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-def cut_scenes(speeches: list[list[int]], end: int, seed: int) -> Tensor:
-    """Return one pass over the plays as tokens `(N,)`, with END before every scene of two to four speeches; the cuts depend on the seed."""
-    draw = random.Random(seed)
-    stream: list[int] = []
-    left = 0
-    for speech in speeches:
-        if left == 0:
-            stream.append(end)
-            left = draw.randint(2, 4)
-        stream.extend(speech)
-        left -= 1
-    return torch.tensor(stream)
-
-
-def draw_windows(stream: Tensor, seed: int) -> Tensor:
-    """Draw random windows `(B, S + 1)`: one batch in eight has the whole context, to train its positions, others a quarter of it."""
-    draw = random.Random(seed)
-    size = CONTEXT if draw.random() < 1 / 8 else CONTEXT // 4
-    starts = [draw.randrange(len(stream) - size) for _ in range(STEP_TOKENS // size)]
-    return torch.stack([stream[start : start + size + 1] for start in starts])
-
-
-def add_dropout(model: nn.Module, rate: float) -> None:
+def add_dropout(model: nn.Module, rate: float) -> list[int]:
     """Drop channels of the embeddings and of each attention and expert block's output, in train mode only.
 
-    One mask serves all positions of a window (arXiv:1512.05287, section 4), which is cheap to draw.
+    One mask serves all positions of a window (arXiv:1512.05287, section 4), which is cheap to draw. Returns a list of one number, which can
+    be set: of how many windows of a batch, the first ones, channels are dropped.
     """
+    windows = [0]
 
     def drop(module: nn.Module, _args: object, output: Any) -> Any:
+        if not module.training or not windows[0]:
+            return output
         hidden_states = output[0] if isinstance(output, tuple) else output  # (B, S, H)
-        mask = functional.dropout(torch.ones_like(hidden_states[:, :1]), rate, module.training)
+        mask = torch.ones_like(hidden_states[:, :1])
+        mask[: windows[0]] = functional.dropout(mask[: windows[0]], rate)
         return (hidden_states * mask, *output[1:]) if isinstance(output, tuple) else hidden_states * mask
 
     for name, module in model.named_modules():
         if name.endswith(("embed_tokens", "self_attn", "mlp")):
             module.register_forward_hook(drop)
+    return windows
 
 
 def balance_loss(layers: list[Tensor], top_k: int) -> Tensor:
@@ -264,43 +228,102 @@ def share_done(progress: Progress, options: argparse.Namespace) -> float:
     return max(progress.step / options.steps, progress.elapsed_s / 60 / options.minutes)
 
 
-def learning_rate(done: float, peak: float = PEAK_RATE) -> float:
-    """Return the learning rate at the share `done` of the run: linear warm-up, then a cosine to zero."""
+def learning_rate(done: float, peak: float, decay: float = 1 - WARMUP) -> float:
+    """Return the learning rate at the share `done` of the run: a linear warm-up, a constant, and a cosine to zero in the share `decay`."""
     if done < WARMUP:
         return peak * (done + 1e-3) / WARMUP
-    return peak * 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
+    return peak * 0.5 * (1 + math.cos(math.pi * max(0.0, (done - 1 + decay) / decay)))
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, peak: float = MTP_RATE) -> torch.optim.Optimizer:
     """Return AdamW without weight decay of the norms."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
 
 
-def take_step(model: Any, twin: Any, optimizer: torch.optim.Optimizer, windows: Tensor) -> Tensor:
-    """Update `model` in float32 with the gradients of `twin`, its copy in bfloat16, on windows `(B, S + 1)`.
+class Optimizers:
+    """Muon for the matrices within layers; AdamW for the embeddings, the routers and the norms."""
 
-    Returns the cross-entropy in nats per token, without the balancing loss.
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        outer = [weight for name, weight in named if weight.ndim > 1 and name.endswith(("embed_tokens.weight", "mlp.gate.weight"))]
+        inner = [weight for _, weight in named if weight.ndim > 1 and all(weight is not other for other in outer)]
+        vectors = [weight for _, weight in named if weight.ndim == 1]
+        groups = [{"params": outer, "weight_decay": WEIGHT_DECAY / 10}, {"params": vectors, "weight_decay": 0.0}]
+        self._both = (Muon(inner, PEAK_RATE, WEIGHT_DECAY), torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True))
+
+    def step(self, rate: float) -> None:
+        for optimizer in self._both:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self._both]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self._both, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def take_step(model: Any, twin: Any, optimizers: Optimizers, ids: Tensor, weights: Tensor, rate: float) -> Tensor:
+    """Update `model` in float32 with the gradients of `twin`, its copy in bfloat16, on windows `(B, S + 1)`, in all processes alike.
+
+    Returns the negative logarithm of each token's probability, `(B, S)`; `weights` has their weights in the loss.
     """
     twin.train()
+    # At small sizes eager attention is faster on a CPU than fused attention, whose backward pass is slow; later its scores are large.
+    twin.config._attn_implementation = "eager" if ids.shape[1] <= 2 * WINDOW + 1 else "sdpa"
     with router_logits(twin) as layers:
-        logits = twin(input_ids=windows[:, :-1], use_cache=False).logits  # (B, S, V)
-    loss = functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-    (loss + BALANCE * balance_loss(layers, twin.config.num_experts_per_tok)).backward()
+        logits = twin(input_ids=ids[:, :-1], use_cache=False).logits  # (B, S, V)
+    nats = functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(weights.shape)
+    ((nats * weights).sum() / weights.sum() + BALANCE * balance_loss(layers, twin.config.num_experts_per_tok)).backward()
     pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
     for weight, low in pairs:
         weight.grad, low.grad = low.grad.float(), None
+    if distributed.is_initialized():
+        sum_over_processes([weight.grad for weight, _ in pairs])
+        for weight, _ in pairs:
+            weight.grad /= distributed.get_world_size()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    optimizers.step(rate)
     with torch.no_grad():
         for weight, low in pairs:
             low.copy_(weight)
-    return loss.detach()
+    return nats.detach()
 
 
-def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+@torch.no_grad()
+def evaluate_calls(model: Any, tokenizer: PreTrainedTokenizerFast, dialogues: int = 48, filler: int = 0) -> dict[str, float]:
+    """Return the shares of calls and answers that greedy decoding gets right, in dialogues whose names and values were held out.
+
+    All tokens of a call must be right: the name, and the arguments in their order. `filler` tokens of the held-out plays stand before
+    the tools.
+    """
+    writer, found = Writer(EVALUATED, held_out=True), Counter[str]()
+    plays = tokenizer.encode(split_text(TEXT.read_text())[1], verbose=False)
+    model.eval()
+    for _ in range(dialogues):
+        start = random.Random(f"{EVALUATED} {found.total()}").randrange(len(plays) - filler)
+        tools, system = writer.tools(writer.count()), writer.system()
+        ids, _, spans = encode_dialogue(tokenizer, writer, tools, system, filler + WINDOW, plays[start : start + filler])
+        inputs = torch.tensor([ids])
+        right = model(input_ids=inputs, use_cache=False).logits[0, :-1].argmax(-1) == inputs[0, 1:]
+        for begin, end, kind in spans:
+            span = right[begin - 1 : end - 1]
+            if kind == "call":
+                cut = next(number for number in range(begin, end) if tokenizer.decode(ids[number]) == "arguments") - begin
+                found.update(calls=1, called=int(span[0]), named=int(span[:cut].all()), right_call=int(span.all()))
+            elif kind == "assistant":
+                refused = tokenizer.decode(ids[begin:end]).startswith(NO_TOOL)
+                found.update({"unfit": 1, "right_unfit": int(span.all())} if refused else {"answers": 1, "right_answer": int(span.all())})
+    shares = {"called": "calls", "named": "calls", "right_call": "calls", "right_unfit": "unfit", "right_answer": "answers"}
+    return {name: round(found[name] / max(1, found[count]), 4) for name, count in shares.items()}
+
+
+def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Optimizers, progress: Progress) -> None:
     """Write the checkpoint atomically, so that an interrupted run keeps the previous one."""
     state = {name: getattr(progress, name) for name in Progress.__slots__}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
@@ -308,7 +331,7 @@ def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, p
     path.with_suffix(".new").replace(path)
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Optimizers) -> Progress:
     """Resume a run from its last checkpoint."""
     if not path.exists():
         raise ValueError(f"{path}: there is no checkpoint to resume; leave --resume out, or name the --work folder of the run")
@@ -319,60 +342,73 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return Progress(**{name: state[name] for name in Progress.__slots__})
 
 
+def draw_sizes(draw: random.Random, done: float) -> tuple[int, str]:
+    """Draw the size of a batch's windows and their kinds; windows of more than a thousand tokens are dialogues after long prompts."""
+    sizes = next(sizes for until, sizes in SIZES if done < until)
+    size = draw.choices(list(sizes), list(sizes.values()))[0]
+    count = max(1, STEP_TOKENS // size)
+    if size > STEP_TOKENS // 2:
+        return size, draw.choice("ddddr") * count
+    return size, KINDS * (count // len(KINDS)) or "".join(sorted(draw.choices(KINDS, k=count), key=KINDS.index))
+
+
 def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> Progress:
-    """Train until the schedule or the time ends; the returned progress has the weights of the best validation."""
+    """Train until the schedule or the time ends; the returned progress has the weights of the end."""
+    world, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
     training, validation = split_text(TEXT.read_text())
-    speeches = [tokenizer.encode(speech + "\n\n", verbose=False) for speech in training.rstrip("\n").split("\n\n")]
-    pass_steps = sum(map(len, speeches)) // STEP_TOKENS
-    optimizer = make_optimizer(model)
+    optimizers = Optimizers(model)
     checkpoint = options.work / "state.pt"
-    progress = load_state(checkpoint, model, optimizer) if options.resume else Progress()
+    progress = load_state(checkpoint, model, optimizers) if options.resume else Progress()
+    mixture = Mixture(tokenizer, training, options.seed + 1000 * progress.step + rank, PASS_STEPS // world)
     twin = to_bfloat16(deepcopy(model))
-    add_dropout(twin, DROPOUT)
-    since, losses, stream = time.monotonic(), [], torch.empty(0)
+    dropped = add_dropout(twin, DROPOUT)
+    since, losses = time.monotonic(), defaultdict[str, list[float]](list)
     done = share_done(progress, options)
     while done < 1:
-        if not len(stream) or progress.step % pass_steps == 0:
-            stream = cut_scenes(speeches, tokenizer.eos_token_id, options.seed + progress.step // pass_steps)
-        windows = draw_windows(stream, options.seed + progress.step)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(done)
-        losses.append(take_step(model, twin, optimizer, windows))
+        size, kinds = draw_sizes(random.Random(f"{options.seed} {progress.step}"), done)
+        ids, weights = mixture.draw(size, kinds)
+        dropped[0] = kinds.count("p")
+        nats = take_step(model, twin, optimizers, ids, weights, learning_rate(done, PEAK_RATE, DECAY))
+        for kind, row, counted in zip(kinds, nats, weights >= 1, strict=True):
+            losses[kind].append(row[counted].mean().item())
         progress.step += 1
-        now = time.monotonic()
-        progress.elapsed_s += now - since
-        since = now
+        elapsed = torch.tensor(progress.elapsed_s + time.monotonic() - since)
+        since = time.monotonic()
+        if world > 1:
+            distributed.broadcast(elapsed, 0)  # all end at the same step
+        progress.elapsed_s = elapsed.item()
         done = share_done(progress, options)
-        if progress.step % EVAL_EVERY == 0 or done >= 1:
-            record(twin, evaluate(twin, tokenizer, validation), progress, torch.stack(losses).mean().item())
+        if rank == 0 and (progress.step % EVAL_EVERY == 0 or done >= 1):
+            record(twin, tokenizer, validation, progress, {kind: sum(each) / len(each) for kind, each in losses.items()}, world)
             losses.clear()
-            save_state(checkpoint, model, optimizer, progress)
+            save_state(checkpoint, model, optimizers, progress)
+    progress.weights = twin.state_dict()
     return progress
 
 
-def record(model: Any, result: Evaluation, progress: Progress, train_loss: float) -> None:
-    """Add a point to the curve, print it, and keep the weights if they are the best so far."""
+def record(model: Any, tokenizer: PreTrainedTokenizerFast, text: str, progress: Progress, losses: dict[str, float], processes: int) -> None:
+    """Add a point to the curve and print it."""
+    model.config._attn_implementation = "eager"
+    result, calls = evaluate(model, tokenizer, text), evaluate_calls(model, tokenizer)
     point = {
         "steps": progress.step,
-        "tokens": progress.step * STEP_TOKENS,
+        "tokens": progress.step * STEP_TOKENS * processes,
         "minutes": round(progress.elapsed_s / 60, 2),
-        "train_loss": round(train_loss, 4),
+        "train_loss_plays": round(losses.get("p", math.nan), 4),
+        "train_loss_dialogues": round(losses.get("d", math.nan), 4),
         "validation_loss": round(result.loss, 4),
         "validation_bits_per_byte": round(result.bits_per_byte, 4),
         "smallest_expert_share": round(result.load.min().item(), 4),
         "largest_expert_share": round(result.load.max().item(), 4),
+        **calls,
     }
     progress.curve.append(point)
-    speed = point["tokens"] / progress.elapsed_s
-    print(*(f"{name} {value}" for name, value in point.items()), f"tokens/s {speed:.0f}", sep="  ", flush=True)
-    if result.loss < progress.best_loss:
-        progress.best_loss = result.loss
-        progress.best_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    print(*(f"{name} {value}" for name, value in point.items()), sep="  ", flush=True)
 
 
 def own_text(body: Any, stream: Tensor, path: Path, seed: int) -> Tensor:
     """Let the body continue pieces of the training stream, and return the windows `(N, S + 1)`; `path` keeps what was written before."""
-    draw, size = random.Random(seed), CONTEXT // 4 + 1
+    draw, size = random.Random(seed), WINDOW + 1
     written: Tensor = torch.load(path) if path.exists() else torch.empty(0, OWN_WINDOWS, size, dtype=torch.long)
     for number, temperature in enumerate(OWN_TEXT):
         starts = [draw.randrange(len(stream) - OWN_PROMPT) for _ in range(OWN_WINDOWS)]
@@ -451,13 +487,13 @@ def train_mtp(body: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.N
     training, validation = split_text(TEXT.read_text())
     speeches = [tokenizer.encode(speech + "\n\n", verbose=False) for speech in training.rstrip("\n").split("\n\n")]
     stream = cut_scenes(speeches, tokenizer.eos_token_id, options.seed)
-    long = stream[: len(stream) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
-    size = CONTEXT // 4 + 1
-    short = torch.cat(
-        [stream[: len(stream) // size * size].view(-1, size), own_text(body, stream, options.work / "own_text.pt", options.seed)]
-    )
+    size, large = WINDOW + 1, MTP_WINDOW + 1
+    long = stream[: len(stream) // large * large].view(-1, large)
+    written = own_text(body, stream, options.work / "own_text.pt", options.seed)
+    dialogues, _ = Mixture(tokenizer, training, options.seed, PASS_STEPS).draw(WINDOW, "d" * MTP_DIALOGUES)
+    short = torch.cat([stream[: len(stream) // size * size].view(-1, size), written, dialogues])
     pools = [Windows(body, windows, options.seed) for windows in (short, long)]
-    held_out = token_ids(validation)[: 16 * size].view(16, size)
+    held_out = token_ids(validation, options.out)[: 16 * size].view(16, size)
     held_out_states = body_states(body, held_out)
     layer = MtpLayer(body.config)
     optimizer = make_optimizer(layer)
@@ -530,22 +566,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint to resume from")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit; the learning rate reaches zero at it, or after all steps")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1623)
     parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --work")
     parser.add_argument("--mtp", action="store_true", help="train the layer for multi-token prediction of the model in --out")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as torchrun sets it
+        distributed.init_process_group("gloo")
+        torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     if options.mtp:
         mtp_stage(options)
         return
     training, validation = split_text(TEXT.read_text())
-    tokenizer = train_tokenizer(training)
-    model = build_model(tokenizer)
+    tokenizer = train_tokenizer(training, options.seed, CONTEXT)
+    model = build_model(tokenizer, options.seed)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters", flush=True)
     progress = train(model, tokenizer, options)
-    model.load_state_dict(progress.best_weights)
+    if distributed.is_initialized() and distributed.get_rank():
+        return
+    model.load_state_dict(progress.weights)
     export(model, tokenizer, options.out)
     shipped = evaluate(model, tokenizer, validation)
     print(f"exported: {shipped.loss:.4f} nats per token, {shipped.bits_per_byte:.4f} bits per byte")

@@ -22,7 +22,7 @@ from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 from moegraft.operators.speculative.operator import SpeculativeOptions
 from moegraft.operators.thresholds import SparsityOptions
 
-PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
+PROMPT = torch.tensor([[0, 48, 721, 47, 565, 32, 205, 47, 590]])  # JULIET: I would
 STEPS = 40
 ALL = 4  # experts per token of the bundled model
 RULES = """

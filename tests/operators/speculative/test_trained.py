@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 
-PROMPT = torch.tensor([[0, 41, 350, 28, 7, 88, 300, 12]])
+PROMPT = torch.tensor([[0, 48, 721, 47, 565, 32, 205, 47, 590]])  # JULIET: I would
 STEPS = 48
 with_mtp = pytest.mark.skipif(
     not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"),
@@ -75,7 +75,8 @@ def test_drafts_of_more_experts_are_accepted_more_often(tmp_path: Path) -> None:
 
 def test_the_adaptive_mode_accepts_more_tokens(plain: PreTrainedModel, tmp_path: Path) -> None:
     lossless, adaptive = demo(tmp_path), demo(tmp_path, mode="adaptive", tolerance=0.8, confidence=0.05)
-    write(lossless), write(adaptive)
+    for model in (lossless, adaptive):
+        write(model, repetition_penalty=1.3)  # without it the text repeats itself, and nearly all drafts are accepted anyway
     found, before = (model.moegraft.model_operator.statistics() for model in (adaptive, lossless))
     assert found["tokens_per_round"] > before["tokens_per_round"]
     assert 0.5 < found["agreement"] < 1
