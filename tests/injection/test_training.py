@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import ROOT
 from support.families import FamilyCase, build_model, case_of, served_cases, tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
 from moegraft.injection import MoegraftConfig, optimize_and_load
 from moegraft.injection.demo import demo_path
@@ -23,11 +24,17 @@ FAMILIES = [
     "llama4_text",  # rows of chosen experts
 ]
 WORDS = 60  # of the vocabulary that prompts have, fewer than any of these models knows
-INT8 = 0.96  # cosine of gradients beside int8 weights: sharp attention and choices of experts that are nearly equal make them differ
 
 
 def ids(seed: int = 0, batch: int = 2, length: int = 24, most: int = WORDS) -> torch.Tensor:
     return torch.randint(3, most, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def verse(length: int = 64) -> torch.Tensor:
+    """Two texts that the bundled model knows; on random tokens its experts are nearly equal, so that rounding decides between them."""
+    text = (ROOT / "benchmarks" / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:2000]
+    tokens = AutoTokenizer.from_pretrained(demo_path())(text).input_ids
+    return torch.tensor([tokens[:length], tokens[length : 2 * length]])
 
 
 def step(model: PreTrainedModel, given: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -65,11 +72,11 @@ def test_gradients_are_those_of_the_stock_model(case: FamilyCase, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_beside_int8_are_near_the_stock_models(dtype: torch.dtype) -> None:
-    given = ids(length=64, most=500)
+    given = verse()
     _, expected = step(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32), given)
     _, found = step(optimize_and_load(demo_path(), "train", dtype=dtype, progress=False), given)
     assert len(found) > 20
-    assert cosine(found, expected) > INT8
+    assert cosine(found, expected) > (0.999 if dtype == torch.float32 else 0.998)
 
 
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "nemotron_h"])
@@ -95,14 +102,14 @@ def test_checkpointing_of_activations_changes_nothing(rules: str, use_reentrant:
 
 
 def test_evaluation_uses_the_kernels_again() -> None:
-    model, given = optimize_and_load(demo_path(), "train", progress=False), ids(most=500)
+    model, given = optimize_and_load(demo_path(), "train", progress=False), verse()
     with torch.no_grad():
         expected = model(given).logits
         model.train()
         trained = model(given).logits
         assert torch.equal(model.eval()(given).logits, expected)
     assert not torch.equal(trained, expected)  # PyTorch's attention and norms sum in another order
-    torch.testing.assert_close(trained, expected, rtol=0.1, atol=1.5)  # a token whose experts are nearly equal may choose others
+    torch.testing.assert_close(trained, expected, rtol=0.1, atol=0.5)
 
 
 REFUSED = {
@@ -171,11 +178,11 @@ class TestAdapters:
 
     @pytest.mark.parametrize(
         ("rules", "dtype", "least"),
-        [("cpu-exact", torch.float32, 0.99999), ("train", torch.float32, INT8), ("train", torch.bfloat16, INT8)],
+        [("cpu-exact", torch.float32, 0.99999), ("train", torch.float32, 0.999), ("train", torch.bfloat16, 0.998)],
         ids=str,
     )
     def test_gradients_are_those_beside_the_stock_model(self, rules: str, dtype: torch.dtype, least: float) -> None:
-        given = ids(length=64, most=500)
+        given = verse()
         expected_loss, expected = step(self.adapted(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)), given)
         loss, found = step(self.adapted(optimize_and_load(demo_path(), rules, dtype=dtype, progress=False)), given)
         assert found.keys() == expected.keys()
@@ -221,12 +228,12 @@ class TestAdapters:
 
     @pytest.mark.parametrize(
         ("rules", "dtype", "least"),
-        [("cpu-exact", torch.float32, 0.99999), ("train", torch.float32, INT8), ("train", torch.bfloat16, INT8)],
+        [("cpu-exact", torch.float32, 0.99999), ("train", torch.float32, 0.999), ("train", torch.bfloat16, 0.999)],
         ids=str,
     )
     def test_adapters_of_experts_learn_as_beside_the_stock_model(self, rules: str, dtype: torch.dtype, least: float) -> None:
         """Own matrices for each expert, with checkpointing of activations as well."""
-        given, options = ids(length=64, most=500), {"target_parameters": self.EXPERTS, "target_modules": ["q_proj"]}
+        given, options = verse(), {"target_parameters": self.EXPERTS, "target_modules": ["q_proj"]}
         expected_loss, expected = step(
             self.adapted(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32), **options), given
         )
@@ -382,7 +389,6 @@ class TestAdapters:
         """SFTTrainer reads `lm_head.weight`, which the rule file leaves to PyTorch."""
         trl = pytest.importorskip("trl", reason="TRL is not installed; it brings `datasets` and is no dependency of the tests")
         from datasets import Dataset
-        from transformers import AutoTokenizer
 
         from moegraft.injection.lora import lora_config
 
