@@ -251,13 +251,13 @@ def swap_rows(swaps: Sequence[Swap], *, each: bool = False) -> list[tuple[str, R
 
 
 def given_options(kwargs: MappingNode | None, options: object, path: str = "") -> list[str]:
-    """Return the options that a rule sets, as `name=value` with the resolved value."""
+    """Return the options that a rule sets, as `name=value` with the resolved value; those that it sets to nothing are left out."""
     texts = []
     for entry in kwargs or ():
         value: Any = getattr(options, entry.key)
         if isinstance(entry.value, MappingNode) and is_dataclass(value):
             texts += given_options(entry.value, value, f"{path}{entry.key}.")
-        else:
+        elif value is not None:
             texts.append(f"{path}{entry.key}={value}")
     return texts
 

@@ -1,21 +1,26 @@
-"""The memory, cores and GPUs of this machine, read on each call and never at import."""
+"""The memory, cores, GPUs and disks of this machine, read on each call and never at import."""
 
 from __future__ import annotations
 
 import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
-from moegraft.cpu_backend import default_threads
+from moegraft.cpu_backend import ExpertFrames, ExpertsShape, GateSpec, PackedExperts, default_threads
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 # For the threads that launch the GPU's work, submit its transfers and call the host from captured steps. An estimate, not measured.
 CORES_BESIDE_GPU = 2
+PROBE_EXPERTS, PROBE_SIZES = 32, (2048, 768)  # Qwen3-30B-A3B's, 2.5 MiB each in int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +110,28 @@ def cpu_info(name: str) -> str:
     except OSError:
         return ""
     return next((value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == name), "")
+
+
+def read_gbps(path: Path, readers: int, seconds: float) -> float:
+    """Return the rate at which random experts arrive from a file of any content with so many threads that read, when nothing else runs."""
+    shape = ExpertsShape(PROBE_EXPERTS, *PROBE_SIZES)
+    layer_bytes = PROBE_EXPERTS * PackedExperts.expert_bytes_for(shape, "int4")
+    frames, mapped = ExpertFrames(readers), np.memmap(path, np.uint8, "r")
+    layers = len(mapped) // layer_bytes
+    for begin in range(0, layers * layer_bytes, layer_bytes):
+        frames.add(PackedExperts(shape, GateSpec(), "int4", np.asarray(mapped[begin : begin + layer_bytes])), str(path), begin)
+    frames.open(frames.least_frames * frames.frame_bytes)
+    nothing = np.empty(1, np.uint8)
+    for number in range(min(frames.frames, layers * PROBE_EXPERTS)):  # the first use of memory takes longer
+        frames.copy(*divmod(number, PROBE_EXPERTS), 0, nothing)
+
+    def read(seed: int) -> None:
+        places = random.Random(seed)
+        while time.perf_counter() < end:
+            frames.copy(places.randrange(layers), places.randrange(PROBE_EXPERTS), 0, nothing)
+
+    before, began = frames.counts()["read_bytes"], time.perf_counter()
+    end = began + seconds
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(read, range(readers)))
+    return (frames.counts()["read_bytes"] - before) / (time.perf_counter() - began) / 1e9

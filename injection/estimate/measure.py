@@ -35,8 +35,7 @@ from moegraft.operators.base import GpuRates, Operator, Rate
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import kernel_in_use
 from moegraft.operators.expert_group import Peer, Shares
-from moegraft.operators.machine import cpu_info, probe_machine, version_of
-from moegraft.operators.offload.frames import read_gbps
+from moegraft.operators.machine import cpu_info, probe_machine, read_gbps, version_of
 from moegraft.operators.registry import load_registry
 
 # Qwen3-30B-A3B's widths. 32 such experts, and 256 MiB of other data, are larger than the caches of most CPUs.

@@ -6,17 +6,13 @@ What decides and reads is native (`ExpertFrames`), as a recorded step computes a
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from moegraft.cpu_backend import ExpertFrames, ExpertsShape, GateSpec, PackedExperts
+from moegraft.cpu_backend import ExpertFrames, PackedExperts
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError, human_bytes
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.offload.options import parse_bytes
@@ -25,7 +21,6 @@ from moegraft.operators.routing import Router
 logger = logging.getLogger(__name__)
 # Of what is free when the rest of the model is loaded; the rest is for the KV cache, activations and other programs. An estimate.
 AUTO_SHARE = 0.8
-PROBE_EXPERTS, PROBE_SIZES = 32, (2048, 768)  # Qwen3-30B-A3B's, 2.5 MiB each in int4
 
 
 def budget_bytes(memory: str, free_bytes: int) -> int:
@@ -125,28 +120,3 @@ class FramedLayers:
         """Return the frames and what they counted so far; nothing where there are none."""
         frames = self._frames
         return {} if frames is None else {"frames": frames.frames, "frame_bytes": frames.frame_bytes, **frames.counts()}
-
-
-def read_gbps(path: Path, readers: int, seconds: float) -> float:
-    """Return the rate at which random experts arrive from a file of any content with so many threads that read, when nothing else runs."""
-    shape = ExpertsShape(PROBE_EXPERTS, *PROBE_SIZES)
-    layer_bytes = PROBE_EXPERTS * PackedExperts.expert_bytes_for(shape, "int4")
-    frames, mapped = ExpertFrames(readers), np.memmap(path, np.uint8, "r")
-    layers = len(mapped) // layer_bytes
-    for begin in range(0, layers * layer_bytes, layer_bytes):
-        frames.add(PackedExperts(shape, GateSpec(), "int4", np.asarray(mapped[begin : begin + layer_bytes])), str(path), begin)
-    frames.open(frames.least_frames * frames.frame_bytes)
-    nothing = np.empty(1, np.uint8)
-    for number in range(min(frames.frames, layers * PROBE_EXPERTS)):  # the first use of memory takes longer
-        frames.copy(*divmod(number, PROBE_EXPERTS), 0, nothing)
-
-    def read(seed: int) -> None:
-        places = random.Random(seed)
-        while time.perf_counter() < end:
-            frames.copy(places.randrange(layers), places.randrange(PROBE_EXPERTS), 0, nothing)
-
-    before, began = frames.counts()["read_bytes"], time.perf_counter()
-    end = began + seconds
-    with ThreadPoolExecutor(readers) as pool:
-        list(pool.map(read, range(readers)))
-    return (frames.counts()["read_bytes"] - before) / (time.perf_counter() - began) / 1e9

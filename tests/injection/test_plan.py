@@ -58,17 +58,17 @@ GOLDEN = (
         mixtral,
         "cpu",
         """
-model.layers.{0-2}.self_attn                 attention (cpu.yaml:19)  cpu_attention                   0 B
-model.layers.{0-2}.self_attn.q_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  12.8 KiB cpu
-model.layers.{0-2}.self_attn.k_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  6.4 KiB cpu
-model.layers.{0-2}.self_attn.v_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  6.4 KiB cpu
-model.layers.{0-2}.self_attn.o_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  12.8 KiB cpu
-model.layers.{0-2}.mlp.gate                  routers (cpu.yaml:28)    cpu_router                      0 B
-model.layers.{0-2}.mlp.experts               experts (cpu.yaml:5)     hybrid_experts    weights=int8  76.5 KiB cpu
-model.layers.{0-2}.input_layernorm           norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0-2}.post_attention_layernorm  norms (cpu.yaml:24)      cpu_norm                        0 B
-model.norm                                   norms (cpu.yaml:24)      cpu_norm                        0 B
-lm_head                                      linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-2}.self_attn                 attention (cpu.yaml:23)  cpu_attention                   0 B
+model.layers.{0-2}.self_attn.q_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  12.8 KiB cpu
+model.layers.{0-2}.self_attn.k_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{0-2}.self_attn.v_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{0-2}.self_attn.o_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  12.8 KiB cpu
+model.layers.{0-2}.mlp.gate                  routers (cpu.yaml:32)    cpu_router                      0 B
+model.layers.{0-2}.mlp.experts               experts (cpu.yaml:9)     hybrid_experts    weights=int8  76.5 KiB cpu
+model.layers.{0-2}.input_layernorm           norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0-2}.post_attention_layernorm  norms (cpu.yaml:28)      cpu_norm                        0 B
+model.norm                                   norms (cpu.yaml:28)      cpu_norm                        0 B
+lm_head                                      linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
 replaced: 192.6 KiB become 123.2 KiB; not replaced: 15.1 KiB
 total: 138.3 KiB cpu
 """,
@@ -77,22 +77,22 @@ total: 138.3 KiB cpu
         qwen3_moe,
         "cpu",
         """
-model.layers.{0-4}.self_attn                 attention (cpu.yaml:19)  cpu_attention                   0 B
-model.layers.{0-4}.self_attn.q_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  21.2 KiB cpu
-model.layers.{0-4}.self_attn.k_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  10.6 KiB cpu
-model.layers.{0-4}.self_attn.v_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  10.6 KiB cpu
-model.layers.{0-4}.self_attn.o_proj          linears (cpu.yaml:11)    quantized_linear  weights=int8  21.2 KiB cpu
-model.layers.{0-4}.self_attn.q_norm          norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0-4}.self_attn.k_norm          norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0,2}.mlp.gate_proj             linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-model.layers.{0,2}.mlp.up_proj               linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-model.layers.{0,2}.mlp.down_proj             linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-model.layers.{0-4}.input_layernorm           norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0-4}.post_attention_layernorm  norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{1,3-4}.mlp.experts             experts (cpu.yaml:5)     hybrid_experts    weights=int8  76.5 KiB cpu
-model.layers.{1,3-4}.mlp.gate                routers (cpu.yaml:28)    cpu_router                      0 B
-model.norm                                   norms (cpu.yaml:24)      cpu_norm                        0 B
-lm_head                                      linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-4}.self_attn                 attention (cpu.yaml:23)  cpu_attention                   0 B
+model.layers.{0-4}.self_attn.q_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  21.2 KiB cpu
+model.layers.{0-4}.self_attn.k_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  10.6 KiB cpu
+model.layers.{0-4}.self_attn.v_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  10.6 KiB cpu
+model.layers.{0-4}.self_attn.o_proj          linears (cpu.yaml:15)    quantized_linear  weights=int8  21.2 KiB cpu
+model.layers.{0-4}.self_attn.q_norm          norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0-4}.self_attn.k_norm          norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0,2}.mlp.gate_proj             linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0,2}.mlp.up_proj               linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0,2}.mlp.down_proj             linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-4}.input_layernorm           norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0-4}.post_attention_layernorm  norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{1,3-4}.mlp.experts             experts (cpu.yaml:9)     hybrid_experts    weights=int8  76.5 KiB cpu
+model.layers.{1,3-4}.mlp.gate                routers (cpu.yaml:32)    cpu_router                      0 B
+model.norm                                   norms (cpu.yaml:28)      cpu_norm                        0 B
+lm_head                                      linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
 replaced: 276.6 KiB become 174.2 KiB; not replaced: 15.9 KiB
 total: 190.1 KiB cpu
 """,
@@ -101,25 +101,25 @@ total: 190.1 KiB cpu
         deepseek_v3,
         "cpu",
         """
-model.layers.{0-3}.self_attn                     attention (cpu.yaml:19)  cpu_attention                   0 B
-model.layers.{0-3}.self_attn.q_a_proj            linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-model.layers.{0-3}.self_attn.q_a_layernorm       norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0-3}.self_attn.q_b_proj            linears (cpu.yaml:11)    quantized_linear  weights=int8  12.8 KiB cpu
-model.layers.{0-3}.self_attn.kv_a_proj_with_mqa  linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
-model.layers.{0-3}.self_attn.kv_a_layernorm      norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0-3}.self_attn.o_proj              linears (cpu.yaml:11)    quantized_linear  weights=int8  17.0 KiB cpu
-model.layers.0.mlp.gate_proj                     linears (cpu.yaml:11)    quantized_linear  weights=int8  4.2 KiB cpu
-model.layers.0.mlp.up_proj                       linears (cpu.yaml:11)    quantized_linear  weights=int8  4.2 KiB cpu
-model.layers.0.mlp.down_proj                     linears (cpu.yaml:11)    quantized_linear  weights=int8  4.2 KiB cpu
-model.layers.{0-3}.input_layernorm               norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{0-3}.post_attention_layernorm      norms (cpu.yaml:24)      cpu_norm                        0 B
-model.layers.{1-3}.mlp.experts                   experts (cpu.yaml:5)     hybrid_experts    weights=int8  76.5 KiB cpu
-model.layers.{1-3}.mlp.gate                      routers (cpu.yaml:28)    cpu_router                      0 B
-model.layers.{1-3}.mlp.shared_experts.gate_proj  linears (cpu.yaml:11)    quantized_linear  weights=int8  6.4 KiB cpu
-model.layers.{1-3}.mlp.shared_experts.up_proj    linears (cpu.yaml:11)    quantized_linear  weights=int8  6.4 KiB cpu
-model.layers.{1-3}.mlp.shared_experts.down_proj  linears (cpu.yaml:11)    quantized_linear  weights=int8  6.4 KiB cpu
-model.norm                                       norms (cpu.yaml:24)      cpu_norm                        0 B
-lm_head                                          linears (cpu.yaml:11)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-3}.self_attn                     attention (cpu.yaml:23)  cpu_attention                   0 B
+model.layers.{0-3}.self_attn.q_a_proj            linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-3}.self_attn.q_a_layernorm       norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0-3}.self_attn.q_b_proj            linears (cpu.yaml:15)    quantized_linear  weights=int8  12.8 KiB cpu
+model.layers.{0-3}.self_attn.kv_a_proj_with_mqa  linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
+model.layers.{0-3}.self_attn.kv_a_layernorm      norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0-3}.self_attn.o_proj              linears (cpu.yaml:15)    quantized_linear  weights=int8  17.0 KiB cpu
+model.layers.0.mlp.gate_proj                     linears (cpu.yaml:15)    quantized_linear  weights=int8  4.2 KiB cpu
+model.layers.0.mlp.up_proj                       linears (cpu.yaml:15)    quantized_linear  weights=int8  4.2 KiB cpu
+model.layers.0.mlp.down_proj                     linears (cpu.yaml:15)    quantized_linear  weights=int8  4.2 KiB cpu
+model.layers.{0-3}.input_layernorm               norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{0-3}.post_attention_layernorm      norms (cpu.yaml:28)      cpu_norm                        0 B
+model.layers.{1-3}.mlp.experts                   experts (cpu.yaml:9)     hybrid_experts    weights=int8  76.5 KiB cpu
+model.layers.{1-3}.mlp.gate                      routers (cpu.yaml:32)    cpu_router                      0 B
+model.layers.{1-3}.mlp.shared_experts.gate_proj  linears (cpu.yaml:15)    quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{1-3}.mlp.shared_experts.up_proj    linears (cpu.yaml:15)    quantized_linear  weights=int8  6.4 KiB cpu
+model.layers.{1-3}.mlp.shared_experts.down_proj  linears (cpu.yaml:15)    quantized_linear  weights=int8  6.4 KiB cpu
+model.norm                                       norms (cpu.yaml:28)      cpu_norm                        0 B
+lm_head                                          linears (cpu.yaml:15)    quantized_linear  weights=int8  8.5 KiB cpu
 replaced: 239.6 KiB become 163.6 KiB; not replaced: 31.6 KiB
 total: 195.3 KiB cpu
 """,

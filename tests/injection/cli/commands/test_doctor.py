@@ -263,7 +263,7 @@ def test_a_disk_is_measured_where_it_is_asked_for(
     from moegraft.injection.estimate import measure
 
     sizes = {"HIDDEN": 64, "INTERMEDIATE": 32, "READ_BYTES": 1 << 18, "PREFILL_TOKENS": 4, "OVERHEAD_LAYERS": 1}
-    for name, value in {**sizes, "DISK_BYTES": 1 << 27, "DISK_S": 0.01, "DISK_SMALL_READS": 3}.items():
+    for name, value in {**sizes, "DISK_BYTES": 1 << 28, "DISK_S": 0.05, "DISK_SMALL_READS": 3}.items():
         monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(facts_module, "instruction_sets", list)
     found = run_json("doctor", "--measure", "--disk", tmp_path)["measured"]["disk"]

@@ -126,7 +126,7 @@ def test_it_loads_and_computes(path: Path, folder: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(injected(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
     assert injected.moegraft.placement() == [f"{LAYERS} x experts: loop_experts, torch.float64"]
-    assert injected.moegraft.statistics() == {"modules": {}, "sparsity": [], "devices": {}, "decode_steps": {}, "ranks": []}
+    assert injected.moegraft.statistics() == {"modules": {}, "sparsity": [], "devices": {}, "files": {}, "decode_steps": {}, "ranks": []}
     generated = injected.generate(ids, max_new_tokens=3, do_sample=False)
     assert torch.equal(generated, stock.generate(ids, max_new_tokens=3, do_sample=False))
 

@@ -66,7 +66,7 @@ def test_every_command_of_the_pages_works(page: Path, run: Run, tmp_path: Path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     rates = Measurements(10.0, dict.fromkeys(BY_WEIGHTS, ANY), dict.fromkeys(BY_WEIGHTS, ANY), 0.1, 0.0)
-    monkeypatch.setattr(measure, "measure", lambda progress: rates)  # takes a minute
+    monkeypatch.setattr(measure, "measure", lambda progress, disk=None: rates)  # takes a minute
     monkeypatch.setattr(doctor, "instruction_sets", list)  # tested, in seconds, where the doctor is
     store.save(rates)
     monkeypatch.setattr(autoload, "MARKER", tmp_path / "autoload")  # not in the environment of the tests
