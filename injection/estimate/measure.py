@@ -7,6 +7,7 @@ Measurements are saved in the user's cache folder; they are valid for the machin
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -173,6 +174,8 @@ def measure_disk(folder: Path) -> Disk:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.ENOTSUP, "this system has no reads past the page cache")
         descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
             latency_s = _latency_s(descriptor)

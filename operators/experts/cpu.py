@@ -159,8 +159,10 @@ class CpuExperts:
         if stored is not None:
             here = stored["experts"][experts.start * each : experts.stop * each]
             self.packed = PackedExperts(held.shape, held.gate, weight_type, here, sparse=sparse)
-            tensor = source.packed_file("experts")
-            if in_frames is not None and tensor is not None:
+            if in_frames is not None:
+                tensor = source.packed_file("experts")
+                if tensor is None:
+                    raise UnsupportedModelError("memory: the experts in this folder are not at multiples of 64 bytes: pack the model again")
                 in_frames(self.packed, InFile(tensor[0], tensor[1] + experts.start * each))
             advance(shape.num_experts * each)
             return

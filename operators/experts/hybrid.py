@@ -304,7 +304,8 @@ class HybridExperts(Operator):
         if self._framed is not None:
             layers, number = self._framed
             layers.open()
-            layers.set_router(number, router_of(model, path))
+            if sibling_router(block) is not None:
+                layers.set_router(number, router_of(model, path))
         if self._engines is None:
             return
         router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive

@@ -107,9 +107,9 @@ class FramedLayers:
 
     def set_router(self, number: int, router: Router) -> None:
         """Predict a layer by its router, if that is a matrix with a row for each expert."""
-        layer = self._numbers.get(number)
-        if self._frames is None or layer is None:
-            return
+        layer, loaded = self._numbers.get(number), self._layers[number]
+        if self._frames is None or layer is None or loaded is None or loaded[0].shape.num_experts != router.num_experts:
+            return  # of several processes, each holds some of the experts that the router chooses from
         rows = [each for each in router.module.parameters() if each.dim() == 2 and len(each) == router.num_experts]
         if len(rows) != 1 or rows[0].device.type != "cpu" or rows[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return

@@ -170,7 +170,8 @@ class HostSource:
                 return
             logger.warning("%s: %s are copied through %d page-locked chunks of %d bytes: %s", name, layers, count, chunk_bytes, reason)
             return
-        logger.warning("%s: %s are copied from pageable memory, which blocks the host: %s", name, layers, reason)
+        why = reason or "no memory can be page-locked"
+        logger.warning("%s: %s are copied from pageable memory, which blocks the host: %s", name, layers, why)
 
 
 @dataclass(frozen=True, slots=True)

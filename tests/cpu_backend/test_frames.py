@@ -221,6 +221,22 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, runtimes: dict[
     assert np.array_equal(out, stored.packed[0].buffer.reshape(EXPERTS, size)[5])
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_has_no_frames(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
+    stored = store(tmp_path, 2, LEAST)
+    runtime, out = next(iter(runtimes.values())), np.empty(8, np.uint8)
+    stored.forward(runtime, 0, 40)
+    child = os.fork()
+    if child == 0:
+        try:
+            stored.frames.copy(1, 0, 0, out)
+        except RuntimeError as error:
+            os._exit(0 if "load the model in the child process" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    stored.forward(runtime, 1, 40)  # the parent goes on
+
+
 def test_gradients_from_frames(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     stored = store(tmp_path, 3, LEAST, weight_type="float32")
     runtime = next(iter(runtimes.values()))

@@ -14,6 +14,7 @@ from moegraft.cpu_backend import ExpertFrames
 from moegraft.injection import optimize_and_load
 from moegraft.operators import machine
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, RuleFileError, UnsupportedModelError
+from moegraft.operators.routing import router_of
 
 RULES = """
 version: 1
@@ -115,6 +116,17 @@ def test_what_memory_holds_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO):
         load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: auto")
     assert any("memory holds" in line and "the others are read from" in line for line in caplog.messages)
+
+
+def test_a_router_of_more_experts_predicts_nothing(tmp_path: Path) -> None:
+    """Of several processes, each holds some of the experts that a router chooses from."""
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    model = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: auto", router="default")
+    path = next(path for path, operator in model.moegraft.operators.items() if hasattr(operator, "on_cpu"))
+    router = router_of(model, path)
+    router.num_experts += 1
+    router.module.weight = torch.nn.Parameter(torch.zeros(router.num_experts, router.module.weight.shape[1]))
+    model.moegraft.context.framed_layers.set_router(0, router)
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

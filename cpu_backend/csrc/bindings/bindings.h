@@ -81,9 +81,9 @@ class TensorView {
 struct PyExperts {
   PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std::string& weight_type, const pybind11::object& buffer_or_none,
             bool sparse);
+  pybind11::object frames;  // a PyFrames, which keeps the routers' weights: longer than the experts, whose frames read them
   std::unique_ptr<PackedExperts> experts;
   pybind11::object buffer;
-  pybind11::object frames;  // a PyFrames, which keeps the routers' weights
 };
 
 struct PyFrames {

@@ -1,6 +1,7 @@
 #include "experts/frames.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -28,6 +29,11 @@ constexpr std::size_t kPiece = std::size_t{1} << 20;  // drives give their bandw
 constexpr double kScoreGain = 0.1, kUseGain = 0.01;   // of the newest token: as offload/cache.py's ScoreAndFrequency
 constexpr double kPrecisionGain = 0.02;
 constexpr double kLeastPrecision = 0.3;  // below, what is read in vain costs more than what comes early saves; an estimate
+#ifdef O_DIRECT
+constexpr int kDirect = O_DIRECT;
+#else
+constexpr int kDirect = 0;
+#endif
 constexpr int kMostPredictedTokens = 32;
 constexpr int kShort = -1;  // an error: the file ends too soon
 constexpr int kDamaged = -2;
@@ -158,7 +164,8 @@ int ExpertFrames::add(ExpertsInFile file) {
                                 std::to_string(file.checksums.size()));
   auto layer = std::make_unique<Layer>();
   layer->entries = std::make_unique<Entry[]>(static_cast<std::size_t>(file.count));
-  layer->descriptor = ::open(file.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  layer->descriptor = ::open(file.path.c_str(), O_RDONLY | O_CLOEXEC | kDirect);
+  layer->direct = kDirect != 0;
   if (layer->descriptor >= 0) {
     // Some file systems refuse at the first read.
     const AlignedMemory block(kAlignment);
@@ -216,6 +223,10 @@ void ExpertFrames::open(std::size_t bytes) {
                                 " experts; a layer and what is read ahead need " + std::to_string(least) + ", that is " +
                                 std::to_string(least * frame_bytes_) + " bytes");
   memory_ = AlignedMemory(count * frame_bytes_);
+#ifdef MADV_DONTFORK
+  // Reads go on while a child is alive, and would copy pages that it shares.
+  (void)madvise(memory_.data(), memory_.size(), MADV_DONTFORK);
+#endif
   frames_.assign(count, {});
   for (int frame = static_cast<int>(count) - 1; frame >= 0; --frame) free_.push_back(frame);
   for (int i = 0; i < reader_count_; ++i) shared_->threads.emplace_back([this] { read(); });
@@ -330,8 +341,14 @@ void ExpertFrames::start_reading(Key key, int frame, std::deque<Key>& queue) {
   queue.push_back(key);
 }
 
-void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
+void ExpertFrames::check_use() const {
   if (!is_open()) throw std::invalid_argument("experts in frames are used before these were opened");
+  if (getpid() != owner_)
+    throw std::runtime_error("the frames of these experts stayed in the parent process of a fork; load the model in the child process");
+}
+
+void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
+  check_use();
   std::unique_lock<std::mutex> lock(shared_->mutex);
   Layer& layer = *layers_[static_cast<std::size_t>(number)];
   release_pins();
@@ -358,6 +375,9 @@ void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
     each.predicted = false;
     if (each.state == State::kReady) {
       ++counts_.resident;
+    } else if (each.state == State::kFailed) {  // at a copy's request, which has not ended yet
+      error_ = describe({number, segments[i].expert}, each.error);
+      failed_.store(true, std::memory_order_release);
     } else if (each.state == State::kReading) {
       ++counts_.arriving;
       const auto queued = std::find_if(predictions_.begin(), predictions_.end(),
@@ -399,7 +419,7 @@ void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
   for (std::size_t i = 0; i < requests.size(); ++i) start_reading(requests[i], frames[i], demands_);
 
   const int following = number + 1;
-  if (predicts_ && following < static_cast<int>(layers_.size())) {
+  if (predicts_ && call.hidden_states != nullptr && following < static_cast<int>(layers_.size())) {
     const Layer& after = *layers_[static_cast<std::size_t>(following)];
     if (after.router.weight != nullptr && after.router.hidden == call.hidden) {
       // Of many tokens some, spread over all, name the experts that are used most.
@@ -445,11 +465,15 @@ void ExpertFrames::expect_all(int number) {
 
 void ExpertFrames::require(Key key, std::unique_lock<std::mutex>& lock) {
   Entry& each = entry(key);
-  if (each.state != State::kAbsent && each.state != State::kQueued) return;
-  if (each.state == State::kQueued)
+  if (each.state == State::kQueued) {
+    const auto kept = predictions_.size();
     predictions_.erase(std::remove_if(predictions_.begin(), predictions_.end(),
                                       [&](const Key& other) { return other.layer == key.layer && other.expert == key.expert; }),
                        predictions_.end());
+    if (predictions_.size() == kept) return;  // what has asked for it starts the read once it has a frame
+  } else if (each.state != State::kAbsent) {
+    return;
+  }
   each.state = State::kQueued;
   std::vector<int> frames;
   while (!take_frames(frames, 1 - frames.size(), true)) shared_->landed.wait(lock);
@@ -470,7 +494,7 @@ const std::byte* ExpertFrames::wait(int number, int expert) noexcept {
 }
 
 void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t bytes, std::byte* to) {
-  if (!is_open()) throw std::invalid_argument("experts in frames are used before these were opened");
+  check_use();
   const Key key = {number, expert};
   std::unique_lock<std::mutex> lock(shared_->mutex);
   Entry& each = entry(key);
@@ -484,7 +508,10 @@ void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t b
   if (!failed) std::memcpy(to, peek(number, expert) + start, bytes);
   lock.lock();
   --each.copies;
-  if (--each.pins == 0 && failed) release(each.frame);
+  if (--each.pins == 0) {
+    if (failed) release(each.frame);
+    shared_->landed.notify_all();  // a frame can be had
+  }
   if (failed) throw std::runtime_error(reason);
 }
 
@@ -523,8 +550,10 @@ int ExpertFrames::read_piece(const Layer& layer, Key key, int piece, std::byte* 
     if (got == 0) return kShort;
     done += static_cast<std::size_t>(got);
   }
+#ifdef POSIX_FADV_DONTNEED
   if (!layer.direct)
     (void)posix_fadvise(layer.descriptor, static_cast<off_t>(first + skipped), static_cast<off_t>(size), POSIX_FADV_DONTNEED);
+#endif
   return 0;
 }
 

@@ -46,7 +46,7 @@ struct RouterRows {
 };
 
 struct Demand {
-  const std::byte* hidden_states;  // (tokens, hidden)
+  const std::byte* hidden_states;  // (tokens, hidden); null: nothing is read ahead
   ActivationType activations;
   int hidden;
   int tokens;
@@ -162,6 +162,7 @@ class ExpertFrames {
   void predict();
   std::string describe(Key key, int error) const;
   void release_pins();
+  void check_use() const;  // throws where the frames are not open, or in a forked child
 
   const int reader_count_;
   const pid_t owner_;
