@@ -40,6 +40,7 @@ from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, decoded_logits_of, logits_of
+from moegraft.operators.base import DecodeLoss
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES
 
@@ -50,6 +51,7 @@ rules:
 - match: {kind: linear}
   replace: {class: quantized_linear, kwargs: {weights: stored}}
 """
+ONE_BY_ONE = DecodeLoss("tokens are decoded one by one")
 TYPES = ("BF16", *(name for name in ENCODED if GGUF_TYPES[name].scaled))
 MIXTURES = (
     "Q4_K,down=Q8_0",
@@ -189,14 +191,17 @@ def measure_deferral(model: str | Path, text: str, tokens: int, window: int, row
     torch.set_num_threads(1)  # one token of a small model is no work for two
     whole = injected(model, RULES, dtype="float32", threads=1)
     top_k = whole.config.num_experts_per_tok
-    expected = [decoded_logits_of(whole, each) for each in windows]
+    expected = [decoded_logits_of(whole, each, ONE_BY_ONE) for each in windows]
     for count, provider in product(range(1, top_k), ("deferred", "left out")):
         deferring = f"gpu: emulated, schedule: all_cpu, cache: {{slots: 1}}, defer: {count}, " if provider == "deferred" else ""
         rules = RULES.replace("hybrid_experts, kwargs: {", f"hybrid_experts, kwargs: {{{deferring}")
         tried = injected(model, rules, dtype="float32", threads=1)
         drafting = partial(tried.moegraft.context.draft_switch.drafting, DraftSettings(top_k - count))
         with drafting() if provider == "left out" else nullcontext():
-            found = [compare_logits(logits, decoded_logits_of(tried, each), each) for logits, each in zip(expected, windows, strict=True)]
+            found = [
+                compare_logits(logits, decoded_logits_of(tried, each, ONE_BY_ONE), each)
+                for logits, each in zip(expected, windows, strict=True)
+            ]
         ours = math.exp(sum(math.log(each.injected_perplexity) for each in found) / len(found))
         full = math.exp(sum(math.log(each.stock_perplexity) for each in found) / len(found))
         row: Row = {"provider": provider, "experts": count, "top_k": top_k, "tokens": sum(map(len, windows))}
