@@ -341,14 +341,27 @@ class Runtime:
         matrix_tokens: the tokens of an expert, or of a linear layer's input, from which on the matrix kernel computes; by default a
             measured number for each weight type, and 0 for never. What a token gets depends on the kernel (by about 1 % with integer
             weights) but not on the tokens beside it: with 0 or 1 it does not depend on the batch.
+        node_groups: the number of groups of cores that count as memory nodes (NUMA), of which no memory is placed; by default that of the
+            environment variable MOEGRAFT_NODES, or else the system's own nodes, and one where a node has fewer cores than its share of the
+            threads.
 
     Raises:
-        ValueError: an invalid number of threads or tokens, an unknown or unavailable instruction set.
+        ValueError: an invalid number of threads, tokens or groups, an unknown or unavailable instruction set.
     """
 
-    def __init__(self, threads: int = 0, isa: str | None = None, share_threads: bool = True, matrix_tokens: int | None = None) -> None: ...
+    def __init__(
+        self, threads: int = 0, isa: str | None = None, share_threads: bool = True, matrix_tokens: int | None = None, node_groups: int = 0
+    ) -> None: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def memory_nodes(self) -> int:
+        """The memory nodes, such as sockets, over which threads are shared out. With several, all work runs on the runtime's threads."""
+    def divide(self, weights: PackedExperts | PackedLinear) -> None:
+        """Divide weights over the memory nodes by rows, before anything is packed, so that the threads of each node read its own part.
+
+        Nothing happens with one node, for experts in the sparse layout, and for those in a buffer of the caller's.
+        """
     @property
     def shares_threads(self) -> bool:
         """Whether `forward`, called now on this thread, would run on PyTorch's OpenMP threads."""

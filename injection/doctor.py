@@ -88,6 +88,7 @@ class Facts:
     torch_threads: int
     omp_num_threads: str | None
     numa_nodes: int
+    kernel_nodes: int
     total_bytes: int
     available_bytes: int
     memory_limit_bytes: int | None
@@ -125,6 +126,7 @@ def gather() -> Facts:
         torch_threads=torch.get_num_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        kernel_nodes=kernel.memory_nodes,
         total_bytes=psutil.virtual_memory().total,
         available_bytes=machine.available_bytes,
         memory_limit_bytes=int(memory_limit) if memory_limit.isdigit() else None,
@@ -254,7 +256,13 @@ def _cpu_and_memory(facts: Facts) -> Iterator[Problem]:
             f"the container's quota is {facts.quota_cores:g} of {facts.cores} cores",
             f"the kernel uses {facts.kernel_threads} threads by default; give the container more CPUs for more speed",
         )
-    if facts.numa_nodes > 1:
+    if facts.kernel_nodes > 1:
+        yield Problem(
+            "notice",
+            f"weights are divided over {facts.kernel_nodes} NUMA nodes, which has been tested on machines with one alone",
+            "compare the speed with MOEGRAFT_NODES=1 and numactl --interleave=all, and report it",
+        )
+    elif facts.numa_nodes > 1:
         yield Problem(
             "warning",
             f"there are {facts.numa_nodes} NUMA nodes, and all weights are placed on the node that writes them first",

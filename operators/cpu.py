@@ -21,11 +21,13 @@ def open_runtime(threads: int) -> Runtime:
     """Start the CPU kernels with this many threads; 0: one for each physical core this process may use.
 
     Raises:
-        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
+        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have, or MOEGRAFT_NODES is no number.
     """
     try:
         return Runtime(threads=threads)
     except ValueError as error:
+        if "MOEGRAFT_NODES" in str(error):
+            raise MoegraftError(f"{error}; 1 does not divide weights over memory nodes") from error
         if "MOEGRAFT_ISA" not in str(error):
             raise
         raise MoegraftError(f"{error}; set MOEGRAFT_ISA to one of these, or unset it") from error
@@ -68,8 +70,9 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe(runtime: Runtime) -> str:
-    """Return the instruction set and threads of a runtime, as in `avx512_bf16, 2 threads`."""
-    return f"{runtime.isa}, {runtime.threads} thread{'s' if runtime.threads != 1 else ''}"
+    """Return the instruction set and threads of a runtime, as in `avx512_bf16, 2 threads`, and its memory nodes if there are several."""
+    nodes = f" on {runtime.memory_nodes} memory nodes" if runtime.memory_nodes > 1 else ""
+    return f"{runtime.isa}, {runtime.threads} thread{'s' if runtime.threads != 1 else ''}{nodes}"
 
 
 SHAPE = ExpertsShape(num_experts=3, hidden=96, intermediate=40)  # widths that are no multiple of a vector
@@ -117,12 +120,14 @@ class KernelInUse:
         matrix_tokens: the tokens of an expert from which on its matrix kernel computes, by weight type; others use vector tiles alone.
         default_isa: the kernel's choice for this CPU.
         threads: the default number of threads: physical cores within affinity and quota.
+        memory_nodes: the memory nodes over which these are shared out.
     """
 
     isa: str
     matrix_tokens: Mapping[str, int]
     default_isa: str
     threads: int
+    memory_nodes: int
 
 
 def kernel_in_use() -> KernelInUse:
@@ -130,8 +135,8 @@ def kernel_in_use() -> KernelInUse:
     Raises:
         MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
     """
-    runtime = open_runtime(threads=1)
-    return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), Runtime().threads)
+    runtime = open_runtime(threads=0)
+    return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), runtime.threads, runtime.memory_nodes)
 
 
 def _errors(isas: Sequence[str], weight_type: str) -> dict[str, float]:

@@ -175,7 +175,7 @@ class QuantizedLinear(Operator):
         stored = self._stored(source) if segments is None else None
         bias = None
         if stored is not None:
-            packed = [PackedLinear(self.out_features, self.in_features, self._weight_type)]
+            packed = [self._divided(PackedLinear(self.out_features, self.in_features, self._weight_type))]
             packed[0].pack_bytes(stored["weight"])
             bias = torch.from_numpy(stored["bias"].view(np.float32).copy()) if self.has_bias else None
             advance(sum(array.nbytes for array in stored.values()))
@@ -214,8 +214,12 @@ class QuantizedLinear(Operator):
     def _form(self) -> dict[str, str | int | bool]:
         return {"weights": self._weight_type, "rows": self.out_features, "columns": self.in_features, "bias": self.has_bias}
 
+    def _divided(self, packed: PackedLinear) -> PackedLinear:
+        self._runtime.divide(packed)
+        return packed
+
     def _pack(self, source: WeightSource, rows: int, weight_type: str, advance: Callable[[int], None]) -> PackedLinear:
-        packed = PackedLinear(rows, self.in_features, weight_type)
+        packed = self._divided(PackedLinear(rows, self.in_features, weight_type))
         codes = codes_for(source, "weight", 0, weight_type)
         if isinstance(codes, StoredBlocks):
             packed.pack_blocks(codes.blocks)

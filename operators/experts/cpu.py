@@ -174,6 +174,7 @@ class CpuExperts:
             if cache_dir is not None:
                 warnings.warn("cache_dir is ignored: it keeps experts of checkpoints, and this model is already in memory", stacklevel=2)
             packed = PackedExperts(held.shape, held.gate, weight_type, sparse=sparse)
+            self.runtime.divide(packed)
             self._pack(packed, experts, source, advance)
             self.packed = packed
             return

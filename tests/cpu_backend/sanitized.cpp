@@ -247,11 +247,12 @@ void tickets_and_errors() {
   expect(refused == 1, "one refused call");
 }
 
+// On two memory nodes, with the results of one.
 void callers_take_turns() {
   const auto experts = make_experts({4, 64, 64, true, false}, {WeightType::kInt4, WeightType::kInt4});
-  Runtime runtime(4, "scalar");
+  Runtime runtime(4, "scalar", false, std::nullopt, 2), one_node(4, "scalar", false, std::nullopt, 1);
   Call reference(*experts, 6, 2);
-  runtime.forward(reference.args);
+  one_node.forward(reference.args);
   std::vector<std::thread> callers;
   for (int i = 0; i < 4; ++i) {
     callers.emplace_back([&] {

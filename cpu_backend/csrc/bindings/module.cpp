@@ -82,8 +82,8 @@ ForwardArgs ForwardCall::checked() const {
 
 class PyRuntime {
  public:
-  PyRuntime(int threads, const std::optional<std::string>& isa, bool share_threads, std::optional<int> matrix_tokens)
-      : runtime_(std::make_unique<Runtime>(threads, isa.value_or(""), share_threads, matrix_tokens)) {}
+  PyRuntime(int threads, const std::optional<std::string>& isa, bool share_threads, std::optional<int> matrix_tokens, int node_groups)
+      : runtime_(std::make_unique<Runtime>(threads, isa.value_or(""), share_threads, matrix_tokens, node_groups)) {}
   ~PyRuntime() {
     py::gil_scoped_release release;  // joining threads must not stop Python
     runtime_.reset();
@@ -166,14 +166,19 @@ void bind_runtime(py::module_& module) {
       .property("address", [](PyHostCall& self) { return reinterpret_cast<std::uintptr_t>(&self.call); })
       .def("check", "", [](PyHostCall& self) { self.call.check(); });
   Binder(py::class_<PyRuntime>(module, "Runtime"))
-      .constructor("threads=0, isa=None, share_threads=True, matrix_tokens=None",
-                   [](int threads, const std::optional<std::string>& isa, bool share_threads, std::optional<int> matrix_tokens) {
-                     return std::make_unique<PyRuntime>(threads, isa, share_threads, matrix_tokens);
-                   })
+      .constructor("threads=0, isa=None, share_threads=True, matrix_tokens=None, node_groups=0",
+                   [](int threads, const std::optional<std::string>& isa, bool share_threads, std::optional<int> matrix_tokens,
+                      int node_groups) { return std::make_unique<PyRuntime>(threads, isa, share_threads, matrix_tokens, node_groups); })
       .property("threads", [](PyRuntime& self) { return self.get().threads(); })
+      .property("memory_nodes", [](PyRuntime& self) { return self.get().nodes().count(); })
       .property("isa", [](PyRuntime& self) { return self.get().kernels().isa; })
       .property("matrix_tokens", [](PyRuntime& self) { return matrix_tokens(self.get().kernels()); })
       .property("shares_threads", [](PyRuntime& self) { return self.get().shares_threads(); })
+      .def("divide", "weights",
+           [](PyRuntime& self, py::handle weights) {
+             if (py::isinstance<PyExperts>(weights)) weights.cast<PyExperts&>().experts->divide(self.get().nodes());
+             else weights.cast<PackedLinear&>().divide(self.get().nodes());
+           })
       .def_static("available_isas", "", [] { return available_isas(); })
       .def_static("compiled_isas", "", [] { return compiled_isas(); })
       .def_static("default_isa", "", [] { return select_kernels(detect_cpu(), "").isa; })

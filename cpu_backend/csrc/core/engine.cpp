@@ -37,8 +37,8 @@ Engine::Engine(const Kernels& kernels, ThreadPool& pool)
     : kernels_(kernels),
       pool_(pool),
       encode_phase_(pool.threads()),
-      neurons_phase_(pool.threads()),
-      rows_phase_(pool.threads()),
+      neurons_phase_(pool.threads(), pool.nodes()),
+      rows_phase_(pool.threads(), pool.nodes()),
       sums_phase_(pool.threads()),
       private_(static_cast<std::size_t>(pool.threads())) {}
 

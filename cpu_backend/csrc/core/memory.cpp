@@ -42,6 +42,14 @@ AlignedMemory& AlignedMemory::operator=(AlignedMemory&& other) noexcept {
   return *this;
 }
 
+void AlignedMemory::prepare_ranges(std::size_t range_bytes) {
+#ifdef MADV_NOHUGEPAGE
+  if (range_bytes < 4 * kHugePage && data_ != nullptr) (void)madvise(data_, size_, MADV_NOHUGEPAGE);
+#else
+  (void)range_bytes;
+#endif
+}
+
 void AlignedMemory::reserve(std::size_t bytes) {
   if (bytes <= size_) return;
   *this = AlignedMemory();  // freed first: both at once may not fit

@@ -18,6 +18,9 @@ class AlignedMemory {
 
   std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
+  // Before it is written to: for memory whose pages are placed in ranges of `range_bytes`. Where few huge pages make up a range, too much
+  // of it would be on the neighbour's node.
+  void prepare_ranges(std::size_t range_bytes);
   // At least `bytes`, contents lost when it has to grow.
   void reserve(std::size_t bytes);
 

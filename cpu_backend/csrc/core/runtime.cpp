@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <utility>
 
@@ -19,6 +20,21 @@ int checked_threads(int threads) {
   return threads == 0 ? default_threads() : threads;
 }
 
+MemoryNodes checked_nodes(int groups) {
+  if (groups < 0 || groups > kMostThreads)
+    throw std::invalid_argument("node_groups is " + std::to_string(groups) + "; it must be 0 to " + std::to_string(kMostThreads));
+  const char* given = groups == 0 ? std::getenv("MOEGRAFT_NODES") : nullptr;
+  if (given != nullptr && *given != '\0') {
+    char* end = nullptr;
+    const long number = std::strtol(given, &end, 10);
+    if (*end != '\0' || number < 1 || number > kMostThreads)
+      throw std::invalid_argument("MOEGRAFT_NODES is '" + std::string(given) + "'; it must be a number of groups of cores, 1 to " +
+                                  std::to_string(kMostThreads));
+    groups = static_cast<int>(number);
+  }
+  return groups == 0 ? MemoryNodes::of_system() : MemoryNodes::groups(groups);
+}
+
 Kernels checked_kernels(const std::string& isa, std::optional<int> matrix_tokens) {
   if (matrix_tokens && *matrix_tokens < 0)
     throw std::invalid_argument("matrix_tokens is " + std::to_string(*matrix_tokens) + "; it must be at least 0");
@@ -27,12 +43,12 @@ Kernels checked_kernels(const std::string& isa, std::optional<int> matrix_tokens
 
 }  // namespace
 
-Runtime::Runtime(int threads, const std::string& isa, bool share_threads, std::optional<int> matrix_tokens)
+Runtime::Runtime(int threads, const std::string& isa, bool share_threads, std::optional<int> matrix_tokens, int node_groups)
     : kernels_(checked_kernels(isa, matrix_tokens)),
       threads_(checked_threads(threads)),
       owner_(getpid()),
-      openmp_(share_threads ? OpenMp::find() : nullptr),
-      pool_(std::make_unique<ThreadPool>(threads_)),
+      pool_(std::make_unique<ThreadPool>(threads_, checked_nodes(node_groups))),
+      openmp_(share_threads && pool_->nodes() == 1 ? OpenMp::find() : nullptr),  // its threads are not kept on a node
       engine_(std::make_unique<Engine>(kernels_, *pool_)),
       queue_(std::make_unique<Queue>()) {}
 

@@ -31,13 +31,16 @@ namespace moegraft {
 
 class Runtime {
  public:
-  // threads 0: default_threads(). matrix_tokens: see kernels_for. Throws std::invalid_argument, std::system_error.
-  Runtime(int threads, const std::string& isa, bool share_threads = true, std::optional<int> matrix_tokens = std::nullopt);
+  // threads 0: default_threads(). matrix_tokens: see kernels_for. node_groups: groups of cores that count as memory nodes, of which nothing
+  // is placed; 0: those of MOEGRAFT_NODES, or else the system's nodes. Throws std::invalid_argument, std::system_error.
+  Runtime(int threads, const std::string& isa, bool share_threads = true, std::optional<int> matrix_tokens = std::nullopt,
+          int node_groups = 0);
   ~Runtime();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
   int threads() const { return threads_; }
+  const MemoryNodes& nodes() const { return pool_->memory_nodes(); }
   const Kernels& kernels() const { return kernels_; }
   // Whether forward() on this thread would run on another library's threads.
   bool shares_threads() const { return openmp_ && openmp_->has_team_of(threads_); }
@@ -92,8 +95,8 @@ class Runtime {
   const Kernels kernels_;
   const int threads_;
   const pid_t owner_;
-  const OpenMp* const openmp_;
   std::unique_ptr<ThreadPool> pool_;
+  const OpenMp* const openmp_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Queue> queue_;
   std::mutex engine_mutex_;

@@ -1,5 +1,7 @@
 #include "core/thread_pool.h"
 
+#include <algorithm>
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -9,22 +11,28 @@ namespace moegraft {
 namespace {
 
 constexpr unsigned kClosed = 0x80000000u;
-// Empty where there are fewer cores than threads or the system does not report them.
-std::vector<int> usable_cores(int threads) {
-  std::vector<int> cores;
+
 #if defined(__linux__)
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < threads) return cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core)
-    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+cpu_set_t set_of(const std::vector<int>& cores, int without) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores)
+    if (core != without) CPU_SET(core, &set);
+  return set;
+}
 #endif
-  return cores;
+
+// Of all nodes; 0 where there are fewer than threads.
+int cores_of(const MemoryNodes& nodes, int threads) {
+  std::size_t cores = 0;
+  for (int node = 0; node < nodes.count(); ++node) cores += nodes[node].cores.size();
+  return static_cast<int>(cores) < threads ? 0 : static_cast<int>(cores);
 }
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : gate_(kClosed), cores_(usable_cores(threads)) {
+ThreadPool::ThreadPool(int threads, MemoryNodes nodes)
+    : gate_(kClosed), nodes_(nodes.for_threads(threads)), cores_(cores_of(nodes_, threads)) {
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
   } catch (...) {
@@ -47,16 +55,31 @@ void ThreadPool::stop() {
 
 void ThreadPool::leave_core_to_caller() {
 #if defined(__linux__)
-  const int core = cores_.empty() ? -1 : sched_getcpu();
+  const int core = cores_ == 0 ? -1 : sched_getcpu();
   const std::lock_guard<std::mutex> lock(left_mutex_);
   if (core < 0 || core == left_core_) return;
   left_core_ = core;
-  cpu_set_t others;
-  CPU_ZERO(&others);
-  for (const int other : cores_)
-    if (other != core) CPU_SET(other, &others);
   // On failure the workers stay where they are, which costs speed alone.
-  for (auto& worker : workers_) (void)pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+  for (int node = 0; node < nodes(); ++node) {
+    const cpu_set_t others = set_of(nodes_[node].cores, core);
+    const int first = MemoryNodes::first_part(threads(), node, nodes()), end = MemoryNodes::first_part(threads(), node + 1, nodes());
+    for (int worker = std::max(1, first); worker < end; ++worker)
+      (void)pthread_setaffinity_np(workers_[static_cast<std::size_t>(worker - 1)].native_handle(), sizeof others, &others);
+  }
+#endif
+}
+
+// The thread may leave again when the scheduler wants it to: its affinity is the caller's own.
+void ThreadPool::move_to_first_node() {
+#if defined(__linux__)
+  const int core = sched_getcpu();
+  const std::vector<int>& cores = nodes_[0].cores;
+  cpu_set_t allowed;
+  if (std::binary_search(cores.begin(), cores.end(), core)) return;
+  if (pthread_getaffinity_np(pthread_self(), sizeof allowed, &allowed) != 0) return;
+  const cpu_set_t first = set_of(cores, -1);
+  if (pthread_setaffinity_np(pthread_self(), sizeof first, &first) == 0)
+    (void)pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);
 #endif
 }
 
@@ -80,9 +103,10 @@ void ThreadPool::run(Job& job, const OpenMp* shared) {
     TeamRun run{job};
     return shared->parallel(&run_member, &run, threads());
   }
+  if (nodes() > 1) move_to_first_node();
   // Each move of the caller would cost a system call for every worker. Workers that are awake have cores of their own already, and where the
   // process has more cores than threads, the caller wakes on a free one.
-  const bool apart = awake_.load() > 0 && sleepers_.load() == 0 && static_cast<int>(cores_.size()) > threads();
+  const bool apart = awake_.load() > 0 && sleepers_.load() == 0 && cores_ > threads();
   if (!apart) leave_core_to_caller();
   job_.store(&job);
   gate_.fetch_and(~kClosed);
@@ -131,23 +155,43 @@ void ThreadPool::work(int worker) {
 }
 
 void Phase::reset(int units) {
+  order_.clear();
   const int workers = static_cast<int>(cursors_.size());
+  for (int worker = 0; worker < workers; ++worker)
+    share_out(worker, first_unit(units, worker, workers), first_unit(units, worker + 1, workers));
+  begin(units);
+}
+
+void Phase::share_out(int worker, int first, int end) {
+  Cursor& cursor = cursors_[static_cast<std::size_t>(worker)];
+  cursor.first = first;
+  cursor.next.store(first);
+  cursor.end = end;
+}
+
+void Phase::begin(int units) {
   units_ = units;
   done_.store(0);
-  for (int worker = 0; worker < workers; ++worker) {
-    cursors_[worker].next.store(first_unit(units, worker, workers));
-    cursors_[worker].end = first_unit(units, worker + 1, workers);
-  }
+}
+
+int Phase::take_from(Cursor& cursor) {
+  if (cursor.next.load(std::memory_order_relaxed) >= cursor.end) return -1;
+  const int place = cursor.next.fetch_add(1, std::memory_order_relaxed);
+  return place < cursor.end ? unit_at(place) : -1;
 }
 
 int Phase::take(int worker) {
   const int workers = static_cast<int>(cursors_.size());
-  for (int i = 0; i < workers; ++i) {
-    Cursor& cursor = cursors_[(worker + i) % workers];
-    if (cursor.next.load(std::memory_order_relaxed) >= cursor.end) continue;
-    const int unit = cursor.next.fetch_add(1, std::memory_order_relaxed);
-    if (unit < cursor.end) return unit;
+  int first = 0, own = workers;
+  if (nodes_ > 1) {
+    const int node = MemoryNodes::node_of_part(worker, workers, nodes_);
+    first = first_worker(node);
+    own = first_worker(node + 1) - first;
   }
+  for (int i = 0; i < own; ++i)
+    if (const int unit = take_from(cursors_[static_cast<std::size_t>(first + (worker - first + i) % own)]); unit >= 0) return unit;
+  for (int i = own; i < workers; ++i)  // of the nodes that follow
+    if (const int unit = take_from(cursors_[static_cast<std::size_t>((first + i) % workers)]); unit >= 0) return unit;
   return -1;
 }
 

@@ -6,7 +6,8 @@
 // go on spinning, and yield their cores meanwhile: run() then hands work over without a system call.
 //
 // Cores: schedulers tend to wake a thread on the core of its waker, where it would wait for run() to end. So workers are kept off the core
-// on which run() or keep_awake() was called and may use all others of the process.
+// on which run() or keep_awake() was called and may use all others of the process. With several memory nodes, workers are shared out to the
+// nodes in order and stay on their cores; a caller of run() on another node is moved to the first, where worker 0 belongs.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/machine.h"
 #include "core/openmp.h"
 
 namespace moegraft {
@@ -109,12 +111,14 @@ class Job {
 
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads);  // throws std::system_error when threads cannot be started
+  ThreadPool(int threads, MemoryNodes nodes);  // throws std::system_error when threads cannot be started
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int nodes() const { return nodes_.count(); }
+  const MemoryNodes& memory_nodes() const { return nodes_; }
   // One caller at a time. With `shared`, on that library's threads, where it has a team of this size; this pool's own then stay asleep.
   void run(Job& job, const OpenMp* shared);
   // Around calls of run() that follow one another soon, from any thread; neither blocks. Each keep_awake() needs its own let_sleep().
@@ -127,44 +131,72 @@ class ThreadPool {
   bool wait_for_job(unsigned seen);  // false: the pool stops
   void wake_sleepers();
   void leave_core_to_caller();
+  void move_to_first_node();
 
   std::atomic<Job*> job_{nullptr};
   std::atomic<unsigned> epoch_{0};
   std::atomic<unsigned> gate_;  // number of workers inside the job, and a bit that is set while it is closed
   std::atomic<int> sleepers_{0};
-  std::atomic<int> awake_{0};      // calls of keep_awake() without their let_sleep()
+  std::atomic<int> awake_{0};  // calls of keep_awake() without their let_sleep()
   std::atomic<unsigned> calls_{0};  // all calls of keep_awake(), which wake sleepers as a new epoch does
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
-  std::vector<int> cores_;  // that the process may use; empty where threads cannot be kept off one
+  const MemoryNodes nodes_;
+  const int cores_;  // that the process may use; 0 where threads cannot be kept off one
   std::mutex left_mutex_;
   int left_core_ = -1;  // guarded by left_mutex_
 };
 
 // Units 0 .. n-1 of one phase of a job: each worker has a contiguous range, so that it reads memory in order, and takes from the
-// others' when its own is done. Completion is counted in units, not in workers.
+// others' when its own is done, from those of its memory node first. Completion is counted in units, not in workers.
 class Phase {
  public:
-  explicit Phase(int workers) : cursors_(static_cast<std::size_t>(workers)) {}
+  explicit Phase(int workers, int nodes = 1) : cursors_(static_cast<std::size_t>(workers)), nodes_(nodes) {}
   void reset(int units);
+  // The workers of each node share the units whose weights `node_of(unit)` states to be on it.
+  template <class NodeOf>
+  void reset_by_node(int units, const NodeOf& node_of) {
+    if (nodes_ == 1) return reset(units);
+    order_.resize(static_cast<std::size_t>(units));
+    int next = 0;
+    for (int node = 0, worker = 0; node < nodes_; ++node) {
+      const int first = next, workers = first_worker(node + 1) - worker;
+      for (int unit = 0; unit < units; ++unit)
+        if (node_of(unit) == node) order_[static_cast<std::size_t>(next++)] = unit;
+      for (int i = 0; i < workers; ++i, ++worker)
+        share_out(worker, first + first_unit(next - first, i, workers), first + first_unit(next - first, i + 1, workers));
+    }
+    begin(units);
+  }
+  int nodes() const { return nodes_; }
   int take(int worker);  // the next unit, or -1
   void finish(int units) {
     if (units > 0) done_.fetch_add(units, std::memory_order_acq_rel);
   }
-  void wait() const;     // until every unit is finished: spins, then yields
+  void wait() const;  // until every unit is finished: spins, then yields
   void wait(Upcoming& upcoming) const;
   // Where a worker begins that takes units of its own range.
   static int first_unit(int units, int worker, int workers) { return static_cast<int>(static_cast<long long>(units) * worker / workers); }
-  int first_unit(int worker) const { return first_unit(units_, worker, static_cast<int>(cursors_.size())); }
+  int first_unit(int worker) const { return unit_at(cursors_[static_cast<std::size_t>(worker)].first); }  // `units` where it has none
 
  private:
   struct alignas(64) Cursor {
     std::atomic<int> next{0};
-    int end = 0;
+    int first = 0, end = 0;
   };
+  int first_worker(int node) const { return MemoryNodes::first_part(static_cast<int>(cursors_.size()), node, nodes_); }
+  int unit_at(int place) const {
+    return order_.empty() || place >= static_cast<int>(order_.size()) ? place : order_[static_cast<std::size_t>(place)];
+  }
+  void share_out(int worker, int first, int end);
+  void begin(int units);
+  int take_from(Cursor& cursor);
+
   std::vector<Cursor> cursors_;
+  const int nodes_;
+  std::vector<int> order_;  // of the units by node; empty: as they are
   std::atomic<int> done_{0};
   int units_ = 0;
 };

@@ -114,6 +114,21 @@ PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, We
     for (auto& mask : packed_) mask.store(complete_mask_);
 }
 
+void PackedExperts::divide(const MemoryNodes& nodes) {
+  if (nodes.count() == 1 || memory_.data() == nullptr || kind_ == LayoutKind::kSparse) return;
+  nodes_ = nodes;
+  memory_.prepare_ranges(layout_.down_block_bytes * static_cast<std::size_t>(layout_.down_blocks / nodes.count()));
+}
+
+// Gate and up share blocks, of which the parts packed later find the pages placed.
+void PackedExperts::place(int expert, Part part) const {
+  if (!nodes_) return;
+  std::byte* first = data_ + layout_.expert_bytes * static_cast<std::size_t>(expert);
+  const int neuron_groups = layout_.neurons / kGroup;
+  if (part == Part::kDown) nodes_->place(first + layout_.down_offset, layout_.down_blocks, layout_.down_block_bytes);
+  else nodes_->place(first, neuron_groups, layout_.gate_up_block_bytes * static_cast<std::size_t>(layout_.gate_up_blocks / neuron_groups));
+}
+
 void PackedExperts::check(int expert, Part part, int rows, int cols) const {
   if (!writable_) raise("PackedExperts: the buffer is read-only; nothing can be packed into it");
   if (expert < 0 || expert >= shape_.num_experts)
@@ -145,6 +160,7 @@ void PackedExperts::pack(int expert, Part part, const RowsView& rows) {
   check(expert, part, rows.rows, rows.cols);
   const WeightType type = type_of(part);
   check_floats(type);
+  place(expert, part);
   if (in_rows(part)) {
     for (int neuron = 0; neuron < shape_.intermediate; ++neuron)
       pack_sparse_row(type, sparse_row(expert, part, neuron), rows, neuron, part == Part::kDown);
@@ -160,6 +176,7 @@ void PackedExperts::pack_quantized(int expert, Part part, const QuantizedRowsVie
   const WeightType type = type_of(part);
   check_quantizable(type, rows.cols);
   check_codes(type, rows);
+  place(expert, part);
   if (in_rows(part) && part == Part::kDown) {
     std::vector<float> matrix(static_cast<std::size_t>(rows.rows) * rows.cols);
     dequantize(rows, matrix.data());
@@ -177,6 +194,7 @@ void PackedExperts::pack_quantized(int expert, Part part, const QuantizedRowsVie
 void PackedExperts::pack_blocks(int expert, Part part, const StoredRowsView& rows) {
   check(expert, part, rows.rows, rows.cols);
   check_stored(type_of(part));
+  place(expert, part);
   for (int first = 0; first < round_up(rows.rows, kBlockRows); first += kLanes)
     pack_half_block(type_of(part), half_block(expert, part, first / kLanes), rows, first);
   mark(expert, static_cast<int>(part));
@@ -231,6 +249,13 @@ PackedLinear::PackedLinear(int rows, int cols, WeightType type) : rows_(rows), c
 std::size_t PackedLinear::bytes_for(int rows, int cols, WeightType type) {
   check_cols(type, cols);
   return block_bytes(type, cols) * static_cast<std::size_t>(round_up(rows, kBlockRows) / kBlockRows);
+}
+
+void PackedLinear::divide(const MemoryNodes& nodes) {
+  if (nodes.count() == 1) return;
+  const std::size_t bytes = block_bytes(type_, cols_);
+  memory_.prepare_ranges(bytes * static_cast<std::size_t>(blocks() / nodes.count()));
+  nodes.place(memory_.data(), blocks(), bytes);
 }
 
 HalfBlock PackedLinear::half_block(int chunk) const { return {const_cast<std::byte*>(block(chunk / 2)), chunk % 2}; }

@@ -4,9 +4,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "core/machine.h"
 #include "core/memory.h"
 #include "core/types.h"
 #include "experts/block_layout.h"
@@ -62,6 +64,9 @@ class PackedExperts {
   WeightType type_of(Part part) const { return part == Part::kDown ? types_.down : types_.gate_up; }
   LayoutKind kind() const { return kind_; }
   const ExpertLayout& layout() const { return layout_; }
+  // Before anything is packed: each matrix of an expert is divided over the nodes by rows, where the memory is this object's own and the
+  // layout dense.
+  void divide(const MemoryNodes& nodes);
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return layout_.expert_bytes * static_cast<std::size_t>(shape_.num_experts); }
   bool writable() const { return writable_; }
@@ -99,6 +104,7 @@ class PackedExperts {
   HalfBlock half_block(int expert, Part part, int chunk) const;
   std::byte* sparse_row(int expert, Part part, int neuron) const;
   void check(int expert, Part part, int rows, int cols) const;
+  void place(int expert, Part part) const;
   void mark(int expert, int bit) { packed_[static_cast<std::size_t>(expert)].fetch_or(static_cast<std::uint8_t>(1 << bit)); }
 
   ExpertsShape shape_;
@@ -111,6 +117,7 @@ class PackedExperts {
   bool writable_ = true;
   std::uint8_t complete_mask_ = 0;
   std::vector<std::atomic<std::uint8_t>> packed_;
+  std::optional<MemoryNodes> nodes_;  // over which the memory is divided
   std::shared_ptr<ExpertFrames> frames_;  // null: all experts are in `data_`
   int layer_ = -1;
 };
@@ -130,6 +137,8 @@ class PackedLinear {
   std::size_t bytes() const { return block_bytes(type_, cols_) * static_cast<std::size_t>(blocks()) + bias_.size() * sizeof(float); }
   bool packed() const { return packed_; }
 
+  // Before anything is packed: the rows are divided over the nodes.
+  void divide(const MemoryNodes& nodes);
   void pack(const RowsView& rows);
   void pack_quantized(const QuantizedRowsView& rows);
   void pack_blocks(const StoredRowsView& rows);

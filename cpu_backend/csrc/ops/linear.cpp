@@ -53,7 +53,11 @@ void LinearJob::prepare(const Batch& batch, const Scratch& scratch) {
   for (int worker = 0; worker < workers_; ++worker)
     scratch.workers[worker].reserve(std::max(static_cast<std::size_t>(groups_) * kGroup, outs * block_floats_) * sizeof(float));
   phases_.encode->reset(batch.tokens);
-  phases_.rows->reset(units_);
+  const int nodes = phases_.rows->nodes();
+  phases_.rows->reset_by_node(units_, [&](int unit) {
+    const Rows rows = rows_of(unit);
+    return MemoryNodes::node_of_part(rows.first, linears_[rows.linear]->blocks(), nodes);
+  });
 }
 
 LinearJob::Rows LinearJob::rows_of(int unit) const {
@@ -64,6 +68,7 @@ LinearJob::Rows LinearJob::rows_of(int unit) const {
 }
 
 Upcoming LinearJob::first_rows(int worker) const {
+  if (phases_.rows->nodes() > 1) return {};  // which units a worker has is known when the phase begins
   const int unit = Phase::first_unit(units_, worker, workers_);
   if (unit >= units_) return {};
   const Rows rows = rows_of(unit);

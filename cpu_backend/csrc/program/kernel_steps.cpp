@@ -34,7 +34,7 @@ class LinearsOperation final : public KernelOperation {
         machine_(machine),
         linears_(std::move(linears)),
         encode_(machine.workers),
-        rows_(machine.workers),
+        rows_(machine.workers, machine.nodes),
         job_(machine.kernels, linears_, activation_of(operands_.at(0).type), machine.workers, {&encode_, &rows_}),
         outs_(linears_.size()) {
     if (linears_.empty() || operands_.size() != linears_.size() + 1) refuse("linear layers need an input and one output each");
@@ -79,8 +79,8 @@ class ExpertsOperation final : public KernelOperation {
         experts_(experts),
         sparsity_(sparsity),
         encode_(machine.workers),
-        neurons_(machine.workers),
-        rows_(machine.workers),
+        neurons_(machine.workers, machine.nodes),
+        rows_(machine.workers, machine.nodes),
         sums_(machine.workers) {
     if (operands_.size() != 4) refuse("experts have an output, hidden states, ids and weights");
     if (!(sparsity.threshold >= 0.0f)) refuse("the threshold of experts is not a number of at least 0");

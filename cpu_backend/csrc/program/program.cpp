@@ -165,7 +165,7 @@ void Pace::took(std::int64_t ns) {
   }
 }
 
-Program::Program(Runtime& runtime) : runtime_(runtime), machine_{runtime.kernels(), runtime.threads(), scratch_} {
+Program::Program(Runtime& runtime) : runtime_(runtime), machine_{runtime.kernels(), runtime.threads(), runtime.nodes().count(), scratch_} {
   scratch_.workers.resize(static_cast<std::size_t>(runtime.threads()));
 }
 

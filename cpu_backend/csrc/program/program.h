@@ -122,6 +122,7 @@ struct ProgramScratch {
 struct ProgramMachine {
   const Kernels& kernels;
   const int workers;
+  const int nodes;  // of memory
   ProgramScratch& scratch;
 };
 
