@@ -2,6 +2,9 @@
 
     python benchmarks/cpu_model.py                                            # six layers of Qwen3-30B-A3B's shapes
     python benchmarks/cpu_model.py --layers 24 --weights int4
+    python benchmarks/cpu_model.py --contexts 4096 16384 32768 --sampled --prompts 16384 --rounds 3    # long contexts are read once
+    python benchmarks/cpu_model.py --contexts 8 512 --sampled --prompts 512 --beside llama.cpp ik_llama.cpp ik_llama.cpp-rtr
+    python benchmarks/cpu_model.py --weights int4 --contexts 8 --sampled --prompts --busy 2    # beside other work
     python benchmarks/cpu_model.py --model gpt-oss-20b --layers 4 --weights mxfp4
     python benchmarks/cpu_model.py --model deepseek-v2-lite --layers 4 --weights q4_k iq3_s
     python benchmarks/cpu_model.py --layers 12 --weights int4 --vocabulary 151936 --contexts 512 --prompts    # sampling from Qwen3's
@@ -32,13 +35,18 @@ from harness.models import SHAPES, VOCABULARY, config_of, cpu_rules, random_mode
 from harness.peers import PeerFailed, PeerProcess
 from harness.probe import ReadProbe
 from harness.record import Recorder, hardware, parser
-from harness.rounds import alternate, percentiles
-from harness.whole_models import Opener, check_logits, decode_rate, llama_cpp, ours, prompt_rate, sampled_rate, stock
+from harness.rounds import alternate, busy, percentiles
+from harness.whole_models import Opener, check_logits, decode_rate, ik_llama_cpp, llama_cpp, ours, prompt_rate, sampled_rate, stock
 
 LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
-LOGITS_LIMIT = {"llama.cpp": 0.15, "stock": 0.3}  # relative difference of the two providers' logits; stock's weights are not rounded
+LOGITS_LIMIT = {"stock": 0.3}  # relative difference of the two providers' logits; stock's weights are not rounded, those of others are
 STORED = ("mxfp4", "q4_k", "iq3_s")  # types of files, to which the rules `cpu` need no variables
-PEERS: Mapping[str, Callable[..., Any]] = {"llama.cpp": llama_cpp, "stock": stock}
+PEERS: Mapping[str, Callable[..., Any]] = {
+    "llama.cpp": llama_cpp,
+    "ik_llama.cpp": ik_llama_cpp,
+    "ik_llama.cpp-rtr": partial(ik_llama_cpp, repack=True),
+    "stock": stock,
+}
 
 
 def measure(
@@ -68,6 +76,11 @@ def measure(
     return rows
 
 
+def read_limit(probe: ReadProbe, config: Any, read: int, context: int) -> float:
+    """Return the tokens per second that the bandwidth measured in the call allows, with `read` bytes of weights a token."""
+    return probe.median() / (read + cache_bytes(config, context))
+
+
 def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:
     ours, theirs = rates["ours"], rates["theirs"]
     ratios = percentiles([one / other for one, other in zip(ours, theirs, strict=True)], "ratio", 2)
@@ -87,6 +100,7 @@ def main() -> None:
     options.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens that the head and the choice of a token have")
     options.add_argument("--weights", nargs="+", default=["int4", "int8", "bfloat16"], choices=list(TYPES))
     options.add_argument("--beside", nargs="+", default=["llama.cpp"], choices=list(PEERS))
+    options.add_argument("--busy", type=int, default=0, help="other processes that each keep a core busy")
     options.add_argument("--contexts", type=int, nargs="*", default=(8, 512, 2048), help="tokens before those that are decoded")
     options.add_argument("--sampled", type=int, nargs="*", default=(512,), help="tokens before those that are sampled")
     options.add_argument("--prompts", type=int, nargs="*", default=(512,), help="tokens of prompts")
@@ -97,7 +111,8 @@ def main() -> None:
     phases |= {f"sampled after {tokens}": (sampled_rate, tokens, given.new) for tokens in given.sampled}
     phases |= {f"prompt of {tokens}": (prompt_rate, tokens) for tokens in given.prompts}
     size = "" if given.vocabulary == VOCABULARY else f", vocabulary of {given.vocabulary}"
-    phases = {f"{phase}{size}": calls for phase, calls in phases.items()}
+    load = f", {given.busy} busy processes" if given.busy else ""
+    phases = {f"{phase}{size}{load}": calls for phase, calls in phases.items()}
     probe, config = ReadProbe(torch.get_num_threads()), config_of(given.model, given.layers, vocab_size=given.vocabulary)
     about = {"model": given.model, "layers": config.num_hidden_layers, "hardware": hardware()}
     keys = ("model", "layers", "weights", "beside", "phase", "hardware")
@@ -116,14 +131,11 @@ def main() -> None:
             our_opener: Opener = (ours, folder, "extends: cpu\n" if weights in STORED else cpu_rules(weights))
             for name in given.beside:
                 opened: dict[str, Opener] = {f"ours-{weights}": our_opener, f"{name}-{weights}": (PEERS[name], folder)}
-                error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT[name]), 4)
-                for row in measure(
-                    opened,
-                    given.rounds,
-                    phases,
-                    lambda context: probe.median() / (read + cache_bytes(config, context)),  # noqa: B023  called at once
-                ):
-                    rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
+                error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT.get(name, 0.15)), 4)
+                limit = partial(read_limit, probe, config, read)
+                with busy(given.busy):
+                    for row in measure(opened, given.rounds, phases, limit):
+                        rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
 
 
 if __name__ == "__main__":

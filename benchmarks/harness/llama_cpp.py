@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a start of llama.cpp is timed, and needs neither
     from transformers import PreTrainedConfig
 
 BATCH = 2048  # tokens of one call
+CONTEXT = 2**15 + 512  # tokens of the longest sequence
 CODE, CODE_NOISE = 64, 0.1
 # The type of experts, of all other matrices, and of both where rows are no multiple of 256 columns, as llama.cpp's converter chooses them.
 TYPES = {
@@ -175,7 +176,7 @@ class LlamaCpp:
         loading.use_extra_bufts = repack
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), loading)
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = 4096, BATCH, 512
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT, BATCH, 512
         settings.n_threads = settings.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, settings) if self._model else None
         if not self._context:
@@ -199,6 +200,10 @@ class LlamaCpp:
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         for first in range(0, len(tokens), BATCH):
             self._evaluate(tokens[first : first + BATCH])
+
+    def crop(self, tokens: int) -> None:
+        """Let the cache keep the first `tokens` tokens."""
+        self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), 0, tokens, -1)
 
     def logits(self) -> NDArray[np.float32]:
         """Return those of the token that was evaluated last."""
@@ -225,3 +230,77 @@ class LlamaCpp:
             self._evaluate([token])
             token = int(api.llama_sampler_sample(chain, self._context, -1) if sampled else self.logits().argmax())
         api.llama_sampler_free(chain)
+
+
+class IkLlamaCpp:
+    """A model loaded by ik_llama.cpp, with one sequence, flash attention and fused products of experts.
+
+    Args:
+        repack: whether weights are repacked at load to its types with interleaved rows (its option `-rtr`).
+
+    Raises:
+        RuntimeError: ik_llama.cpp cannot load or evaluate it.
+    """
+
+    def __init__(self, path: Path, threads: int, *, repack: bool) -> None:
+        from ik_llama_cpp import _ctypes_api as api
+
+        self._api: Any = api
+        self._log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+        api._lib.llama_log_set(self._log, None)
+        api.llama_backend_init()
+        loading = api.llama_model_default_params()
+        loading.repack_tensors, loading.use_mmap = repack, not repack
+        self._model = api.llama_model_load_from_file(str(path).encode(), loading)
+        settings = api.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = CONTEXT, BATCH, 512
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.flash_attn = settings.fused_moe_up_gate = True
+        self._context = api.llama_init_from_model(self._model, settings) if self._model else None
+        if not self._context:
+            raise RuntimeError(f"ik_llama.cpp cannot load {path}")
+        self.vocab = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
+        self._length = 0
+
+    def __enter__(self) -> IkLlamaCpp:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._api.llama_free(self._context)
+        self._api.llama_free_model(self._model)
+
+    def _evaluate(self, tokens: list[int]) -> None:
+        ids = (self._api.llama_token * len(tokens))(*tokens)
+        batch = self._api.llama_batch(n_tokens=len(tokens), token=ids, all_pos_0=self._length, all_pos_1=1, all_seq_id=0)
+        if self._api.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("ik_llama.cpp cannot evaluate")
+        self._length += len(tokens)
+
+    def prefill(self, tokens: list[int]) -> None:
+        """Evaluate a prompt from an empty cache."""
+        self._api.llama_kv_cache_clear(self._context)
+        self._length = 0
+        for first in range(0, len(tokens), BATCH):
+            self._evaluate(tokens[first : first + BATCH])
+
+    def crop(self, tokens: int) -> None:
+        """Let the cache keep the first `tokens` tokens."""
+        self._api._lib.llama_kv_cache_seq_rm(ctypes.c_void_p(self._context), 0, tokens, -1)
+        self._length = tokens
+
+    def logits(self) -> NDArray[np.float32]:
+        """Return those of the token that was evaluated last."""
+        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), shape=(self.vocab,))
+
+    def decode(self, steps: int, **sampled: float) -> None:
+        """Evaluate `steps` tokens one at a time after those in the cache; each follows from the last, as the most likely one.
+
+        Raises:
+            RuntimeError: tokens are to be sampled, for which its API needs an array of candidates made here.
+        """
+        if sampled:
+            raise RuntimeError("ik_llama.cpp is measured with greedy tokens only")
+        token = 1
+        for _ in range(steps):
+            self._evaluate([token])
+            token = int(self.logits().argmax())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from harness.llama_cpp import LlamaCpp
+from harness.llama_cpp import IkLlamaCpp, LlamaCpp
 from harness.models import injected
 from harness.peers import PeerProcess
 from harness.rounds import seconds
+from moegraft.injection import new_cache
+from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, read_ahead
 
-LONGEST = 4096  # tokens of the longest prompt of a benchmark
+LONGEST = 2**15  # tokens of the longest prompt of a benchmark
+LONG = 4096  # tokens of a context that is read once, and to which the cache is cropped before it is decoded from again
 SAMPLED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # as Qwen3's generation config
 Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its arguments
 
@@ -91,9 +94,16 @@ def random_tokens(vocab: int) -> torch.Tensor:
 def phases_of(model: PreTrainedModel) -> Phases:
     """Return the phases of a transformers model, with our operators or without."""
     prompt = random_tokens(model.config.vocab_size)[None]
+    kept: dict[int, Any] = {}  # the cache of the latest long context
 
     def decode(tokens: int, context: int, sampled: bool) -> float:
         clock, how = Clock(), {"do_sample": True, **SAMPLED} if sampled else {"do_sample": False}
+        if context in kept:
+            kept[context].crop(context - 1 - kept[context].get_seq_length())  # a negative number: of tokens to remove
+        elif context >= LONG:
+            kept.clear()
+            kept[context] = read_ahead(model, prompt[0, :context].tolist(), new_cache(model), PREFILL_CHUNK)
+        how["past_key_values"] = kept.get(context)
         model.generate(prompt[:, :context], **how, min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock)
         _, first, *_, last = clock.times
         return last - first
@@ -118,19 +128,39 @@ def stock(folder: Path) -> Iterator[Phases]:
         yield phases_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
 
 
+def llama_cpp(folder: Path) -> AbstractContextManager[Phases]:
+    return phases_of_engine(LlamaCpp(folder / "model.gguf", torch.get_num_threads()))
+
+
+def ik_llama_cpp(folder: Path, *, repack: bool = False) -> AbstractContextManager[Phases]:
+    return phases_of_engine(IkLlamaCpp(folder / "model.gguf", torch.get_num_threads(), repack=repack))
+
+
 @contextmanager
-def llama_cpp(folder: Path) -> Iterator[Phases]:
-    with LlamaCpp(folder / "model.gguf", torch.get_num_threads()) as peer:
+def phases_of_engine(engine: LlamaCpp | IkLlamaCpp) -> Iterator[Phases]:
+    with engine as peer:
         tokens = random_tokens(peer.vocab).tolist()
 
+        kept = 0  # tokens of the latest long context
+
         def decode(count: int, context: int, sampled: bool) -> float:
-            peer.prefill(tokens[:context])
+            nonlocal kept
+            if context == kept:
+                peer.crop(context)
+            else:
+                peer.prefill(tokens[:context])
+            kept = context if context >= LONG else 0
             start = time.perf_counter()
             peer.decode(count - 1, **SAMPLED if sampled else {})
             return time.perf_counter() - start
 
+        def prefill(count: int) -> None:
+            nonlocal kept
+            peer.prefill(tokens[:count])
+            kept = 0
+
         def logits(context: int) -> NDArray[np.float32]:
-            peer.prefill(tokens[:context])
+            prefill(context)
             return peer.logits().copy()
 
-        yield Phases(decode, lambda count: peer.prefill(tokens[:count]), logits)
+        yield Phases(decode, prefill, logits)
