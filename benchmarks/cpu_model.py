@@ -105,8 +105,9 @@ def main() -> None:
     options.add_argument("--sampled", type=int, nargs="*", default=(512,), help="tokens before those that are sampled")
     options.add_argument("--prompts", type=int, nargs="*", default=(512,), help="tokens of prompts")
     given = options.parse_args()
-    if "llama.cpp" in given.beside and not is_installed():
-        raise SystemExit("llama-cpp-python is not installed; harness/llama_cpp.py explains how to build it")
+    missing = [name for name in given.beside if name != "stock" and not is_installed(name)]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)}: not installed; harness/llama_cpp.py explains how to build it")
     phases = {f"decode after {tokens}": (decode_rate, tokens, given.new) for tokens in given.contexts}
     phases |= {f"sampled after {tokens}": (sampled_rate, tokens, given.new) for tokens in given.sampled}
     phases |= {f"prompt of {tokens}": (prompt_rate, tokens) for tokens in given.prompts}
@@ -116,7 +117,8 @@ def main() -> None:
     probe, config = ReadProbe(torch.get_num_threads()), config_of(given.model, given.layers, vocab_size=given.vocabulary)
     about = {"model": given.model, "layers": config.num_hidden_layers, "hardware": hardware()}
     keys = ("model", "layers", "weights", "beside", "phase", "hardware")
-    rows = Recorder("cpu_model", ("torch", "transformers", "llama-cpp-python"), replaces=keys, write=given.write)
+    packages = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python")
+    rows = Recorder("cpu_model", packages, replaces=keys, write=given.write)
     for weights in given.weights:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
