@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 from moegraft.operators.kernels.launch import LAUNCH, PackedBytes, avoid_wrong_wgmma, interpreted
-from moegraft.operators.kernels.packed_layout import Gate, PackedRows, gpu_format, next_power_of_two
-from moegraft.operators.kernels.packed_product import Threshold, count, limited_up, reaches
-from moegraft.operators.kernels.routing import PairGroups
+from moegraft.operators.kernels.packed_layout import PackedRows, SparseLayout, gpu_format, in_unit_order, next_power_of_two
+from moegraft.operators.kernels.packed_product import Threshold, count, grouped_columns, limited_up, packed_product, reaches
+from moegraft.operators.kernels.routing import PairGroups, combine, group_pairs, pairs_a_block
+from moegraft.operators.kernels.slots import DECODE_TOKENS, rows_by_pair
 from moegraft.operators.kernels.units import column, dot, signed
 
 WARPS = 4
@@ -30,21 +31,6 @@ UP_UNITS = 512  # 16 bytes a thread
 DOWN_NEURONS = 16
 DOWN_UNITS = 64
 PROGRAMS = 528  # four for each multiprocessor of an H200: with fewer pairs, more programs share a pair's list
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveNeurons:
-    """The active neurons of each pair.
-
-    Attributes:
-        neurons: (count, I) int32: neurons in ascending order; only the first `lengths` are written.
-        values: (count, I) float32: their activations.
-        lengths: (count,) int32.
-    """
-
-    neurons: torch.Tensor
-    values: torch.Tensor
-    lengths: torch.Tensor
 
 
 @triton.jit
@@ -208,55 +194,6 @@ def _down_kernel(
     tl.store(out_ptr + pair.to(tl.int64) * R.hidden + columns, sums, mask=inside)
 
 
-def list_active(
-    act: torch.Tensor,
-    slots: torch.Tensor,
-    threshold: Threshold,
-    active: ActiveNeurons,
-    rows: PackedRows,
-) -> None:
-    """Fill `active` with the neurons of each present pair whose activations `act (P, I)` float32 reach the threshold, and count them."""
-    _compact_kernel[slots.numel(),](
-        act, slots, threshold.value, threshold.counts, active.neurons, active.values, active.lengths,
-        R=rows, num_warps=WARPS, **LAUNCH,
-    )  # fmt: skip
-
-
-def up_pairs(
-    x_units: torch.Tensor,
-    arena: PackedBytes,
-    slots: torch.Tensor,
-    active: ActiveNeurons,
-    out: torch.Tensor,
-    rows: PackedRows,
-    gate: Gate,
-) -> None:
-    """`out (P, I) float32`: the gated neurons of the active ones, by place; `x_units (T, width)` float32 is in unit order."""
-    pairs = slots.numel()
-    programs = max(1, min(triton.cdiv(rows.neurons, UP_NEURONS), triton.cdiv(PROGRAMS, pairs)))
-    units = min(UP_UNITS, next_power_of_two(rows.units))
-    _up_kernel[pairs, programs](
-        x_units, arena.units, arena.scales, arena.biases, slots, active.neurons, active.values, active.lengths, out,
-        R=rows, GATE=gate, TOP_K=slots.shape[1], WIDTH=rows.width, BN=UP_NEURONS, BU=units,
-        num_warps=max(1, WARPS * units // UP_UNITS), **LAUNCH,
-    )  # fmt: skip
-
-
-def down_pairs(
-    arena: PackedBytes,
-    slots: torch.Tensor,
-    active: ActiveNeurons,
-    neurons: torch.Tensor,
-    out: torch.Tensor,
-    rows: PackedRows,
-) -> None:
-    """`out (P, H) float32`: each pair's sum over its active rows of down, and the bias."""
-    _down_kernel[slots.numel(), rows.units // DOWN_UNITS](
-        arena.units, arena.scales, arena.biases, slots, active.neurons, active.lengths, neurons, out,
-        R=rows, BN=DOWN_NEURONS, BU=DOWN_UNITS, num_warps=WARPS, **LAUNCH,
-    )  # fmt: skip
-
-
 @triton.jit
 def _numbers(elements, scales, V: tl.constexpr, dtype: tl.constexpr, R: tl.constexpr):
     """The `V`-th number of each element."""
@@ -415,46 +352,124 @@ def _tile(rows: PackedRows, block_pairs: int, dtype: torch.dtype) -> tuple[int, 
     return 64, 64, 4, 3
 
 
-def _elements(arena: PackedBytes, rows: PackedRows) -> torch.Tensor:
-    dtype = gpu_format(rows.weights).element_dtype
-    assert dtype is not None, "types with a sparse layout have one"
-    return arena.units.view(dtype)
+@dataclass(frozen=True, slots=True)
+class SparseCall:
+    """One pass over a part of a batch.
 
-
-def up_dense(
-    x: torch.Tensor,
-    arena: PackedBytes,
-    act: torch.Tensor,
-    out: torch.Tensor,
-    groups: PairGroups,
-    rows: PackedRows,
-    gate: Gate,
-    top_k: int,
-    threshold: Threshold,
-) -> None:
-    """`out (P, I)` of the dtype of x: gated neurons, zeros where `act (P, I)` float32 is below the threshold; others are counted.
-
-    Args:
-        x: (T, width) in element order.
+    Attributes:
+        hidden_states: (T, H) floating, contiguous.
+        arena: (S, expert_bytes) uint8.
+        slots: (T, K) int32, contiguous, -1: absent.
+        top_k_weights: (T, K) floating, contiguous.
+        out: (T, H) floating, written in full.
+        num_experts: of the layer.
+        experts: (T, K) integers, the layer's expert of each pair, by which pairs are grouped; None: they are grouped by slot.
     """
-    neurons, step, warps, stages = _tile(rows, groups.block_pairs, x.dtype)
+
+    hidden_states: torch.Tensor
+    arena: torch.Tensor
+    slots: torch.Tensor
+    top_k_weights: torch.Tensor
+    out: torch.Tensor
+    layout: SparseLayout
+    threshold: Threshold
+    num_experts: int = 0
+    experts: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> PackedBytes:
+        return PackedBytes.of(self.arena, self.layout.weight_type)
+
+    @property
+    def pairs(self) -> int:
+        return self.slots.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.slots.shape[1]
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.hidden_states.device)
+
+    def groups(self) -> PairGroups:
+        """Return the pairs by expert."""
+        ids, num_ids, slots = self.slots, len(self.arena), None
+        if self.experts is not None:
+            ids, num_ids, slots = self.experts, self.num_experts, self.slots
+        block_pairs = pairs_a_block(self.pairs, num_ids, self.hidden_states.dtype)
+        groups = PairGroups.allocate(self.pairs, num_ids, block_pairs, self.hidden_states.device)
+        group_pairs(ids, num_ids, groups, slots)
+        return groups
+
+
+def gate_activations(call: SparseCall, act: torch.Tensor, groups: PairGroups | None = None) -> None:
+    """Fill `act (P, I)` float32 with `act(gate)` of every present pair, of ungated experts `act(up)`."""
+    x, layout = call.hidden_states, call.layout
+    packed = PackedBytes.of(call.arena, layout.gates.weights)
+    if len(x) <= DECODE_TOKENS:
+        rows_by_pair(x, packed, layout.gates, call.slots, act, layout.gate, "act")
+        return
+    packed_product(
+        grouped_columns(x, layout.gates),
+        packed,
+        layout.gates,
+        act,
+        groups=groups or call.groups(),
+        gate=layout.gate,
+        epilogue="act",
+        pairs_a_row=call.top_k,
+    )
+
+
+def run_pair(call: SparseCall) -> None:
+    """Compute a pass by the path `pair`."""
+    layout, rows, pairs, packed = call.layout, call.layout.rows, call.pairs, call.packed
+    act = call.empty(pairs, rows.neurons)
+    gate_activations(call, act)
+    # Of each pair, the first `lengths` places have its active neurons in ascending order, and their activations.
+    listed, lengths = call.empty(pairs, rows.neurons, dtype=torch.int32), call.empty(pairs, dtype=torch.int32)
+    values = torch.empty_like(act)
+    _compact_kernel[pairs,](
+        act, call.slots, call.threshold.value, call.threshold.counts, listed, values, lengths, R=rows, num_warps=WARPS, **LAUNCH
+    )
+    x = in_unit_order(call.hidden_states.float(), rows)
+    neurons = act  # its activations are in the lists now
+    programs = max(1, min(triton.cdiv(rows.neurons, UP_NEURONS), triton.cdiv(PROGRAMS, pairs)))
+    units = min(UP_UNITS, next_power_of_two(rows.units))
+    _up_kernel[pairs, programs](
+        x, packed.units, packed.scales, packed.biases, call.slots, listed, values, lengths, neurons,
+        R=rows, GATE=layout.gate, TOP_K=call.top_k, WIDTH=rows.width, BN=UP_NEURONS, BU=units,
+        num_warps=max(1, WARPS * units // UP_UNITS), **LAUNCH,
+    )  # fmt: skip
+    sums = call.empty(pairs, rows.hidden)
+    _down_kernel[pairs, rows.units // DOWN_UNITS](
+        packed.units, packed.scales, packed.biases, call.slots, listed, lengths, neurons, sums,
+        R=rows, BN=DOWN_NEURONS, BU=DOWN_UNITS, num_warps=WARPS, **LAUNCH,
+    )  # fmt: skip
+    combine(sums, call.slots, call.top_k_weights, call.out)
+
+
+def run_dense(call: SparseCall) -> None:
+    """Compute a pass by the path `dense`."""
+    rows, dtype, packed, groups = call.layout.elements, call.hidden_states.dtype, call.packed, call.groups()
+    act = call.empty(call.pairs, rows.neurons)
+    gate_activations(call, act, groups)
     avoid_wrong_wgmma()
-    _up_dense_kernel[groups.max_blocks, triton.cdiv(rows.neurons, neurons)](
-        x, _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
-        threshold.value, threshold.counts, act, out, groups.pair_count,
-        R=rows, GATE=gate, TOP_K=top_k, BM=groups.block_pairs, BN=neurons, STEP=step, UPCAST=interpreted(),
+    element_dtype = gpu_format(rows.weights).element_dtype
+    assert element_dtype is not None, "types with a sparse layout have one"
+    elements, in_groups = packed.units.view(element_dtype), (groups.pairs, groups.block_ids, groups.count)
+    block, step, warps, stages = _tile(rows, groups.block_pairs, dtype)
+    x, neurons = in_unit_order(call.hidden_states, rows), call.empty(call.pairs, rows.neurons, dtype=dtype)
+    _up_dense_kernel[groups.max_blocks, triton.cdiv(rows.neurons, block)](
+        x, elements, packed.scales, packed.biases, *in_groups, call.threshold.value, call.threshold.counts, act, neurons, groups.pair_count,
+        R=rows, GATE=call.layout.gate, TOP_K=call.top_k, BM=groups.block_pairs, BN=block, STEP=step, UPCAST=interpreted(),
         num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
-
-
-def down_dense(arena: PackedBytes, neurons: torch.Tensor, out: torch.Tensor, groups: PairGroups, rows: PackedRows) -> None:
-    """`out (P, H) float32`: each pair's sum over all rows of down, and the bias."""
-    columns, step, warps, stages = _tile(rows, groups.block_pairs, neurons.dtype)
     if rows.header:  # bytes: 16 of a tile for each thread
-        columns, step = (64, 64) if neurons.dtype == torch.float32 else (128, 8 * warps)
-    avoid_wrong_wgmma()
-    _down_dense_kernel[groups.max_blocks, rows.units // columns](
-        _elements(arena, rows), arena.scales, arena.biases, groups.pairs, groups.block_ids, groups.count,
-        neurons, out, groups.pair_count,
-        R=rows, BM=groups.block_pairs, BN=step, BC=columns, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **LAUNCH,
+        block, step = (64, 64) if dtype == torch.float32 else (128, 8 * warps)
+    sums = call.empty(call.pairs, rows.hidden)
+    _down_dense_kernel[groups.max_blocks, rows.units // block](
+        elements, packed.scales, packed.biases, *in_groups, neurons, sums, groups.pair_count,
+        R=rows, BM=groups.block_pairs, BN=step, BC=block, UPCAST=interpreted(), num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
+    combine(sums, call.slots, call.top_k_weights, call.out)
