@@ -90,7 +90,7 @@ class FusedNorm(CpuNorm):
             yield from super()._forms(columns, epsilon)
             return
         # Triton need not be installed where there is no GPU.
-        from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
+        from moegraft.operators.kernels.small import MAX_COLUMNS, norm
 
         for offset, rounds_first in _ROUNDINGS if columns <= MAX_COLUMNS else ():
             yield partial(norm, epsilon=epsilon, offset=offset, rounds_first=rounds_first)
