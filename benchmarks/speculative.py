@@ -54,13 +54,13 @@ from harness.texts import held_out, pieces
 from transformers import AutoConfig, MellumConfig, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy
 from moegraft.operators.decode.drafts import Drafting
 from moegraft.operators.decode.mtp import MtpStreams
+from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken, Greedy
 from moegraft.operators.decode.schedule import FixedSchedule, Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.routing import RoutedCall, watch_routing
+from moegraft.operators.routing_trace import RoutedCall, watch_routing
 
 MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256

@@ -1,4 +1,4 @@
-"""A uniform interface to the routers of every family: their scores of all experts, their choices, and hooks on their calls.
+"""A uniform interface to the routers of every family: their scores of all experts, and their choices.
 
 Caches read the scores; prefetching applies the routers of later layers to the current hidden states. A router is called as its block calls
 it and chooses by its family's own rule, biases and groups included. Its output is read by shapes and dtypes: families differ in the order
@@ -10,8 +10,8 @@ Shapes: T tokens, E experts, K experts per token, H hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -253,62 +253,35 @@ def routers_of(model: nn.Module) -> dict[str, Router]:
     return {path: router_of(model, path) for path in experts_paths(model)}
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedCall:
-    """One call of one layer's experts.
+class ChosenRows:
+    """Lets a block that is made to call its experts with a row of each token for each expert call them with rows of chosen ones alone.
 
-    Attributes:
-        router: the layer's router.
-        router_input: (T, H), the router's input; predictions for later layers start from it.
-        scores: (T, E) float32.
-        top_k_index, top_k_weights: (T, K), the arguments of the experts.
+    Such a block (Llama 4) multiplies hidden states by the scores of all experts, which its router returns as (T, E) with zeros for those
+    that are not chosen, and adds up what the experts return for E * T rows. It computes the same from the scores of K experts, (T, K), for
+    K * T rows. The router is made to return these, and the experts are called with the choice as those of other families are: `(K * T, H),
+    ids (K * T, 1) int64, weights (K * T, 1)`, all 1 since the rows are multiplied already.
     """
 
-    router: Router
-    router_input: torch.Tensor
-    scores: torch.Tensor
-    top_k_index: torch.Tensor
-    top_k_weights: torch.Tensor
+    def __init__(self, block: nn.Module, experts: nn.Module, num_experts: int) -> None:
+        router = sibling_router(block)
+        assert router is not None, "a block with experts has a router"
+        self._router = Router("", router, block, num_experts)
+        self._chosen = threading.local()  # of the thread's last call of the router: (T, K) int64
+        router.register_forward_hook(self._routed)
+        experts.register_forward_pre_hook(self._called)
 
+    def _routed(self, _module: nn.Module, _args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        scores, *others = output
+        top_k_scores, self._chosen.index = scores.topk(self._router.top_k(), dim=-1)
+        return (top_k_scores, *others)
 
-@contextmanager
-def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> Iterator[dict[str, Router]]:
-    """Call `on_call` after every router and before its experts while the body runs; yield the routers by path."""
-    routers = routers_of(model)
-    hooks = []
-    for path, router in routers.items():
-        watch = _Watch(router, on_call)
-        hooks.append(router.module.register_forward_hook(watch.routed, with_kwargs=True))
-        hooks.append(model.get_submodule(path).register_forward_pre_hook(watch.called, with_kwargs=True))
-    try:
-        yield routers
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Watch:
-    """The hooks of one layer, which join a router's call with the following call of its experts."""
-
-    def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
-        self._router = router
-        self._on_call = on_call
-        self._pending: tuple[torch.Tensor, torch.Tensor, RouterOutput] | None = None
-
-    def routed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        tokens = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
-        self._pending = tokens, self._router.scores(output), self._router.read(output)
-
-    def called(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._pending is None:  # the experts were called without their router
-            return
-        (router_input, scores, read), self._pending = self._pending, None
-        given = [*args[1:], *(kwargs[name] for name in ("top_k_index", "top_k_weights") if name in kwargs)]
-        # Stock experts that are called with all rows are not given the choice; in their place, an operator is, with a row for each.
-        index, weights = given[:2] if given else (read.top_k_index, read.top_k_weights)
-        assert index is not None and weights is not None, "the router or the block chooses"
-        if len(index) != len(router_input):
-            index, weights = (part.reshape(-1, len(router_input)).T for part in (index, weights))
-        index, weights = index.detach(), weights.detach()
-        self._on_call(RoutedCall(self._router, router_input, scores, index.long(), weights))
+    def _called(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if len(args) != 1:
+            return args
+        (rows,) = args
+        index = self._chosen.index.T.reshape(-1, 1)
+        if len(index) != len(rows):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} was called with {len(rows)} rows where its router chose {len(index)} experts for all tokens"
+            )
+        return rows, index, rows.new_ones(index.shape)

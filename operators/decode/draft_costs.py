@@ -17,11 +17,11 @@ import torch
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.drafts import Drafter, Drafting, ExpertsDrafter, NgramDrafter
 from moegraft.operators.decode.loop import DecodedSequence, Decoding
 from moegraft.operators.decode.mtp import MtpDrafter
 from moegraft.operators.decode.mtp_layers import mtp_layers
+from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import UnsupportedModelError

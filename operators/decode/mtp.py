@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
 from moegraft.operators.decode.mtp_layers import foresees_experts, layers_cache, mtp_layers
-from moegraft.operators.decode.passes import passes_over
-from moegraft.operators.decode.rollback import longest_rewind
+from moegraft.operators.decode.rollback import longest_rewind, passes_over
+from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.draft import DraftSwitch
 

@@ -26,10 +26,9 @@ from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceErr
 from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions, VerificationPrefetcher
 from moegraft.operators.offload.queue import ExpertCache
-from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, Scheduler
+from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, LayerStep, Prediction, Scheduler
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, TimingRecorder
-from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.transfers import Transfer
 
 logger = logging.getLogger(__name__)

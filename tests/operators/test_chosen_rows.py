@@ -13,11 +13,11 @@ from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.chosen_rows import ChosenRows
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
 from moegraft.operators.layout import read_layout
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.routing import watch_routing
+from moegraft.operators.routing import ChosenRows
+from moegraft.operators.routing_trace import watch_routing
 
 EXPERTS, HIDDEN, INTERMEDIATE = 6, 20, 7
 

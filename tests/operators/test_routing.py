@@ -13,16 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.routing import (
-    RoutedCall,
-    RouterOutput,
-    experts_paths,
-    router_of,
-    routers_of,
-    score_function,
-    scores_of,
-    watch_routing,
-)
+from moegraft.operators.routing import RouterOutput, experts_paths, router_of, routers_of, score_function, scores_of
+from moegraft.operators.routing_trace import RoutedCall, watch_routing
 
 # Routers that read more than hidden states, so that their choice is not known from hidden states alone.
 READS_TOKEN_IDS = {"deepseek_v4": ("model.layers.0.mlp.experts",)}
