@@ -281,7 +281,7 @@ def foresight(text: torch.Tensor, rows: Recorder) -> None:
     for layer, call in enumerate(calls):
         asked = {f"{depth} before": calls[layer - depth].router_input[1:] for depth in (1, 2, 3) if layer >= depth}
         for source, tokens in {**asked, "MTP layer": of_tokens[0]}.items():
-            named, chosen = call.router.route(tokens).top_k_index, call.top_k_index[1:]
+            named, chosen = call.router.route(tokens), call.top_k_index[1:]
             recall = float((chosen[:, :, None] == named[:, None, :]).any(-1).float().mean())
             rows.add({"layer": layer, "asked on": source, "tokens": len(tokens), "recall": round(recall, 3)})
 

@@ -112,22 +112,11 @@ def scores_of(router_output: Any, num_experts: int, function: str | None = None)
     return scores[:, :num_experts]
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """A router's decision for T tokens: ids (T, K) int64 and weights (T, K), likeliest expert first, and scores (T, E) float32."""
-
-    top_k_index: torch.Tensor
-    top_k_weights: torch.Tensor
-    scores: torch.Tensor
-
-
 class Router:
     """One layer's router, called as its block calls it.
 
     Attributes:
         path: the path of the experts module that it routes to.
-        exact: whether `route` chooses as the model does. False where a router reads more than hidden states and its block's tensors:
-            token ids (hash layers of DeepSeek-V4), or another layer's state (Zaya).
     """
 
     def __init__(self, path: str, module: nn.Module, block: nn.Module, num_experts: int) -> None:
@@ -140,9 +129,7 @@ class Router:
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         # By name, not by value: weights that are loaded later replace these tensors.
         self._held = [p.name for p in named if isinstance(getattr(block, p.name, None), torch.Tensor)]
-        unknown = [p for p in named if p.name not in self._held]
-        self._callable = all(p.default is not p.empty for p in unknown)
-        self.exact = not unknown
+        self._callable = all(p.name in self._held or p.default is not p.empty for p in named)
         self._windowed: bool | None = None  # whether the router needs (1, T, H); None before the first call
 
     def _call(self, hidden_states: torch.Tensor) -> Any:
@@ -165,17 +152,20 @@ class Router:
         return scores_of(output, self.num_experts, self._function)
 
     @torch.no_grad()
-    def route(self, hidden_states: torch.Tensor) -> Routing:
-        """Return the router's decision on hidden states (T, H), which may be those of an earlier layer."""
+    def route(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the ids (T, K) int64 that the router chooses on hidden states (T, H), the likeliest first.
+
+        These may be an earlier layer's. It is an approximation where a router reads more than hidden states and its block's tensors: token
+        ids (hash layers of DeepSeek-V4), or another layer's state (Zaya).
+        """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not self._callable:
-            # An approximation: the matrix with one row of weights per expert gives the logits.
+            # The matrix with one row of weights per expert gives the logits.
             rows = (p for p in self.module.parameters() if p.dim() == 2 and p.shape[0] >= self.num_experts)
             weight = next(rows, None)
             if weight is None:
                 raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
-            logits = F.linear(tokens, weight.to(tokens.dtype))
-            return _ranked(logits.topk(self.top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
+            return F.linear(tokens, weight.to(tokens.dtype)).topk(self.top_k(), dim=-1).indices
         if self._windowed is None:
             # (T, H) is tried first: nearly all routers accept it, and some gather along a wrong axis when given (1, T, H).
             try:
@@ -187,14 +177,13 @@ class Router:
         read = self.read(output)
         if read.top_k_index is None:
             read = self._routed_by_block(tokens, read)
-        return _ranked(read.top_k_index, read.top_k_weights, self.scores(output))
+        assert read.top_k_index is not None, "a router's decision has ids of experts"
+        index = read.top_k_index.long()
+        weights = self.scores(output).gather(-1, index) if read.top_k_weights is None else read.top_k_weights
+        return index.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))  # many routers do not sort
 
     def top_k(self) -> int:
-        """Return the number of experts per token.
-
-        Raises:
-            UnsupportedModelError: neither the router nor its block states it.
-        """
+        """Return the number of experts per token; raises UnsupportedModelError where neither the router nor its block states it."""
         count = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
         if not isinstance(count, int):
             raise UnsupportedModelError(
@@ -206,20 +195,10 @@ class Router:
         """Complete the output of a router that returns logits alone, where its block chooses (Jamba before transformers 5.2x)."""
         choose = getattr(self._block, "route_tokens_to_experts", None)
         if choose is None:
-            self.exact = False
             return RouterOutput(read.logits, None, read.logits.topk(self.top_k(), dim=-1).indices)
         given = {"hidden_states": tokens, "router_logits": read.logits}
         chosen = choose(**{name: given[name] for name in inspect.signature(choose).parameters})
         return RouterOutput.read((read.logits, *chosen), self.num_experts)
-
-
-def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None, scores: torch.Tensor) -> Routing:
-    """Return a decision sorted by weight: many routers do not sort."""
-    assert top_k_index is not None, "a router's decision has ids of experts"
-    index = top_k_index.long()
-    weights = top_k_weights if top_k_weights is not None else scores.gather(-1, index)
-    order = weights.argsort(dim=-1, descending=True, stable=True)
-    return Routing(index.gather(-1, order), weights.gather(-1, order), scores)
 
 
 def experts_paths(model: nn.Module) -> tuple[str, ...]:

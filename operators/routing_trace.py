@@ -124,11 +124,7 @@ class Trace:
         return Trace(*arrays, self.layers, self.source)
 
     def save(self, path: Path) -> None:
-        """Write the trace; scores and weights are rounded to 16 bits.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the trace; scores and weights are rounded to 16 bits; raises OSError where the file cannot be written."""
         with new_file(path) as file:
             np.savez_compressed(
                 file,
@@ -307,8 +303,7 @@ def _trace_of_calls(calls: Sequence[RoutedCall], source: str, depths: int) -> Tr
     predicted = np.full((depths, tokens, len(calls), top_k), NO_EXPERT, dtype=np.int64)
     for depth in range(depths):
         for layer in range(depth + 1, len(calls)):
-            routing = calls[layer].router.route(calls[layer - 1 - depth].router_input)
-            predicted[depth, :, layer] = routing.top_k_index.cpu().numpy()
+            predicted[depth, :, layer] = calls[layer].router.route(calls[layer - 1 - depth].router_input).cpu().numpy()
 
     def stack(layers: Iterable[torch.Tensor]) -> NDArray[np.generic]:
         return np.stack([layer.cpu().numpy() for layer in layers], axis=1)
