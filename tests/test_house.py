@@ -64,7 +64,6 @@ INTERFACE = {
     "decode.loop",
     "decode.mtp",
     "decode.mtp_layers",
-    "decode.mtp_pages",
     "decode.native.record",
     "decode.native.steps",
     "decode.pages",
