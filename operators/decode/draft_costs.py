@@ -77,7 +77,6 @@ def measure_draft_costs(
     rounds: int = 11,
     settings: DraftSettings | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[str], object] = lambda text: None,
 ) -> list[DraftCosts]:
     """Return the costs of every drafter that a loaded model has: fewer experts, MTP layers and n-grams.
 
@@ -100,7 +99,6 @@ def measure_draft_costs(
         drafters = {getattr(layers, "drafter", "mtp"): by_layers, **drafters}
     found = []
     for name, drafter in drafters.items():
-        progress(name)
         schedule = _Interleaved(longest, rounds)
         reasons: list[str] = []
         drafting = Drafting(
