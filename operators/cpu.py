@@ -42,11 +42,7 @@ ELEMENT_CODES = {dtype: code for code, dtype in enumerate(ELEMENTS)}
 
 
 def element_name(dtype: torch.dtype) -> str:
-    """Return the kernel's name of a dtype, such as `bfloat16`.
-
-    Raises:
-        ValueError: the kernel does not support the dtype.
-    """
+    """Return the kernel's name of a dtype, such as `bfloat16`; raises ValueError where the kernel does not support the dtype."""
     if dtype not in ELEMENT_CODES:
         raise ValueError(f"the CPU kernel does not support {dtype}")
     return str(dtype).removeprefix("torch.")
@@ -126,10 +122,7 @@ class KernelInUse:
 
 
 def kernel_in_use() -> KernelInUse:
-    """
-    Raises:
-        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
-    """
+    """Return how it runs; raises MoegraftError where MOEGRAFT_ISA names an instruction set that this CPU or build does not have."""
     runtime = open_runtime(threads=1)
     return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), Runtime().threads)
 
