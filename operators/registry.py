@@ -37,17 +37,11 @@ class OperatorRegistry:
         """
         self._by_name: dict[str, type[Operator]] = {}
         for operator in operators:
-            self._add(operator)
-
-    def _add(self, operator: type[Operator]) -> None:
-        other = self._by_name.get(operator.name)
-        if other is operator:  # the same class given twice is no conflict
-            return
-        if other is not None:
-            raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
-        if not is_dataclass(operator.options_type) or not operator.options_type.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise ValueError(f"the options of operator '{operator.name}' must be a frozen dataclass")
-        self._by_name[operator.name] = operator
+            other = self._by_name.setdefault(operator.name, operator)
+            if other is not operator:  # the same class given twice is no conflict
+                raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
+            if not is_dataclass(operator.options_type) or not operator.options_type.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+                raise ValueError(f"the options of operator '{operator.name}' must be a frozen dataclass")
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name

@@ -61,11 +61,7 @@ class Scores:
         return 0.0 if place is None else float(self.probabilities[place])
 
     def draw(self) -> int:
-        """Return a token by its probability.
-
-        Raises:
-            RuntimeError: the probabilities are no numbers.
-        """
+        """Return a token by its probability; raises RuntimeError where the probabilities are no numbers."""
         return self._draw(self.probabilities)
 
     def draw_beyond(self, other: Scores) -> int:
@@ -218,9 +214,9 @@ class AcceptanceRule(ABC):
     def accepts(self, draft: DraftToken, scores: Scores) -> bool:
         """Return whether `draft` is accepted."""
 
-    @abstractmethod
     def replacement(self, draft: DraftToken, scores: Scores) -> int:
-        """Return the token that replaces the rejected `draft`."""
+        """Return the token that replaces the rejected `draft`, by default the full model's own."""
+        return self.pick(scores)
 
     def note(self, token: int, logits: torch.Tensor, scores: Scores, accepted: DraftToken | None) -> None:  # noqa: B027
         """Note a token of a round with drafts, by the full model's logits (V,); `accepted`: the draft that it is, else None."""
@@ -234,9 +230,6 @@ class Greedy(AcceptanceRule):
 
     def accepts(self, draft: DraftToken, scores: Scores) -> bool:
         return draft.token == self.pick(scores)
-
-    def replacement(self, draft: DraftToken, scores: Scores) -> int:
-        return self.pick(scores)
 
 
 class Sampling(AcceptanceRule):
@@ -275,9 +268,6 @@ class Adaptive(AcceptanceRule):
     def accepts(self, draft: DraftToken, scores: Scores) -> bool:
         q, p = draft.confidence, scores.probability(draft.token)
         return q > self.confidence and p > (1 - self.tolerance) * q
-
-    def replacement(self, draft: DraftToken, scores: Scores) -> int:
-        return self.lossless.pick(scores)
 
     def note(self, token: int, logits: torch.Tensor, scores: Scores, accepted: DraftToken | None) -> None:
         if self.count is not None:

@@ -165,23 +165,16 @@ class SparseExperts(Operator):
         x = hidden_states.detach().to(device, self._dtype).contiguous()
         absent = (top_k_index < 0) | (top_k_index >= self.num_experts)
         slots = top_k_index.masked_fill(absent, -1).to(device, torch.int32).contiguous()
-        if self.sparsity.observer is not None:
-            self._observe(kernels, arena, x, slots)
+        if (observer := self.sparsity.observer) is not None:
+            for part, acted in kernels.activations(x, arena, slots):
+                observer(part.long(), acted)
         out = torch.empty_like(x)
         kernels.forward(x, arena, slots, top_k_weights.detach().to(device).contiguous(), out, drafting=self.sparsity.drafting)
         return out.to(hidden_states.device, hidden_states.dtype)
 
     def gradients(self, *tensors: torch.Tensor) -> NoReturn:
-        """
-        Raises:
-            UnsupportedModelError: always.
-        """
+        """Raise UnsupportedModelError."""
         raise UnsupportedModelError(f"{self.name} has no backward pass: {self.traits(self.options).untrained}")
-
-    def _observe(self, kernels: SparseSlotExperts, arena: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
-        assert self.sparsity.observer is not None, "called while there is an observer"
-        for part, acted in kernels.activations(x, arena, slots):
-            self.sparsity.observer(part.long(), acted)
 
     def extra_repr(self) -> str:
         layout = self.layout

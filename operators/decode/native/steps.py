@@ -22,15 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
-from moegraft.operators.decode.cache import (
-    CacheBuffers,
-    ForeignCacheError,
-    StateName,
-    buffers_of,
-    cache_counts,
-    cache_tensors,
-    holder,
-)
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName, buffers_of, cache_counts, cache_tensors, holder
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import HIDDEN_STATES, OtherSizeError, StepProgram
