@@ -28,11 +28,10 @@ from support.compile_check import Compiled, recording
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.operators.kernels.launch import trial
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
-from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
 from moegraft.operators.kernels.packed_product import SMALL_STAGES
-from moegraft.operators.kernels.router import choose_experts
 from moegraft.operators.kernels.slots import SlotExperts
+from moegraft.operators.kernels.small import MAX_COLUMNS, choose_experts, norm
 from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 from moegraft.operators.weight_formats import FORMATS
 

@@ -54,13 +54,13 @@ from harness.texts import held_out, pieces
 from transformers import AutoConfig, MellumConfig, PreTrainedModel
 
 from moegraft.injection.demo import demo_path
-from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy
 from moegraft.operators.decode.drafts import Drafting
 from moegraft.operators.decode.mtp import MtpStreams
+from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken, Greedy
 from moegraft.operators.decode.schedule import FixedSchedule, Round
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.routing import RoutedCall, watch_routing
+from moegraft.operators.routing_trace import RoutedCall, watch_routing
 
 MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS, QUALITY_TOKENS = 48, 128, 256
@@ -281,7 +281,7 @@ def foresight(text: torch.Tensor, rows: Recorder) -> None:
     for layer, call in enumerate(calls):
         asked = {f"{depth} before": calls[layer - depth].router_input[1:] for depth in (1, 2, 3) if layer >= depth}
         for source, tokens in {**asked, "MTP layer": of_tokens[0]}.items():
-            named, chosen = call.router.route(tokens).top_k_index, call.top_k_index[1:]
+            named, chosen = call.router.route(tokens), call.top_k_index[1:]
             recall = float((chosen[:, :, None] == named[:, None, :]).any(-1).float().mean())
             rows.add({"layer": layer, "asked on": source, "tokens": len(tokens), "recall": round(recall, 3)})
 

@@ -180,8 +180,6 @@ class ExpertFrames:
             ValueError: fewer than `least_frames` fit.
             MemoryError: the memory cannot be allocated.
         """
-    def set_prediction(self, predicts: bool) -> None:
-        """Set whether experts are read before they are demanded."""
     @property
     def frames(self) -> int: ...
     @property

@@ -19,13 +19,13 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 
 from moegraft.injection.planning import Plan
 from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
-from moegraft.operators.chosen_rows import ChosenRows
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.cache import new_cache as empty_cache
 from moegraft.operators.decode.mtp_layers import add_mtp_layers
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.routing import ChosenRows
 from moegraft.operators.structure import calls_all_rows
 from moegraft.operators.timeline import Timeline
 

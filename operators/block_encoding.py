@@ -320,8 +320,11 @@ class _Grid:
     shifts: tuple[float, ...] = (0.0,)
     tries: int = 7
 
-    def search(self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> _Points:
-        """Return the nearest points: x (n, size), scales (n, candidates), result (n, shifts * candidates)."""
+    def search(self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Bytes, Bytes]:
+        """Return match, norm, points and signs of the nearest points, as `search_grid`: x (n, size), scales (n, candidates).
+
+        The results are (n, shifts * candidates).
+        """
         each = [
             search_grid(self.name, x.numpy(), weight.numpy(), scales.numpy(), shift=shift, threads=torch.get_num_threads())
             for shift in self.shifts
@@ -329,17 +332,7 @@ class _Grid:
         match, norm, points, signs = (
             each[0] if len(each) == 1 else tuple(np.concatenate(parts, axis=1) for parts in zip(*each, strict=True))
         )
-        return _Points(torch.from_numpy(match), torch.from_numpy(norm), points, signs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Points:
-    """Nearest points by group and candidate, as `search_grid` returns them."""
-
-    match: torch.Tensor
-    norm: torch.Tensor
-    points: Bytes
-    signs: Bytes
+        return torch.from_numpy(match), torch.from_numpy(norm), points, signs
 
 
 GridPack = Callable[[Bytes, Bytes, Bytes, Bytes], list[Bytes]]  # points, signs, places of scales, shifts (n, groups, ...): to parts
@@ -350,10 +343,10 @@ def _grid_super_blocks(x: torch.Tensor, weight: torch.Tensor, grid: _Grid, pack:
     blocks, groups = len(x), SUPER_BLOCK // grid.size
     x, weight = x.reshape(-1, grid.size).contiguous(), weight.reshape(-1, grid.size).contiguous()
     largest = x.abs().amax(-1, keepdim=True) / grid.top
-    found = grid.search(x, weight, largest * torch.linspace(*grid.ratios, grid.tries))
-    match = found.match.clamp_min(0)
-    best = _ratio(match * match, found.norm).argmax(-1, keepdim=True)
-    influence = found.norm.gather(-1, best)
+    match, norm, *_ = grid.search(x, weight, largest * torch.linspace(*grid.ratios, grid.tries))
+    match = match.clamp_min(0)
+    best = _ratio(match * match, norm).argmax(-1, keepdim=True)
+    influence = norm.gather(-1, best)
     own = _ratio(match.gather(-1, best), influence)
     odd = _Levels(tuple(range(1, 2 * grid.places, 2)), 2 * grid.places - 1, 0.3, 25)
     whole = _half(_fit(own.reshape(blocks, groups), influence.reshape(blocks, groups), odd) / grid.unit)
@@ -363,16 +356,16 @@ def _grid_super_blocks(x: torch.Tensor, weight: torch.Tensor, grid: _Grid, pack:
         of_groups = whole.expand(blocks, groups).reshape(-1, 1) * grid.unit
         places = (odd.nearest(_ratio(own, of_groups)) + torch.tensor([-1.0, 0.0, 1.0])).clamp_(0, grid.places - 1)
         scales = of_groups * (2 * places + 1)
-        found = grid.search(x, weight, scales)
+        match, norm, points, signs = grid.search(x, weight, scales)
         shifts = len(grid.shifts)
         scales, places = scales.repeat(1, shifts), places.repeat(1, shifts)
-        errors = scales * (scales * found.norm - 2 * found.match)
+        errors = scales * (scales * norm - 2 * match)
         error, best = errors.min(-1, keepdim=True)
         chosen = best.numpy()[..., None]
         now = [
             whole,
-            torch.from_numpy(np.take_along_axis(found.points, chosen, 1)[:, 0].astype(np.int32)).reshape(blocks, groups, -1),
-            torch.from_numpy(np.take_along_axis(found.signs, chosen, 1)[:, 0]).reshape(blocks, groups, -1),
+            torch.from_numpy(np.take_along_axis(points, chosen, 1)[:, 0].astype(np.int32)).reshape(blocks, groups, -1),
+            torch.from_numpy(np.take_along_axis(signs, chosen, 1)[:, 0]).reshape(blocks, groups, -1),
             places.gather(-1, best).reshape(blocks, groups),
             (best // 3).reshape(blocks, groups),
         ]
@@ -381,12 +374,12 @@ def _grid_super_blocks(x: torch.Tensor, weight: torch.Tensor, grid: _Grid, pack:
         least = torch.where(better, error, least)
         kept = [torch.where(better if new.ndim == 2 else better[..., None], new, old) for new, old in zip(now, kept or now, strict=True)]
         factor = (2 * places.gather(-1, best) + 1) * grid.unit
-        above = (factor * found.match.gather(-1, best)).reshape(blocks, groups).sum(-1, keepdim=True)
-        below = (factor.square() * found.norm.gather(-1, best)).reshape(blocks, groups).sum(-1, keepdim=True)
-        own = _ratio(found.match.gather(-1, best).clamp_min(0), found.norm.gather(-1, best))
+        above = (factor * match.gather(-1, best)).reshape(blocks, groups).sum(-1, keepdim=True)
+        below = (factor.square() * norm.gather(-1, best)).reshape(blocks, groups).sum(-1, keepdim=True)
+        own = _ratio(match.gather(-1, best).clamp_min(0), norm.gather(-1, best))
         whole = _half(_ratio(above.clamp_min(0), below))
-    whole, points, signs, places, shift = kept
-    packed = pack(points.numpy().astype(np.uint16), signs.numpy(), _bytes(places), _bytes(shift))
+    whole, chosen_points, chosen_signs, places, shift = kept
+    packed = pack(chosen_points.numpy().astype(np.uint16), chosen_signs.numpy(), _bytes(places), _bytes(shift))
     return np.concatenate([_halves(whole), *packed], axis=1)
 
 

@@ -78,17 +78,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    causal: bool,
-    number: int,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: object) -> torch.Tensor:
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[3])
 

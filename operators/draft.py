@@ -45,11 +45,7 @@ class DraftSwitch:
         self.preparations = 0
 
     def join(self, *, sparse: bool = False) -> None:
-        """Count one layer of experts that follows this switch.
-
-        Args:
-            sparse: whether the layer can leave neurons out.
-        """
+        """Count one layer of experts that follows this switch; `sparse`: whether it can leave neurons out."""
         self.layers += 1
         self.sparse_layers += sparse
 
@@ -152,11 +148,7 @@ def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, top_k: 
 def keep_heaviest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep the `budget` experts of a pass whose weights, summed over all tokens, are largest (MoE-Spec, arXiv:2602.16052, truncation).
 
-    The other experts become padded slots: id -1, which no kernel reads, and weight 0. Of equally heavy experts, the first ones are kept.
-
-    Args:
-        top_k_index: (T, K) int64.
-        top_k_weights: (T, K) floating point.
+    The arguments and the other experts are as in `keep_largest`. Of equally heavy experts, the first ones are kept.
     """
     ids, weights = top_k_index.flatten(), top_k_weights.flatten().float()
     same = ids[:, None] == ids  # (TK, TK): tokens are few, and how many experts there are need not be known

@@ -435,10 +435,7 @@ class ExpertGroup:
                 )
 
     def require_alive(self) -> None:
-        """
-        Raises:
-            GroupLostError: another rank is lost, or the model is closed.
-        """
+        """Raise GroupLostError where another rank is lost, or the model is closed."""
         if self._failure is not None:
             raise GroupLostError(self._failure)
         if self._closed.is_set():
@@ -461,11 +458,7 @@ class ExpertGroup:
     # On the other ranks
 
     def follow(self) -> None:
-        """Compute for rank 0 until it closes the model.
-
-        Raises:
-            GroupLostError: rank 0 is lost.
-        """
+        """Compute for rank 0 until it closes the model; raises GroupLostError where rank 0 is lost."""
         while self._served() is not None:
             pass
 

@@ -182,9 +182,7 @@ def _heads(config: PreTrainedConfig) -> tuple[int, list[int]]:
 
 
 def _unsupported_group(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> str | None:
-    if options.backend == "fp8":
-        return None
-    if group_of(config, options) > 1:
+    if options.backend == "fp8" or group_of(config, options) > 1:
         return None
     heads, widths = _heads(config)
     values = f"{heads} head{'' if heads == 1 else 's'} of {' and '.join(map(str, sorted(set(widths))))} values per token"

@@ -74,12 +74,6 @@ def _shown_form(module: nn.Module) -> _StoredForm | None:
     return _StoredForm(True, False, transposed, forms[0]) if forms else None
 
 
-def _gate_function(module: nn.Module, form: _StoredForm) -> ApplyGate:
-    """Return the gate of a module that has one."""
-    declared: Any = module
-    return declared._apply_gate if _declares_form(module) else partial(_gate_in_forward, module, form.transposed)
-
-
 def _gate_in_forward(module: nn.Module, transposed: bool, gate_up: torch.Tensor) -> torch.Tensor:
     """Apply the gate within a module's forward pass, (T, 2N) -> (T, N), by an expert whose matrices let gate, up and result pass."""
     neurons, hidden = gate_up.shape[-1] // 2, module.get_parameter("down_proj").shape[-1 if transposed else -2]
@@ -163,7 +157,8 @@ def _probe_gate(module: nn.Module) -> GateSpec | None:
             act: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
             ungated = _match_activation(module, values, act(values))
             return None if ungated is None else GateSpec(activation=ungated[0], alpha=ungated[1])
-        apply = _gate_function(module, form)
+        declared: Any = module
+        apply: ApplyGate = declared._apply_gate if _declares_form(module) else partial(_gate_in_forward, module, form.transposed)
         if not _splits_as_stored(apply, form.concatenated):
             return None
         near = _grid(-0.9, 0.9, 37)
@@ -296,11 +291,7 @@ def _names(names: set[str]) -> str:
 
 
 def read_layout(module: nn.Module) -> ExpertsLayout:
-    """Return the layout of a module that `why_unsupported` accepts; the module may be on meta.
-
-    Raises:
-        ValueError: the module is unsupported.
-    """
+    """Return the layout of a module, which may be on meta; raises ValueError where `why_unsupported` has a reason."""
     reason = why_unsupported(module)
     if reason is not None:
         raise ValueError(reason)
@@ -323,11 +314,7 @@ def read_layout(module: nn.Module) -> ExpertsLayout:
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
-    """Return the number of experts per token.
-
-    Raises:
-        UnsupportedModelError: the config does not state it.
-    """
+    """Return the number of experts per token; raises UnsupportedModelError where the config does not state it."""
     text: Any = config.get_text_config()
     top_k = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
     if top_k is None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear, Runtime
@@ -172,8 +171,10 @@ class QuantizedLinear(Operator):
         self._weight_type = _weight_type(self.options, source.dtype)
         parts = _parts(self.out_features, self._weight_type)
         segments = None if len(parts) == 1 else source.segments()
-        stored = self._stored(source) if segments is None else None
-        bias = None
+        stored = bias = None
+        if segments is None:
+            sizes = {"weight": PackedLinear.nbytes_for(self.out_features, self.in_features, self._weight_type)}
+            stored = source.packed(self._form(), sizes | ({"bias": 4 * self.out_features} if self.has_bias else {}))
         if stored is not None:
             packed = [self._divided(PackedLinear(self.out_features, self.in_features, self._weight_type))]
             packed[0].pack_bytes(stored["weight"])
@@ -206,10 +207,6 @@ class QuantizedLinear(Operator):
         matrix = self._packed[0].buffer if self._on_gpu is None else self._on_gpu.packed.cpu().numpy()
         bias = np.frombuffer(self._bias_bytes, np.uint8)
         return PackedWeights(self._form(), {"weight": matrix, **({"bias": bias} if self.has_bias else {})})
-
-    def _stored(self, source: WeightSource) -> Mapping[str, NDArray[np.uint8]] | None:
-        sizes = {"weight": PackedLinear.nbytes_for(self.out_features, self.in_features, self._weight_type)}
-        return source.packed(self._form(), sizes | ({"bias": 4 * self.out_features} if self.has_bias else {}))
 
     def _form(self) -> dict[str, str | int | bool]:
         return {"weights": self._weight_type, "rows": self.out_features, "columns": self.in_features, "bias": self.has_bias}
@@ -248,17 +245,16 @@ class QuantizedLinear(Operator):
             y = self._on_gpu.forward(rounded(x.detach()).to(self._device))
             return y.to(x.device, x.dtype)
         assert self._packed, "load comes before forward"
-        if type(x) is torch.Tensor and is_plain(x) and x.shape[-1] == self.in_features:
-            outs = [x.new_empty((*x.shape[:-1], packed.rows)) for packed in self._packed]
-            for packed, out in zip(self._packed, outs, strict=True):
-                self._runtime.linear(packed, x, out)
-            return outs[0] if self._segments is None else self._segments.outputs(torch.cat(outs, dim=-1))
-        rows = rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
-        outs = [rows.new_empty(rows.shape[0], packed.rows) for packed in self._packed]
+        plain = type(x) is torch.Tensor and is_plain(x) and x.shape[-1] == self.in_features
+        rows = x if plain else rounded(x.detach().to("cpu")).reshape(-1, self.in_features).contiguous()
+        outs = [rows.new_empty((*rows.shape[:-1], packed.rows)) for packed in self._packed]
         for packed, out in zip(self._packed, outs, strict=True):
-            self._runtime.linear(packed, as_array(rows), as_array(out))
+            if plain:
+                self._runtime.linear(packed, rows, out)
+            else:
+                self._runtime.linear(packed, as_array(rows), as_array(out))
         y = outs[0] if self._segments is None else self._segments.outputs(torch.cat(outs, dim=-1))
-        return y.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
+        return y if plain else y.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input (..., in_features), from that of the output (..., out_features).

@@ -32,10 +32,8 @@ def reference_activation(name: str, x: torch.Tensor, alpha: float = 1.0) -> torc
 
 def reference_gate(spec: GateSpec, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
     """Return `min(act(min(gate, gate_limit)), act_limit) * (clamp(up, +-up_limit) + up_offset)`; `act(up)` without a gate."""
-    if gate is None:
-        return reference_activation(spec.activation, up, spec.alpha)
-    acted = reference_activation(spec.activation, gate.clamp(max=spec.gate_limit), spec.alpha).clamp(max=spec.act_limit)
-    return acted * (up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset)
+    acted = _acted(spec, gate, up)
+    return acted if gate is None else acted * (up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset)
 
 
 def reference_experts(
@@ -79,16 +77,11 @@ def reference_experts(
         up_rows = F.linear(x, up[expert].to(dtype), _of(up_bias, expert, dtype))
         neurons = reference_gate(gate_spec, gate_rows, up_rows)
         if threshold > 0.0:
-            neurons = neurons.where(reference_kept(_acted(gate_spec, gate_rows, up_rows), threshold), 0.0)
+            below = _acted(gate_spec, gate_rows, up_rows).abs() < threshold  # a NaN is not, so that it reaches the output
+            neurons = neurons.where(~below, 0.0)
         share = top_k_weights[token, slot].to(dtype)[:, None]
         out.index_add_(0, token, share * F.linear(neurons, down[expert].to(dtype), _of(down_bias, expert, dtype)))
     return out
-
-
-def reference_kept(activations: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return which neurons are computed, (T, I) bool, given their activations."""
-    # A NaN is not below the threshold, so that it reaches the output.
-    return ~(activations.abs() < threshold)
 
 
 def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:

@@ -30,24 +30,14 @@ class OperatorRegistry:
     """A read-only table of operator classes by short name."""
 
     def __init__(self, operators: Iterable[type[Operator]]) -> None:
-        """Create the table.
-
-        Raises:
-            ValueError: two operators have one name, or options are not a frozen dataclass.
-        """
+        """Create the table; raises ValueError where two operators have one name, or options are not a frozen dataclass."""
         self._by_name: dict[str, type[Operator]] = {}
         for operator in operators:
-            self._add(operator)
-
-    def _add(self, operator: type[Operator]) -> None:
-        other = self._by_name.get(operator.name)
-        if other is operator:  # the same class given twice is no conflict
-            return
-        if other is not None:
-            raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
-        if not is_dataclass(operator.options_type) or not operator.options_type.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise ValueError(f"the options of operator '{operator.name}' must be a frozen dataclass")
-        self._by_name[operator.name] = operator
+            other = self._by_name.setdefault(operator.name, operator)
+            if other is not operator:  # the same class given twice is no conflict
+                raise ValueError(f"two operators are named '{operator.name}': {_path(other)} and {_path(operator)}; rename one")
+            if not is_dataclass(operator.options_type) or not operator.options_type.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+                raise ValueError(f"the options of operator '{operator.name}' must be a frozen dataclass")
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -81,10 +71,6 @@ def _load(path: str) -> type[Operator]:
 
 
 def load_registry() -> OperatorRegistry:
-    """Return a registry of all installed operators.
-
-    Raises:
-        ValueError: an entry point names an object that is not an operator, or two operators have one name.
-    """
+    """Return a registry of all installed operators; raises ValueError where an entry point names no operator, or two have one name."""
     added = [entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)]
     return OperatorRegistry([_load(path) for path in (*BUILT_IN, *added)])

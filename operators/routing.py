@@ -1,4 +1,4 @@
-"""A uniform interface to the routers of every family: their scores of all experts, their choices, and hooks on their calls.
+"""A uniform interface to the routers of every family: their scores of all experts, and their choices.
 
 Caches read the scores; prefetching applies the routers of later layers to the current hidden states. A router is called as its block calls
 it and chooses by its family's own rule, biases and groups included. Its output is read by shapes and dtypes: families differ in the order
@@ -10,8 +10,8 @@ Shapes: T tokens, E experts, K experts per token, H hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -46,11 +46,7 @@ class RouterOutput:
 
     @classmethod
     def read(cls, output: Any, num_experts: int) -> Self:
-        """Read the output of a router's forward pass.
-
-        Raises:
-            ValueError: no floating-point tensor with a column for each expert is in `output`.
-        """
+        """Read the output of a router; raises ValueError where no floating-point tensor in it has a column for each expert."""
         parts = [part for part in (output if isinstance(output, tuple | list) else (output,)) if isinstance(part, torch.Tensor)]
         index = next((part for part in parts if not part.is_floating_point()), None)
         wide = [part for part in parts if part.is_floating_point() and part.shape[-1] >= num_experts]
@@ -112,22 +108,11 @@ def scores_of(router_output: Any, num_experts: int, function: str | None = None)
     return scores[:, :num_experts]
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """A router's decision for T tokens: ids (T, K) int64 and weights (T, K), likeliest expert first, and scores (T, E) float32."""
-
-    top_k_index: torch.Tensor
-    top_k_weights: torch.Tensor
-    scores: torch.Tensor
-
-
 class Router:
     """One layer's router, called as its block calls it.
 
     Attributes:
         path: the path of the experts module that it routes to.
-        exact: whether `route` chooses as the model does. False where a router reads more than hidden states and its block's tensors:
-            token ids (hash layers of DeepSeek-V4), or another layer's state (Zaya).
     """
 
     def __init__(self, path: str, module: nn.Module, block: nn.Module, num_experts: int) -> None:
@@ -140,9 +125,7 @@ class Router:
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         # By name, not by value: weights that are loaded later replace these tensors.
         self._held = [p.name for p in named if isinstance(getattr(block, p.name, None), torch.Tensor)]
-        unknown = [p for p in named if p.name not in self._held]
-        self._callable = all(p.default is not p.empty for p in unknown)
-        self.exact = not unknown
+        self._callable = all(p.name in self._held or p.default is not p.empty for p in named)
         self._windowed: bool | None = None  # whether the router needs (1, T, H); None before the first call
 
     def _call(self, hidden_states: torch.Tensor) -> Any:
@@ -165,17 +148,20 @@ class Router:
         return scores_of(output, self.num_experts, self._function)
 
     @torch.no_grad()
-    def route(self, hidden_states: torch.Tensor) -> Routing:
-        """Return the router's decision on hidden states (T, H), which may be those of an earlier layer."""
+    def route(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the ids (T, K) int64 that the router chooses on hidden states (T, H), the likeliest first.
+
+        These may be an earlier layer's. It is an approximation where a router reads more than hidden states and its block's tensors: token
+        ids (hash layers of DeepSeek-V4), or another layer's state (Zaya).
+        """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if not self._callable:
-            # An approximation: the matrix with one row of weights per expert gives the logits.
+            # The matrix with one row of weights per expert gives the logits.
             rows = (p for p in self.module.parameters() if p.dim() == 2 and p.shape[0] >= self.num_experts)
             weight = next(rows, None)
             if weight is None:
                 raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
-            logits = F.linear(tokens, weight.to(tokens.dtype))
-            return _ranked(logits.topk(self.top_k(), dim=-1).indices, None, scores_of(logits, self.num_experts))
+            return F.linear(tokens, weight.to(tokens.dtype)).topk(self.top_k(), dim=-1).indices
         if self._windowed is None:
             # (T, H) is tried first: nearly all routers accept it, and some gather along a wrong axis when given (1, T, H).
             try:
@@ -187,14 +173,13 @@ class Router:
         read = self.read(output)
         if read.top_k_index is None:
             read = self._routed_by_block(tokens, read)
-        return _ranked(read.top_k_index, read.top_k_weights, self.scores(output))
+        assert read.top_k_index is not None, "a router's decision has ids of experts"
+        index = read.top_k_index.long()
+        weights = self.scores(output).gather(-1, index) if read.top_k_weights is None else read.top_k_weights
+        return index.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))  # many routers do not sort
 
     def top_k(self) -> int:
-        """Return the number of experts per token.
-
-        Raises:
-            UnsupportedModelError: neither the router nor its block states it.
-        """
+        """Return the number of experts per token; raises UnsupportedModelError where neither the router nor its block states it."""
         count = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
         if not isinstance(count, int):
             raise UnsupportedModelError(
@@ -206,20 +191,10 @@ class Router:
         """Complete the output of a router that returns logits alone, where its block chooses (Jamba before transformers 5.2x)."""
         choose = getattr(self._block, "route_tokens_to_experts", None)
         if choose is None:
-            self.exact = False
             return RouterOutput(read.logits, None, read.logits.topk(self.top_k(), dim=-1).indices)
         given = {"hidden_states": tokens, "router_logits": read.logits}
         chosen = choose(**{name: given[name] for name in inspect.signature(choose).parameters})
         return RouterOutput.read((read.logits, *chosen), self.num_experts)
-
-
-def _ranked(top_k_index: torch.Tensor | None, top_k_weights: torch.Tensor | None, scores: torch.Tensor) -> Routing:
-    """Return a decision sorted by weight: many routers do not sort."""
-    assert top_k_index is not None, "a router's decision has ids of experts"
-    index = top_k_index.long()
-    weights = top_k_weights if top_k_weights is not None else scores.gather(-1, index)
-    order = weights.argsort(dim=-1, descending=True, stable=True)
-    return Routing(index.gather(-1, order), weights.gather(-1, order), scores)
 
 
 def experts_paths(model: nn.Module) -> tuple[str, ...]:
@@ -253,62 +228,35 @@ def routers_of(model: nn.Module) -> dict[str, Router]:
     return {path: router_of(model, path) for path in experts_paths(model)}
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedCall:
-    """One call of one layer's experts.
+class ChosenRows:
+    """Lets a block that is made to call its experts with a row of each token for each expert call them with rows of chosen ones alone.
 
-    Attributes:
-        router: the layer's router.
-        router_input: (T, H), the router's input; predictions for later layers start from it.
-        scores: (T, E) float32.
-        top_k_index, top_k_weights: (T, K), the arguments of the experts.
+    Such a block (Llama 4) multiplies hidden states by the scores of all experts, which its router returns as (T, E) with zeros for those
+    that are not chosen, and adds up what the experts return for E * T rows. It computes the same from the scores of K experts, (T, K), for
+    K * T rows. The router is made to return these, and the experts are called with the choice as those of other families are: `(K * T, H),
+    ids (K * T, 1) int64, weights (K * T, 1)`, all 1 since the rows are multiplied already.
     """
 
-    router: Router
-    router_input: torch.Tensor
-    scores: torch.Tensor
-    top_k_index: torch.Tensor
-    top_k_weights: torch.Tensor
+    def __init__(self, block: nn.Module, experts: nn.Module, num_experts: int) -> None:
+        router = sibling_router(block)
+        assert router is not None, "a block with experts has a router"
+        self._router = Router("", router, block, num_experts)
+        self._chosen = threading.local()  # of the thread's last call of the router: (T, K) int64
+        router.register_forward_hook(self._routed)
+        experts.register_forward_pre_hook(self._called)
 
+    def _routed(self, _module: nn.Module, _args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        scores, *others = output
+        top_k_scores, self._chosen.index = scores.topk(self._router.top_k(), dim=-1)
+        return (top_k_scores, *others)
 
-@contextmanager
-def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> Iterator[dict[str, Router]]:
-    """Call `on_call` after every router and before its experts while the body runs; yield the routers by path."""
-    routers = routers_of(model)
-    hooks = []
-    for path, router in routers.items():
-        watch = _Watch(router, on_call)
-        hooks.append(router.module.register_forward_hook(watch.routed, with_kwargs=True))
-        hooks.append(model.get_submodule(path).register_forward_pre_hook(watch.called, with_kwargs=True))
-    try:
-        yield routers
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Watch:
-    """The hooks of one layer, which join a router's call with the following call of its experts."""
-
-    def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
-        self._router = router
-        self._on_call = on_call
-        self._pending: tuple[torch.Tensor, torch.Tensor, RouterOutput] | None = None
-
-    def routed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        tokens = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
-        self._pending = tokens, self._router.scores(output), self._router.read(output)
-
-    def called(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._pending is None:  # the experts were called without their router
-            return
-        (router_input, scores, read), self._pending = self._pending, None
-        given = [*args[1:], *(kwargs[name] for name in ("top_k_index", "top_k_weights") if name in kwargs)]
-        # Stock experts that are called with all rows are not given the choice; in their place, an operator is, with a row for each.
-        index, weights = given[:2] if given else (read.top_k_index, read.top_k_weights)
-        assert index is not None and weights is not None, "the router or the block chooses"
-        if len(index) != len(router_input):
-            index, weights = (part.reshape(-1, len(router_input)).T for part in (index, weights))
-        index, weights = index.detach(), weights.detach()
-        self._on_call(RoutedCall(self._router, router_input, scores, index.long(), weights))
+    def _called(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if len(args) != 1:
+            return args
+        (rows,) = args
+        index = self._chosen.index.T.reshape(-1, 1)
+        if len(index) != len(rows):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} was called with {len(rows)} rows where its router chose {len(index)} experts for all tokens"
+            )
+        return rows, index, rows.new_ones(index.shape)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +20,7 @@ from torch import nn
 
 from moegraft.operators.atomic_file import new_file
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError
-from moegraft.operators.routing import RoutedCall, watch_routing
+from moegraft.operators.routing import Router, RouterOutput, routers_of
 
 FORMAT = 1
 NO_EXPERT = -1
@@ -123,11 +124,7 @@ class Trace:
         return Trace(*arrays, self.layers, self.source)
 
     def save(self, path: Path) -> None:
-        """Write the trace; scores and weights are rounded to 16 bits.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the trace; scores and weights are rounded to 16 bits; raises OSError where the file cannot be written."""
         with new_file(path) as file:
             np.savez_compressed(
                 file,
@@ -211,6 +208,67 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return Trace(scores, chosen, weights, predicted, starts, first.layers, first.source)
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedCall:
+    """One call of one layer's experts.
+
+    Attributes:
+        router: the layer's router.
+        router_input: (T, H), the router's input; predictions for later layers start from it.
+        scores: (T, E) float32.
+        top_k_index, top_k_weights: (T, K), the arguments of the experts.
+    """
+
+    router: Router
+    router_input: torch.Tensor
+    scores: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+
+
+@contextmanager
+def watch_routing(model: nn.Module, on_call: Callable[[RoutedCall], None]) -> Iterator[dict[str, Router]]:
+    """Call `on_call` after every router and before its experts while the body runs; yield the routers by path."""
+    routers = routers_of(model)
+    hooks = []
+    for path, router in routers.items():
+        watch = _Watch(router, on_call)
+        hooks.append(router.module.register_forward_hook(watch.routed, with_kwargs=True))
+        hooks.append(model.get_submodule(path).register_forward_pre_hook(watch.called, with_kwargs=True))
+    try:
+        yield routers
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Watch:
+    """The hooks of one layer, which join a router's call with the following call of its experts."""
+
+    def __init__(self, router: Router, on_call: Callable[[RoutedCall], None]) -> None:
+        self._router = router
+        self._on_call = on_call
+        self._pending: tuple[torch.Tensor, torch.Tensor, RouterOutput] | None = None
+
+    def routed(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        tokens = hidden_states.detach().reshape(-1, hidden_states.shape[-1])
+        self._pending = tokens, self._router.scores(output), self._router.read(output)
+
+    def called(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._pending is None:  # the experts were called without their router
+            return
+        (router_input, scores, read), self._pending = self._pending, None
+        given = [*args[1:], *(kwargs[name] for name in ("top_k_index", "top_k_weights") if name in kwargs)]
+        # Stock experts that are called with all rows are not given the choice; in their place, an operator is, with a row for each.
+        index, weights = given[:2] if given else (read.top_k_index, read.top_k_weights)
+        assert index is not None and weights is not None, "the router or the block chooses"
+        if len(index) != len(router_input):
+            index, weights = (part.reshape(-1, len(router_input)).T for part in (index, weights))
+        index, weights = index.detach(), weights.detach()
+        self._on_call(RoutedCall(self._router, router_input, scores, index.long(), weights))
+
+
 @torch.no_grad()
 def record_trace(model: nn.Module, texts: Iterable[torch.Tensor], source: str, depths: int = DEPTHS) -> Trace:
     """Run `model` over `texts`, each (tokens,) int64 ids in one forward pass, and record every layer with a router.
@@ -245,8 +303,7 @@ def _trace_of_calls(calls: Sequence[RoutedCall], source: str, depths: int) -> Tr
     predicted = np.full((depths, tokens, len(calls), top_k), NO_EXPERT, dtype=np.int64)
     for depth in range(depths):
         for layer in range(depth + 1, len(calls)):
-            routing = calls[layer].router.route(calls[layer - 1 - depth].router_input)
-            predicted[depth, :, layer] = routing.top_k_index.cpu().numpy()
+            predicted[depth, :, layer] = calls[layer].router.route(calls[layer - 1 - depth].router_input).cpu().numpy()
 
     def stack(layers: Iterable[torch.Tensor]) -> NDArray[np.generic]:
         return np.stack([layer.cpu().numpy() for layer in layers], axis=1)

@@ -49,6 +49,7 @@ class LayerSparsity:
         routed_target: the target share of routed neurons to leave out; 0 before the threshold is set.
         counts: (2,) int64, neurons that reached the threshold and all neurons. CPU kernels add to it; reading it adds a GPU's counts.
         observer: called by the operator with every activation while it is set.
+        window_tokens: since the drift was last checked.
     """
 
     def __init__(self, options: SparsityOptions, group: SparsityGroup, switch: DraftSwitch | None = None) -> None:
@@ -62,7 +63,7 @@ class LayerSparsity:
         self._on_device: DeviceSparsity | None = None
         self.observer: Observer | None = None
         self._group = group
-        self._window_tokens = 0  # since the drift was last checked
+        self.window_tokens = 0
         self.routed_target = 0.0
 
     @property
@@ -120,12 +121,9 @@ class LayerSparsity:
         """Count a forward pass over `tokens` tokens before it runs, when all layers have finished the earlier passes."""
         if self.drafting:
             return
-        if self.routed_target and self._window_tokens >= WINDOW_TOKENS:
+        if self.routed_target and self.window_tokens >= WINDOW_TOKENS:
             self._group.check_drift()
-        self._window_tokens += tokens
-
-    def restart_window(self) -> None:
-        self._window_tokens = 0
+        self.window_tokens += tokens
 
     def describe(self) -> str:
         """Describe the target for users."""
@@ -155,7 +153,7 @@ class SparsityGroup:
         """Start a new window."""
         self._before = total_counts(self.layers)
         for layer in self.layers:
-            layer.restart_window()
+            layer.window_tokens = 0
 
     def check_drift(self) -> None:
         """Warn once when the share left out since the last check differs from the target by more than DRIFT."""
@@ -214,10 +212,7 @@ class SparseLayers:
 
 def total_counts(layers: Iterable[LayerSparsity]) -> NDArray[np.int64]:
     """Return the counts of several layers together, (2,) int64: active neurons, and all neurons."""
-    total = np.zeros(2, np.int64)
-    for layer in layers:
-        total += layer.counts
-    return total
+    return sum((layer.counts for layer in layers), np.zeros(2, np.int64))
 
 
 def achieved(counts: NDArray[np.int64]) -> float | None:

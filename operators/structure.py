@@ -173,19 +173,14 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def kinds(path: str, module: nn.Module, model: nn.Module) -> frozenset[Kind]:
     """Return every kind of `module`, which is at `path` (empty for the model itself)."""
-    result: set[Kind] = set()
     if not path:
         return frozenset({"model"})
-    if is_experts(path, module):
-        result.add("experts")
-    if is_router(path, module, model):
-        result.add("router")
-    if is_linear(path, module, model):
-        result.add("linear")
-    if is_attention(module):
-        result.add("attention")
-    if is_norm(module):
-        result.add("norm")
-    if is_recurrent(module):
-        result.add("recurrent")
-    return frozenset(result)
+    found: dict[Kind, bool] = {
+        "experts": is_experts(path, module),
+        "router": is_router(path, module, model),
+        "linear": is_linear(path, module, model),
+        "attention": is_attention(module),
+        "norm": is_norm(module),
+        "recurrent": is_recurrent(module),
+    }
+    return frozenset(kind for kind, holds in found.items() if holds)

@@ -55,27 +55,6 @@ class SparsityOptions:
             raise ValueError(f"target is a share from 0 to below 1, not {self.target:g}{hint}")
 
 
-def routed_target(options: SparsityOptions, *, top_k: int, intermediate: int, shared_intermediate: int) -> float:
-    """Return the share of routed neurons to leave out.
-
-    A token passes `top_k * intermediate` routed neurons and `shared_intermediate` shared ones, so `total = routed * K I / (K I + I_shared)`
-    (which agrees with the published table of Qwen3.5-35B-A3B).
-
-    Raises:
-        ValueError: the scope includes shared neurons, which are always computed, and the target cannot be reached.
-    """
-    if options.scope == "routed" or not shared_intermediate:
-        return options.target
-    routed = top_k * intermediate
-    most = routed / (routed + shared_intermediate)
-    if options.target >= most:
-        raise ValueError(
-            f"target {options.target:g} of all neurons cannot be reached: shared neurons are always computed, so the target must be below "
-            f"{most:.3f}; lower it, or set scope: routed"
-        )
-    return options.target / most
-
-
 FORMAT = "moegraft-thresholds/1"
 CRITERION = "abs_act_gate"
 FILE_NAME = "moegraft_thresholds.json"  # in a model's own folder
@@ -153,12 +132,8 @@ class Thresholds:
         if routed_target > self.grid[-1]:
             raise ValueError(f"a share of {routed_target:.4g} of the routed neurons is above the file's last, {self.grid[-1]:g}")
         quantiles = self.layers[module].quantiles if mode == "layer" else self.all_layers
-        return interpolated(self.grid, quantiles, routed_target)
-
-
-def interpolated(grid: Sequence[float], quantiles: Sequence[float], share: float) -> float:
-    """Return the threshold at `share`, interpolated by logarithms: activations spread over orders of magnitude."""
-    return float(np.exp2(np.interp(share, grid, np.log2(quantiles))))
+        # By logarithms: activations spread over orders of magnitude.
+        return float(np.exp2(np.interp(routed_target, self.grid, np.log2(quantiles))))
 
 
 def weights_hash(source: WeightSource, num_experts: int) -> str:
@@ -175,11 +150,7 @@ def weights_hash(source: WeightSource, num_experts: int) -> str:
 
 
 def write_thresholds(thresholds: Thresholds, path: Path) -> None:
-    """Write the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the file; raises OSError where the file cannot be written."""
     body = {"format": FORMAT, "criterion": CRITERION, **asdict(thresholds)}
     text = json.dumps(_rounded(body), indent=1, allow_nan=False)
     # Each list of numbers takes one line: the quantiles of 48 layers are 5,000 numbers.
@@ -197,11 +168,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """Read a thresholds file.
-
-    Raises:
-        ThresholdsError: the file does not exist, is not a thresholds file of this version, or is damaged.
-    """
+    """Read a file; raises ThresholdsError where it does not exist, is not a thresholds file of this version, or is damaged."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -244,11 +211,7 @@ def _numbers(values: Any) -> tuple[float, ...]:
 
 
 def _check_numbers(name: str, values: Sequence[float], count: int, *, least: float = math.ulp(0.0)) -> None:
-    """Check a list of numbers.
-
-    Raises:
-        ValueError: it is not `count` finite, ascending numbers of at least `least`.
-    """
+    """Raise ValueError where a list is not `count` finite, ascending numbers of at least `least`."""
     if len(values) != count or not count:
         raise ValueError(f"{name} has {len(values)} numbers where the grid has {count}")
     if not all(isinstance(value, int | float) and least <= value < math.inf for value in values):
@@ -271,10 +234,22 @@ class ExpertsLayer:
     def routed_target(self, options: SparsityOptions) -> float:
         """Return the share of this layer's routed neurons to leave out.
 
+        A token passes `top_k * intermediate` routed neurons and `shared_intermediate` shared ones, so `total = routed * K I / (K I +
+        I_shared)` (which agrees with the published table of Qwen3.5-35B-A3B).
+
         Raises:
-            ValueError: the target cannot be reached.
+            ValueError: the scope includes shared neurons, which are always computed, and the target cannot be reached.
         """
-        return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
+        if options.scope == "routed" or not self.shared_intermediate:
+            return options.target
+        routed = self.top_k * self.intermediate
+        most = routed / (routed + self.shared_intermediate)
+        if options.target >= most:
+            raise ValueError(
+                f"target {options.target:g} of all neurons cannot be reached: shared neurons are always computed, so the target must be "
+                f"below {most:.3f}; lower it, or set scope: routed"
+            )
+        return options.target / most
 
     def draft_target(self, options: SparsityOptions, draft: float) -> float:
         """Return the share of this layer's routed neurons that drafts leave out, for a `draft_sparsity`.
@@ -340,11 +315,7 @@ def sparsity_errors(options: SparsityOptions, draft: float | None, paths: Sequen
 
 
 def _check_file(path: Path, layers: Sequence[ExpertsLayer], targets: Sequence[float]) -> None:
-    """Check a thresholds file against the layers.
-
-    Raises:
-        ThresholdsError: the file cannot be read, is not for these layers, or does not reach a target.
-    """
+    """Raise ThresholdsError where a file of thresholds cannot be read, is not for these layers, or does not reach a target."""
     thresholds = read_thresholds(path)
     for layer, target in zip(layers, targets, strict=True):
         reason = layer.why_unfit(thresholds)

@@ -26,6 +26,7 @@ class Span:
 
 
 def host_ms() -> float:
+    """Return the host clock."""
     return 1e3 * time.perf_counter()
 
 
@@ -50,14 +51,6 @@ class Timeline:
         if len(self.spans) >= self._capacity:
             del self.spans[: self._capacity // 2]
         self.spans.append(Span(lane, name, start_ms, end_ms, details))
-
-    def busy_ms(self, lane: str) -> float:
-        """Return the time that spans of a lane cover, overlaps counted once."""
-        covered, end_ms = 0.0, float("-inf")
-        for span in sorted((span for span in self.spans if span.lane == lane), key=lambda span: span.start_ms):
-            covered += max(0.0, span.end_ms - max(span.start_ms, end_ms))
-            end_ms = max(end_ms, span.end_ms)
-        return covered
 
 
 @contextmanager
@@ -101,9 +94,5 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, object]:
 
 
 def write_trace(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
-    """Write `chrome_trace` to a file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write `chrome_trace` to a file; raises OSError where the file cannot be written."""
     write_file(path, json.dumps(chrome_trace(timelines)))

@@ -30,7 +30,7 @@ from harness.routing import MTP_NOISE, PREDICTION_NOISE, SPREAD, ModelShape
 from harness.simulation import Simulation, _Counted, head_ms, rest_layer_ms
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.offload.devices.base import Work
-from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
+from moegraft.operators.offload.scheduler import DraftStep, LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 
 NOISES = np.linspace(0.0, 1.2, 13)

@@ -26,9 +26,8 @@ from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Wo
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache
-from moegraft.operators.offload.scheduler import ScheduleName, Scheduler, layers_that_fit
+from moegraft.operators.offload.scheduler import LayerStep, Prediction, ScheduleName, Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
-from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan, even_plan
 from moegraft.operators.offload.transfers import Urgency
 from moegraft.operators.routing_trace import Trace

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from moegraft.operators.thresholds import SparsityOptions, routed_target
+from moegraft.operators.thresholds import ExpertsLayer, SparsityOptions
 
 
 class Shape(NamedTuple):
@@ -23,8 +23,8 @@ class Shape(NamedTuple):
 
     def routed(self, total: float) -> float:
         """Return the share of routed neurons to leave out for a share of all neurons."""
-        options = SparsityOptions(total, "total")
-        return routed_target(options, top_k=self.top_k, intermediate=self.intermediate, shared_intermediate=self.shared_intermediate)
+        layer = ExpertsLayer("", self.num_experts, self.hidden, self.intermediate, self.shared_intermediate, self.top_k)
+        return layer.routed_target(SparsityOptions(total, "total"))
 
 
 SHAPES = {

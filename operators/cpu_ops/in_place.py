@@ -108,11 +108,7 @@ class CpuForwardOperator(CpuOperator):
 
     @abstractmethod
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
-        """Find the form of the kernel that computes what `module` computes, with its number `value`.
-
-        Raises:
-            NotRecognisedError: there is none.
-        """
+        """Find the form of the kernel that computes what `module` does with its number `value`; raises NotRecognisedError if none."""
 
     @abstractmethod
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
@@ -180,11 +176,7 @@ def answered(cls: Any, method: str) -> type[nn.Module]:
 
 
 def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function of the model's returns for random tensors.
-
-    Raises:
-        NotRecognisedError: it cannot be called with them.
-    """
+    """Return what a function of the model's returns for random tensors; raises NotRecognisedError where it cannot be called with them."""
     try:
         with torch.no_grad():
             return function(*args, **kwargs)

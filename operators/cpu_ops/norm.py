@@ -17,6 +17,7 @@ from torch import nn
 from moegraft.cpu_backend import NormSpec, Runtime
 from moegraft.operators.cpu import element_name, is_dense
 from moegraft.operators.cpu_ops.in_place import CpuForwardOperator, NotRecognisedError, probe_forward
+from moegraft.operators.custom_ops import needs_gradient
 
 Form = Callable[..., torch.Tensor]  # of the rows, the weight and, for some, the gate
 
@@ -59,7 +60,7 @@ class CpuNorm(CpuForwardOperator):
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor | None:
         x = x.contiguous()  # queries beside their gates are a part of another tensor
         gates = all(type(each) is torch.Tensor and (each.shape, each.dtype, each.device) == (x.shape, x.dtype, x.device) for each in others)
-        plain = is_dense(x) and gates and not any(map(_learns, others))
+        plain = is_dense(x) and gates and not needs_gradient(*others)
         return self._form(x, weight, *others) if plain else None
 
     def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
@@ -90,7 +91,7 @@ class FusedNorm(CpuNorm):
             yield from super()._forms(columns, epsilon)
             return
         # Triton need not be installed where there is no GPU.
-        from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
+        from moegraft.operators.kernels.small import MAX_COLUMNS, norm
 
         for offset, rounds_first in _ROUNDINGS if columns <= MAX_COLUMNS else ():
             yield partial(norm, epsilon=epsilon, offset=offset, rounds_first=rounds_first)
@@ -99,25 +100,16 @@ class FusedNorm(CpuNorm):
         return iter(()) if self.on_gpu else super()._gated_forms(module, columns, epsilon)
 
 
-def _learns(tensor: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
 @lru_cache(maxsize=64)
 def _spec(dtype: torch.dtype, columns: int, epsilon: float, offset: float, rounds_first: bool) -> NormSpec:
     return NormSpec(element_name(dtype), columns, epsilon, offset, rounds_first)
 
 
 def _norm(
-    runtime: Runtime, columns: int, epsilon: float, offset: float, rounds_first: bool, x: torch.Tensor, weight: torch.Tensor | None
+    runtime: Runtime, columns: int, epsilon: float, offset: float, rounds_first: bool, x: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    return normalised(runtime, _spec(x.dtype, columns, epsilon, offset, rounds_first), x, weight)
-
-
-def normalised(runtime: Runtime, spec: NormSpec, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Return the norm of every row of `x` (..., N), contiguous and on the CPU, in the dtype of `x` and `weight` (N,)."""
     out = torch.empty_like(x)
-    runtime.norm(spec, x, weight, out)
+    runtime.norm(_spec(x.dtype, columns, epsilon, offset, rounds_first), x, weight, out)
     return out
 
 

@@ -77,7 +77,7 @@ class CpuRecurrent(CpuOperator):
         stock = inspect.unwrap(cls.forward)
         kernels = {}
         for name, rule in recurrent_functions(cls).items():
-            kernel = _RULES[rule](self, stock.__globals__[name])
+            kernel = getattr(self, rule)(stock.__globals__[name])  # rules are the methods of these names
             kernels[name] = functools.wraps(stock.__globals__[name])(kernel)
         self._arguments = [*inspect.signature(stock).parameters][1:]
         self._forward = types.FunctionType(
@@ -121,7 +121,7 @@ class CpuRecurrent(CpuOperator):
         """Return the state before a pass, where that after it goes, and where those after earlier tokens go; None if these are unknown."""
         kept = self._pass.kept
         if kept is None:
-            return _as_state(before), torch.empty(*shape, dtype=torch.float32), ()
+            return None if before is None else before.float().contiguous(), torch.empty(*shape, dtype=torch.float32), ()
         own = kept.before.get(RECURRENT)
         if own is None or own.dtype != torch.float32 or not own.is_contiguous() or own.numel() != math.prod(shape):
             return None
@@ -135,10 +135,7 @@ class CpuRecurrent(CpuOperator):
         return state if kept is None else kept.after[RECURRENT][-1]
 
     def delta_rule(self, stock: Function) -> Function:
-        return self._in_forms(stock, self._delta, _delta_answers, (3, 4), "the gated delta rule")
-
-    def _delta(self, forms: tuple[int, ...]) -> Function:
-        def kernel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def kernel(forms: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             g: Any = kwargs.get("g")
             beta, before = kwargs.get("beta"), kwargs.get("initial_state")
             keys = key.shape[-1]
@@ -156,7 +153,7 @@ class CpuRecurrent(CpuOperator):
             self.runtime.recurrent("delta_rule", [out, state, *rows, decay, beta, before], [keys**-0.5, epsilon], past)
             return out, self._last(state) if kwargs.get("output_final_state") else None
 
-        return kernel
+        return self._in_forms(stock, kernel, _delta_answers, (3, 4), "the gated delta rule")
 
     def conv_update(self, stock: Function) -> Function:
         def kernel(
@@ -198,10 +195,8 @@ class CpuRecurrent(CpuOperator):
         return out
 
     def state_update(self, stock: Function) -> Function:
-        return self._in_forms(stock, self._update, _update_answers, (2, 3), "a selective state update")
-
-    def _update(self, forms: tuple[int, ...]) -> Function:
         def kernel(
+            forms: tuple[int, ...],
             state: Tensor,
             hidden_states: Tensor,
             dt: Tensor,
@@ -227,7 +222,7 @@ class CpuRecurrent(CpuOperator):
             self._scan([out, held, x, dts, a, b, c, d, bias, gate, held], dt_softplus)
             return out.view(hidden_states.shape)
 
-        return kernel
+        return self._in_forms(stock, kernel, _update_answers, (2, 3), "a selective state update")
 
     def chunk_scan(self, stock: Function) -> Function:
         def kernel(
@@ -303,16 +298,16 @@ class CpuRecurrent(CpuOperator):
     def _in_forms(
         self,
         stock: Function,
-        kernel: Callable[[tuple[int, ...]], Function],
+        kernel: Function,
         answers: Callable[[int, Function], list[Tensor]],
         forms: tuple[int, ...],
         rule: str,
     ) -> Function:
-        """Return the kernel of the forms, by dimensions of an operand, in which it agrees with a function."""
-        agreed = tuple(dims for dims in forms if self._agrees(functools.partial(answers, dims), stock, kernel((dims,))))
+        """Return the kernel in the forms, by dimensions of an operand and its first argument, in which it agrees with a function."""
+        agreed = tuple(dims for dims in forms if self._agrees(functools.partial(answers, dims), stock, functools.partial(kernel, (dims,))))
         if not agreed:
             raise NotRecognisedError(f"{stock.__name__} computes something else than {rule}")
-        return self._or_own(kernel(agreed), stock)
+        return self._or_own(functools.partial(kernel, agreed), stock)
 
     def _tested(self, stock: Function, kernel: Function, answers: Callable[[Function], list[Tensor]], rule: str) -> Function:
         if not self._agrees(answers, stock, kernel):
@@ -344,16 +339,6 @@ class CpuRecurrent(CpuOperator):
         )
 
 
-_RULES: dict[str, Callable[[CpuRecurrent, Function], Function]] = {
-    "delta_rule": CpuRecurrent.delta_rule,
-    "conv_update": CpuRecurrent.conv_update,
-    "conv": CpuRecurrent.conv,
-    "state_update": CpuRecurrent.state_update,
-    "chunk_scan": CpuRecurrent.chunk_scan,
-    "scan": CpuRecurrent.scan,
-}
-
-
 @functools.lru_cache(maxsize=512)
 def _with_operator(cls: Any) -> type[nn.Module]:
     """Return a subclass whose forward pass is that of the operator which the module's attribute OPERATOR holds."""
@@ -374,10 +359,6 @@ def _with_operator(cls: Any) -> type[nn.Module]:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _as_state(before: Tensor | None) -> Tensor | None:
-    return None if before is None else before.float().contiguous()
 
 
 def _one_by_head(

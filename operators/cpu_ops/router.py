@@ -92,7 +92,7 @@ class FusedRouter(CpuRouter):
         if not self.on_gpu:
             return super().route_by(form, weight)
         # Triton need not be installed where there is no GPU.
-        from moegraft.operators.kernels.router import MAX_EXPERTS, choose_experts
+        from moegraft.operators.kernels.small import MAX_EXPERTS, choose_experts
 
         if weight.shape[0] > MAX_EXPERTS:
             raise NotRecognisedError(f"it has more than {MAX_EXPERTS} experts")

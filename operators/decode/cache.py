@@ -36,37 +36,26 @@ def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:
     return held if len(name) == 2 else held[name[1]]
 
 
-def _holders(cache: Cache) -> Iterator[tuple[int, dict[str, Any]]]:
-    yield -1, vars(cache)
-    yield from ((number, vars(layer)) for number, layer in enumerate(cache.layers))
+def _held(cache: Cache) -> Iterator[tuple[StateName, Any]]:
+    """Yield what a cache and its layers hold, itself or in dictionaries and lists, with its names."""
+    for number, owner in enumerate((cache, *cache.layers), -1):
+        for attribute, value in vars(owner).items():
+            if isinstance(value, dict | list):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from (((number, attribute, key), inner) for key, inner in items)
+            else:
+                yield (number, attribute), value
 
 
 def cache_tensors(cache: Cache) -> Iterator[tuple[StateName, torch.Tensor]]:
     """Yield the tensors that a cache and its layers hold, with their names."""
-    for number, attributes in _holders(cache):
-        for attribute, value in attributes.items():
-            if attribute.startswith("_"):  # constants such as the size of a window
-                continue
-            if isinstance(value, torch.Tensor):
-                yield (number, attribute), value
-            elif isinstance(value, dict | list):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, inner in items:
-                    if isinstance(inner, torch.Tensor):
-                        yield (number, attribute, key), inner
+    # Names that begin so are those of constants, such as the size of a window.
+    return ((name, value) for name, value in _held(cache) if isinstance(value, torch.Tensor) and not name[1].startswith("_"))
 
 
 def cache_counts(cache: Cache) -> dict[StateName, int]:
     """Return the numbers and flags that a cache and its layers hold, by name."""
-    found: dict[StateName, int] = {}
-    for number, attributes in _holders(cache):
-        for attribute, value in attributes.items():
-            if isinstance(value, int):
-                found[number, attribute] = value
-            elif isinstance(value, dict | list):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                found.update({(number, attribute, key): inner for key, inner in items if isinstance(inner, int)})
-    return found
+    return {name: value for name, value in _held(cache) if isinstance(value, int)}
 
 
 class ForeignCacheError(Exception):

@@ -34,11 +34,12 @@ from transformers.masking_utils import create_chunked_causal_mask
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
+from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import adopt, buffers_of, makes_own_cache
 from moegraft.operators.decode.loop import effective_config
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.replay import CACHE, Forward, FrozenModel, Kind, Step, StepReplay
-from moegraft.operators.decode.states import TENSORS, SavedStates, has_states
+from moegraft.operators.decode.states import TENSORS, SavedStates, has_states, keeps_nothing
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.step_graph import StepGraph
 
@@ -425,8 +426,7 @@ def _is_static(layer: object) -> bool:
     """Whether the tensors of a layer have a fixed size."""
     if has_states(layer):  # beside a static window, transformers' own step fails once that is full
         return not isinstance(layer, DynamicLayer | StaticSlidingWindowLayer) and not getattr(layer, "record_past", False)
-    # The latter, for layers without attention, is not in transformers 5.17, where these have states that are never set.
-    return type(layer) in (StaticLayer, StaticSlidingWindowLayer) or type(layer).__name__ == "DummyLayer"
+    return type(layer) in (StaticLayer, StaticSlidingWindowLayer) or keeps_nothing(layer)
 
 
 def _has_memory(cache: Any) -> bool:
@@ -545,8 +545,7 @@ def _has_static_form(model: PreTrainedModel) -> bool:
     config = model.config
     if makes_own_cache(model):
         return False
-    chunks = "chunked_attention" in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
-    if chunks and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
+    if "chunked_attention" in layer_types(config) and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         return False  # transformers 5.17 fails where it makes the masks of chunks for static caches
     try:
         cache = StaticCache(config=config, max_cache_len=1)

@@ -17,11 +17,11 @@ import torch
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken
 from moegraft.operators.decode.drafts import Drafter, Drafting, ExpertsDrafter, NgramDrafter
 from moegraft.operators.decode.loop import DecodedSequence, Decoding
 from moegraft.operators.decode.mtp import MtpDrafter
 from moegraft.operators.decode.mtp_layers import mtp_layers
+from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import UnsupportedModelError
@@ -77,7 +77,6 @@ def measure_draft_costs(
     rounds: int = 11,
     settings: DraftSettings | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[str], object] = lambda text: None,
 ) -> list[DraftCosts]:
     """Return the costs of every drafter that a loaded model has: fewer experts, MTP layers and n-grams.
 
@@ -100,7 +99,6 @@ def measure_draft_costs(
         drafters = {getattr(layers, "drafter", "mtp"): by_layers, **drafters}
     found = []
     for name, drafter in drafters.items():
-        progress(name)
         schedule = _Interleaved(longest, rounds)
         reasons: list[str] = []
         drafting = Drafting(

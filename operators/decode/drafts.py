@@ -13,9 +13,9 @@ import torch
 from transformers import Cache, LogitsProcessorList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from moegraft.operators.decode.acceptance import AcceptanceRule, Adaptive, DraftToken, Greedy
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
 from moegraft.operators.decode.rollback import longest_rewind, unsupported_cache_reason
+from moegraft.operators.decode.sampling import AcceptanceRule, Adaptive, DraftToken, Greedy
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.decode.states import drop_past
 from moegraft.operators.draft import DraftSettings, DraftSwitch

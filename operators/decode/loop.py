@@ -41,10 +41,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import call_arguments
-from moegraft.operators.decode.acceptance import AcceptanceRule, DraftToken, Greedy, Sampling
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
-from moegraft.operators.decode.passes import passes_over
-from moegraft.operators.decode.sampling import Scores, shorten, shortening
+from moegraft.operators.decode.rollback import passes_over
+from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken, Greedy, Sampling, Scores, shorten, shortening
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting

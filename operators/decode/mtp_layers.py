@@ -71,8 +71,10 @@ def why_no_mtp(model_class: str, config: PretrainedConfig) -> str | None:
         )
     if count > 1 and not _declared_by_transformers(config):
         return f"{model_class} has {count} MTP layers that share one mtp.fc, and only one is computed; draft with 'experts' or 'ngram'"
+    from transformers.cache_utils import MtpCache
+
     try:
-        cache = new_mtp_cache(config)
+        cache: Any = MtpCache(config=_mtp_config(config))
     except ValueError as error:
         return f"transformers cannot build the MTP layers of {model_class} from this config ({error_sentence(error)})"
     return unsupported_cache_reason(cache)
@@ -117,11 +119,7 @@ def _layer_count(config: PretrainedConfig) -> int:
 
 
 def _mtp_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the MTP layers alone, which are numbered from 0.
-
-    Raises:
-        ValueError: the config of a family with several kinds of layers does not state theirs.
-    """
+    """Return the config of the MTP layers alone, numbered from 0; ValueError if it does not state their kinds where there are several."""
     if _declared_by_transformers(config):
         return config.get_mtp_config()  # type: ignore[no-any-return, attr-defined] # of 5.23 and newer
     declared = copy.deepcopy(config)
@@ -149,17 +147,6 @@ def read_states(model: nn.Module, outputs: Any) -> torch.Tensor:
         return found
     chosen = [each for each in states if each is not None]  # a program returns those of all layers as one
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
-
-
-def new_mtp_cache(config: PretrainedConfig) -> Any:
-    """Return an empty cache of the MTP layers of a model with this config.
-
-    Raises:
-        ValueError: as for `_mtp_config`.
-    """
-    from transformers.cache_utils import MtpCache
-
-    return MtpCache(config=_mtp_config(config))
 
 
 def foresees_experts(model: nn.Module) -> bool:

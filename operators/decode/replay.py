@@ -31,7 +31,7 @@ from transformers.utils.generic import ModelOutput
 from moegraft.operators.base import Operator
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.pages import PagedCache
-from moegraft.operators.decode.passes import CachedPasses
+from moegraft.operators.decode.rollback import CachedPasses
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.structure import is_library
 from moegraft.operators.timeline import Timeline
@@ -44,7 +44,7 @@ MAX_KINDS = 32  # of which programs are kept, for each position in a group: a se
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded
 # Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are. Experts on a GPU listen to
 # their routers, also while a step is captured, and those of chosen rows compute what is recorded.
-_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.offload.gpu_layer", "moegraft.operators.chosen_rows")
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.offload.gpu_layer", "moegraft.operators.routing")
 
 
 class FrozenModel:

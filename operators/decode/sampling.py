@@ -1,14 +1,18 @@
-"""The choice of a token from a large vocabulary: what transformers' processors and `torch.multinomial` give, in less time.
+"""The choice of a token: by scores over a large vocabulary, and by the acceptance rules of speculative decoding.
 
-With 151,936 tokens, sorting their scores takes 12 ms on a CPU and a random number with a logarithm for each of them 4 ms, where a decode
-step of six layers of Qwen3-30B-A3B in int4 takes 16. Few tokens can be chosen, and only they are sorted and compared here.
+Scores give what transformers' processors and `torch.multinomial` give, in less time. With 151,936 tokens, sorting their scores takes 12 ms
+on a CPU and a random number with a logarithm for each of them 4 ms, where a decode step of six layers of Qwen3-30B-A3B in int4 takes 16.
+Few tokens can be chosen, and only they are sorted and compared here.
+
+Of the rules, in the terms of the papers: q is the draft's distribution and p the full model's, each after every logits processor.
 
 Shapes: V tokens of the vocabulary, N tokens that may be chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,11 +61,7 @@ class Scores:
         return 0.0 if place is None else float(self.probabilities[place])
 
     def draw(self) -> int:
-        """Return a token by its probability.
-
-        Raises:
-            RuntimeError: the probabilities are no numbers.
-        """
+        """Return a token by its probability; raises RuntimeError where the probabilities are no numbers."""
         return self._draw(self.probabilities)
 
     def draw_beyond(self, other: Scores) -> int:
@@ -184,3 +184,97 @@ def _nucleus(scores: torch.Tensor, warper: TopPLogitsWarper) -> NDArray[np.int64
     stays[-warper.min_tokens_to_keep :] = True
     kept: NDArray[np.int64] = np.sort(tokens[stays])
     return kept
+
+
+@dataclass(frozen=True)
+class DraftToken:
+    """One drafted token.
+
+    Attributes:
+        scores: those of q; None where the drafter gives no distribution.
+    """
+
+    token: int
+    scores: Scores | None = None
+
+    @cached_property
+    def confidence(self) -> float:
+        """The draft's probability of the token; 1 where there is no distribution."""
+        return 1.0 if self.scores is None else self.scores.probability(self.token)
+
+
+class AcceptanceRule(ABC):
+    """A rule that compares draft tokens with the full model's processed scores."""
+
+    @abstractmethod
+    def pick(self, scores: Scores) -> int:
+        """Return the full model's own token."""
+
+    @abstractmethod
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
+        """Return whether `draft` is accepted."""
+
+    def replacement(self, draft: DraftToken, scores: Scores) -> int:
+        """Return the token that replaces the rejected `draft`, by default the full model's own."""
+        return self.pick(scores)
+
+    def note(self, token: int, logits: torch.Tensor, scores: Scores, accepted: DraftToken | None) -> None:  # noqa: B027
+        """Note a token of a round with drafts, by the full model's logits (V,); `accepted`: the draft that it is, else None."""
+
+
+class Greedy(AcceptanceRule):
+    """Accept the token of plain greedy decoding, and replace every other token by it."""
+
+    def pick(self, scores: Scores) -> int:
+        return scores.likeliest()
+
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
+        return draft.token == self.pick(scores)
+
+
+class Sampling(AcceptanceRule):
+    """Accept with probability min(1, p / q), else sample from max(0, p - q), normalised.
+
+    The accepted text is distributed as p, whatever q is: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1 and appendix A.1.
+    """
+
+    def pick(self, scores: Scores) -> int:
+        return scores.draw()
+
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
+        return float(torch.rand(())) * draft.confidence < scores.probability(draft.token)
+
+    def replacement(self, draft: DraftToken, scores: Scores) -> int:
+        if draft.scores is None:
+            return scores.draw_other(draft.token)
+        return scores.draw_beyond(draft.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive(AcceptanceRule):
+    """Accept a confident draft token unless its probability p is much lower than q (SS-MoE, algorithm 1). It changes the generated text.
+
+    A token is accepted if `q > confidence and p / q > 1 - tolerance`.
+    """
+
+    lossless: AcceptanceRule
+    confidence: float
+    tolerance: float
+    count: Callable[[float, float], object] | None = None  # of tokens of rounds with drafts: log probability and agreement
+
+    def pick(self, scores: Scores) -> int:
+        return self.lossless.pick(scores)
+
+    def accepts(self, draft: DraftToken, scores: Scores) -> bool:
+        q, p = draft.confidence, scores.probability(draft.token)
+        return q > self.confidence and p > (1 - self.tolerance) * q
+
+    def note(self, token: int, logits: torch.Tensor, scores: Scores, accepted: DraftToken | None) -> None:
+        if self.count is not None:
+            self.count(float(logits.log_softmax(-1)[token]), 1.0 if accepted is None else self.agreement(accepted, scores))
+
+    def agreement(self, draft: DraftToken, scores: Scores) -> float:
+        """Return the probability that the lossless rule accepts a token that this rule accepted."""
+        if isinstance(self.lossless, Greedy):
+            return float(self.lossless.accepts(draft, scores))
+        return min(1.0, scores.probability(draft.token) / draft.confidence)

@@ -20,7 +20,7 @@ import torch
 from transformers import Cache
 
 from moegraft.operators.decode.cache import StateName
-from moegraft.operators.decode.states import TENSORS, has_states
+from moegraft.operators.decode.states import state_tensors
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.pages import PagedSequence
@@ -195,23 +195,8 @@ class StatePool:
             other.place = old
 
 
-def state_tensors(cache: Cache) -> dict[StateName, torch.Tensor]:
-    """Return the recurrent and convolution states of a cache, by name."""
-    return {
-        (number, name, index): tensor
-        for number, layer in enumerate(cache.layers)
-        if has_states(layer)
-        for name in TENSORS
-        for index, tensor in getattr(layer, name).items()
-        if tensor is not None
-    }
-
-
 def require_states(sequence: PagedSequence) -> None:
-    """
-    Raises:
-        LostStatesError: the states of a sequence are not those after its last token.
-    """
+    """Raise LostStatesError where the states of a sequence are not those after its last token."""
     if sequence.states_at != sequence.tokens:
         raise LostStatesError("the states of a sequence were lost in a forward pass that failed")
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from moegraft.operators.decode.cache import makes_own_cache
+from moegraft.operators.decode.cache import StateName, makes_own_cache
 from moegraft.operators.structure import source_of
 
 CONVOLUTIONS, RECURRENT = TENSORS = "conv_states", "recurrent_states"  # of a layer, each a dictionary by number of the state
@@ -59,6 +59,16 @@ def keeps_nothing(layer: object) -> bool:
     return type(layer).__name__ == "DummyLayer"  # by name: transformers 5.17 does not have the class
 
 
+def state_tensors(cache: Cache) -> dict[StateName, torch.Tensor]:
+    """Return the recurrent and convolution states of a cache, by name."""
+    return {
+        (number, name, index): tensor
+        for number, layer in enumerate(cache.layers)
+        if has_states(layer)
+        for name, index, tensor in _held(layer)
+    }
+
+
 class SavedStates:
     """A copy of the states of a cache, after its last token, in one block of memory on each device.
 
@@ -67,7 +77,7 @@ class SavedStates:
     """
 
     def __init__(self, cache: Cache) -> None:
-        tensors: dict[tuple[int, str, int], torch.Tensor] = {}
+        tensors = state_tensors(cache)
         self._flags: dict[tuple[int, str], Any] = {}
         layers: list[Any] = cache.layers
         for number, layer in enumerate(layers):
@@ -76,18 +86,13 @@ class SavedStates:
             for name in FLAGS:
                 self._flags[number, name] = dict(getattr(layer, name))
             self._flags[number, "device"], self._flags[number, "dtype"] = layer.device, layer.dtype
-            for name in TENSORS:
-                for index, tensor in getattr(layer, name).items():
-                    if tensor is not None:
-                        tensors[number, name, index] = tensor
-        self.nbytes = 0
         starts, sizes = {}, dict.fromkeys({tensor.device for tensor in tensors.values()}, 0)
         for key, tensor in tensors.items():
             starts[key] = sizes[tensor.device]
             sizes[tensor.device] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         blocks = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
         self.nbytes = sum(sizes.values())
-        self._tensors: dict[tuple[int, str, int], torch.Tensor] = {}
+        self._tensors: dict[StateName, torch.Tensor] = {}
         for key, tensor in tensors.items():
             part = blocks[tensor.device][starts[key] : starts[key] + tensor.nbytes]
             self._tensors[key] = part.view(tensor.dtype).view(tensor.shape)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, get_args
 from weakref import ref
 
@@ -24,10 +25,9 @@ from moegraft.operators.expert_group import ExpertGroup
 from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts, kernel_inputs
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.low_rank import Factors, adapted_experts
-from moegraft.operators.experts.packed_cache import check_folder
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.frames import budget_bytes
-from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_decode, check_gpu, parse_bytes
+from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_gpu, parse_bytes
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
@@ -125,14 +125,21 @@ class HybridExpertsOptions:
             raise ValueError(f"defer is a number of experts per token, 0 or more, not {self.defer}")
         if self.defer and self.gpu == "none":
             raise ValueError("defer lets the CPU compute experts while a GPU computes the next layer: it needs gpu, such as gpu: auto")
-        check_decode(self.decode, self.schedule)
+        if self.decode == "graph" and self.schedule in ("all_cpu", "on_demand"):
+            raise ValueError(
+                f"decode: graph computes resident experts on the GPU and the rest on the CPU, which schedule: {self.schedule} does not; "
+                "use another schedule, or decode: eager"
+            )
         mixed = isinstance(self.weights, ExpertWeights) and self.weights.up != self.weights.down
         if mixed and self.gpu != "none":
             raise ValueError("weights of several types need gpu: none, as all slots of a GPU have the size of one expert in one type")
         if mixed and self.sparsity is not None:
             raise ValueError("weights of several types cannot be combined with sparsity, whose layout has one type")
         if self.cache_dir is not None:
-            check_folder(self.cache_dir)
+            try:
+                Path(self.cache_dir).expanduser()
+            except RuntimeError:
+                raise ValueError(f"cache_dir '{self.cache_dir}': this machine has no user of that name") from None
         if self.memory not in (None, "auto"):
             parse_bytes(str(self.memory))
 
@@ -359,6 +366,10 @@ class HybridExperts(Operator):
         """Return why experts have neither gradients nor adapters; None where they do."""
         return "experts in several processes have no gradients" if self._divided else self.traits(self.options).untrained
 
+    def _require_trained(self, what: str) -> None:
+        if (untrained := self._untrained()) is not None:
+            raise UnsupportedModelError(f"{self.name} has no {what}: {untrained}")
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -398,18 +409,14 @@ class HybridExperts(Operator):
         Raises:
             UnsupportedModelError: sparsity, GPUs or other processes take part in the forward pass.
         """
-        untrained = self._untrained()
-        if untrained is not None:
-            raise UnsupportedModelError(f"{self.name} has no backward pass: {untrained}")
+        self._require_trained("backward pass")
         return self.on_cpu.gradients(gradient, hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _adapted(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapters: Mapping[str, Factors]
     ) -> torch.Tensor:
-        untrained = self._untrained()
-        if untrained is not None:
-            raise UnsupportedModelError(f"{self.name} has no adapters of experts: {untrained}")
+        self._require_trained("adapters of experts")
         cpu, layout = self.on_cpu, self.layout
         assert cpu.packed is not None, "weights are loaded before adapters are"
         gate_up, down = adapters.get(layout.parameter("up")), adapters.get("down_proj")

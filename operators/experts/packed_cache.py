@@ -79,18 +79,6 @@ def key_for(fingerprint: str, layout: ExpertsLayout, weight_type: str, *, sparse
     return CacheKey(fingerprint, weight_type, repr(layout), sparse, numbers, LAYOUT_VERSION, _converters())
 
 
-def check_folder(cache_dir: str) -> None:
-    """Check the name of a cache folder.
-
-    Raises:
-        ValueError: the folder is in the home of a user that does not exist here.
-    """
-    try:
-        Path(cache_dir).expanduser()
-    except RuntimeError:
-        raise ValueError(f"cache_dir '{cache_dir}': this machine has no user of that name") from None
-
-
 class PackedCache:
     """The cache files in one folder, which is created when the first file is written.
 

@@ -6,12 +6,13 @@ It is the special case of `hybrid_experts` in which every expert has a slot: pac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 from torch import nn
 
+from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.base import Footprint, Operator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import as_array
@@ -125,7 +126,7 @@ class SparseExperts(Operator):
 
     def load(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         # Imported here because Triton need not be installed where there is no GPU.
-        from moegraft.operators.kernels.sparse_slots import SlotPacker, SparseSlotExperts
+        from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 
         layout = self.layout
         dtype = DTYPES.get(source.dtype)
@@ -133,16 +134,18 @@ class SparseExperts(Operator):
             raise CheckpointError(
                 f"{source.origin('down')}: dtype {source.dtype} cannot be an expert's weight; float32, float16 and bfloat16 are supported"
             )
-        weights = (layout.shape, layout.gate, _type_name(dtype))
-        kernels = SparseSlotExperts(*weights, self._device)
+        kernels = SparseSlotExperts(layout.shape, layout.gate, _type_name(dtype), self._device)
         arena = torch.empty(layout.num_experts, kernels.expert_bytes, dtype=torch.uint8, device=self._device)
-        packer = SlotPacker(*weights)
+        packed = PackedExperts(replace(layout, num_experts=1).shape, layout.gate, _type_name(dtype), sparse=True)  # one after another
         for expert in range(layout.num_experts):
             for part in layout.parts():
                 piece = source.read_shaped(part, layout.part_shape(part), expert)
-                packer.pack(part, as_array(piece.to(torch.float32 if part.endswith("_bias") else dtype).contiguous()))
+                if part.endswith("_bias"):
+                    packed.pack_bias(0, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+                else:
+                    packed.pack(0, part, as_array(piece.to(dtype).contiguous()))
                 advance(piece.nbytes)
-            arena[expert].copy_(packer.slot_bytes())
+            arena[expert].copy_(torch.from_numpy(packed.buffer))
         self._dtype, self._arena, self._kernels = dtype, arena, kernels
         self.sparsity.attach(kernels)
 
@@ -162,23 +165,16 @@ class SparseExperts(Operator):
         x = hidden_states.detach().to(device, self._dtype).contiguous()
         absent = (top_k_index < 0) | (top_k_index >= self.num_experts)
         slots = top_k_index.masked_fill(absent, -1).to(device, torch.int32).contiguous()
-        if self.sparsity.observer is not None:
-            self._observe(kernels, arena, x, slots)
+        if (observer := self.sparsity.observer) is not None:
+            for part, acted in kernels.activations(x, arena, slots):
+                observer(part.long(), acted)
         out = torch.empty_like(x)
         kernels.forward(x, arena, slots, top_k_weights.detach().to(device).contiguous(), out, drafting=self.sparsity.drafting)
         return out.to(hidden_states.device, hidden_states.dtype)
 
     def gradients(self, *tensors: torch.Tensor) -> NoReturn:
-        """
-        Raises:
-            UnsupportedModelError: always.
-        """
+        """Raise UnsupportedModelError."""
         raise UnsupportedModelError(f"{self.name} has no backward pass: {self.traits(self.options).untrained}")
-
-    def _observe(self, kernels: SparseSlotExperts, arena: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
-        assert self.sparsity.observer is not None, "called while there is an observer"
-        for part, acted in kernels.activations(x, arena, slots):
-            self.sparsity.observer(part.long(), acted)
 
     def extra_repr(self) -> str:
         layout = self.layout

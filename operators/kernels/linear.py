@@ -73,16 +73,13 @@ class PackedLinearOnGpu:
         tokens = x.reshape(-1, self.matrix.columns).contiguous()
         out = torch.empty(len(tokens), self.matrix.outputs, dtype=x.dtype, device=x.device)
         with on(x.device):
-            self._compute(tokens, out, path)
+            if len(tokens) and (path or ("decode" if len(tokens) <= DECODE_TOKENS else "grouped")) == "decode":
+                self._decode(tokens, out)
+            else:
+                for first in range(0, len(tokens), MOST_TOKENS):
+                    part = slice(first, first + MOST_TOKENS)
+                    packed_product(grouped_columns(tokens[part], self.matrix), self._bytes, self.matrix, out[part])
         return out.view(*x.shape[:-1], self.matrix.outputs)
-
-    def _compute(self, tokens: torch.Tensor, out: torch.Tensor, path: Literal["decode", "grouped"] | None) -> None:
-        if len(tokens) and (path or ("decode" if len(tokens) <= DECODE_TOKENS else "grouped")) == "decode":
-            self._decode(tokens, out)
-        else:
-            for first in range(0, len(tokens), MOST_TOKENS):
-                part = slice(first, first + MOST_TOKENS)
-                packed_product(grouped_columns(tokens[part], self.matrix), self._bytes, self.matrix, out[part])
 
     def _decode(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
         rows = 32 if self.matrix.rows >= 32 * MANY_BLOCKS else 16

@@ -45,11 +45,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def gpu_format(weight_type: str) -> GpuFormat:
-    """Return how kernels read a weight type.
-
-    Raises:
-        ValueError: an unknown weight type.
-    """
+    """Return how kernels read a weight type; raises ValueError for an unknown one."""
     if weight_type not in FORMATS:
         raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {', '.join(FORMATS)}")
     return FORMATS[weight_type].gpu
@@ -177,7 +173,6 @@ class ExpertMatrices:
 
     gate_up: PackedMatrix  # ungated: up alone
     down: PackedMatrix
-    gated: bool
     neurons: int  # intermediate size, padded to 32
     expert_bytes: int
 
@@ -218,7 +213,6 @@ def expert_matrices(shape: ExpertsShape, weight_type: str) -> ExpertMatrices:
             expert_bytes=biases.end,
             biases=(biases.down, -1),
         ),
-        gated=shape.gated,
         neurons=neurons,
         expert_bytes=biases.end,
     )

@@ -327,11 +327,7 @@ def check_call(
     top_k_weights: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Check the arguments of `SlotExperts.forward`.
-
-    Raises:
-        ValueError: one is not as described there.
-    """
+    """Raise ValueError where an argument of `SlotExperts.forward` is not as described there."""
     tokens = hidden_states.shape[0]
     if hidden_states.shape != (tokens, hidden) or out.shape != hidden_states.shape:
         raise ValueError(f"hidden_states {tuple(hidden_states.shape)} and out {tuple(out.shape)} must both be (T, {hidden})")

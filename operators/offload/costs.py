@@ -22,6 +22,7 @@ from moegraft.operators.offload.queue import ExpertCache
 from moegraft.operators.offload.transfers import Transfer, Urgency
 
 Rows = tuple[tuple[int, float], ...]
+WEIGHT = 0.1  # of the error of a prediction, by which factors move
 FIRST = -1  # takes the place of a load bucket: the first-expert penalty
 # One measurement counts at most as half or twice what was predicted: something else may have run.
 MIN_ERROR, MAX_ERROR = -0.5, 1.0
@@ -67,14 +68,11 @@ class CostModel:
     """Times of experts on both devices and of transfers, for one shape and weight type. `loads` are tokens, (A,) integers.
 
     Starts from the warm-up's tables: straight lines between measured loads and beyond. Then every observation moves the factors on
-    them by `weight` of its error. CPU and GPU may be observed by one thread and transfers by another.
+    them by `WEIGHT` of its error. CPU and GPU may be observed by one thread and transfers by another.
     """
 
-    def __init__(self, tables: CostTables, weight: float = 0.1) -> None:
-        if not 0.0 <= weight <= 1.0:
-            raise ValueError(f"CostModel: weight is {weight}; it must be between 0 (keeps the warm-up) and 1 (uses only the latest)")
+    def __init__(self, tables: CostTables) -> None:
         self._tables = tables
-        self._weight = weight
         self._cpu = _DeviceCosts(tables.cpu_ms, tables.first_cpu_ms)
         self._gpu = _DeviceCosts(tables.gpu_ms, tables.first_gpu_ms)
         self._warm_transfer_ms: dict[int, float] = {}  # by bytes: experts and their chunks have few sizes
@@ -106,20 +104,18 @@ class CostModel:
 
     def observe_cpu(self, loads: NDArray[np.integer], measured_ms: float) -> None:
         """Learn that the CPU computed experts with these loads, all of one layer, in `measured_ms`."""
-        _check_time(measured_ms)
-        self._cpu.observe(loads, measured_ms, self._weight)
+        self._cpu.observe(loads, measured_ms)
 
     def observe_gpu(self, loads: NDArray[np.integer], measured_ms: float) -> None:
         """Learn that one launch of the GPU over resident experts with these loads, which waited for no transfer, took `measured_ms`."""
-        _check_time(measured_ms)
-        self._gpu.observe(loads, measured_ms, self._weight)
+        self._gpu.observe(loads, measured_ms)
 
     def observe_transfer(self, nbytes: int, measured_ms: float) -> None:
         """Learn that the link, busy with nothing else, moved `nbytes` in `measured_ms`."""
         _check_time(measured_ms)
         predicted_ms = self.transfer_ms(nbytes)
         if 0.0 < predicted_ms < math.inf:
-            self._link_factor *= 1.0 + self._weight * min(max(measured_ms / predicted_ms - 1.0, MIN_ERROR), MAX_ERROR)
+            self._link_factor *= 1.0 + WEIGHT * min(max(measured_ms / predicted_ms - 1.0, MIN_ERROR), MAX_ERROR)
 
 
 class _DeviceCosts:
@@ -145,8 +141,9 @@ class _DeviceCosts:
             times = self._ms[loads]
         return times
 
-    def observe(self, loads: NDArray[np.integer], measured_ms: float, weight: float) -> None:
-        """Reduce the error by `weight` of it, each factor moving by its share (normalised least mean squares)."""
+    def observe(self, loads: NDArray[np.integer], measured_ms: float) -> None:
+        """Reduce the error by `WEIGHT` of it, each factor moving by its share (normalised least mean squares)."""
+        _check_time(measured_ms)
         computed = [load for load in loads.tolist() if load > 0]
         if not computed:
             return
@@ -162,7 +159,7 @@ class _DeviceCosts:
             return
         error_ms = min(max(measured_ms / predicted_ms - 1.0, MIN_ERROR), MAX_ERROR) * predicted_ms
         for bucket, part_ms in parts.items():
-            learnt = self._factors.get(bucket, 1.0) * (1.0 + weight * error_ms * part_ms / squares)
+            learnt = self._factors.get(bucket, 1.0) * (1.0 + WEIGHT * error_ms * part_ms / squares)
             factor = self._factors[bucket] = min(max(learnt, MIN_FACTOR), MAX_FACTOR)
             if bucket != FIRST:
                 covered = slice(1 << bucket, 2 << bucket)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.devices.base import CpuTicket
-from moegraft.operators.offload.step import Ids
 from moegraft.operators.structure import MTP
 
 if TYPE_CHECKING:
@@ -106,17 +106,19 @@ class LayerDeferral:
 
     def take(self, tokens: int) -> DeferredSum | None:
         """Return what the layer before has deferred in a pass over `tokens` tokens, which is then no longer pending."""
-        deferred, self._sums.pending = self._sums.pending, None
-        if deferred is None or (deferred.receiver is self and len(deferred.out) == tokens):
-            return deferred
-        _abandon(deferred)
-        return None
+        deferred = self._sums.pending
+        if deferred is not None and (deferred.receiver is not self or len(deferred.out) != tokens):
+            self.drop()
+            return None
+        self._sums.pending = None
+        return deferred
 
     def drop(self) -> None:
-        """Forget what this layer has deferred: it computes all of its experts now."""
+        """Forget what is pending, as where this layer computes all of its experts now."""
         deferred, self._sums.pending = self._sums.pending, None
         if deferred is not None:
-            _abandon(deferred)
+            with suppress(RuntimeError, ValueError):  # the result is not needed
+                deferred.wait()  # what it reads and writes is kept until then
 
 
 def connect(layers: Sequence[tuple[GpuLayer, int]]) -> None:
@@ -135,8 +137,3 @@ def connect(layers: Sequence[tuple[GpuLayer, int]]) -> None:
 def _follows(path: str, following: str) -> bool:
     stack, next_stack = (re.split(r"\.\d+(?:\.|$)", each, maxsplit=1)[0] for each in (path, following))
     return stack == next_stack and not path.startswith(f"{MTP}.")
-
-
-def _abandon(deferred: DeferredSum) -> None:
-    with suppress(RuntimeError, ValueError):  # the result is not needed
-        deferred.wait()  # what it reads and writes is kept until then

@@ -26,10 +26,9 @@ from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceErr
 from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions, VerificationPrefetcher
 from moegraft.operators.offload.queue import ExpertCache
-from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, Scheduler
+from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, LayerStep, Prediction, Scheduler
 from moegraft.operators.offload.slots import Pin
 from moegraft.operators.offload.statistics import EngineStatistics, TimingRecorder
-from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.transfers import Transfer
 
 logger = logging.getLogger(__name__)
@@ -117,8 +116,9 @@ class Engine:
                 deferred = plan.on_cpu & np.isin(step.experts, step.deferrable)
                 submitted_ms = self.device.now_ms()
                 cpu = self._submit_cpu(step, plan.on_cpu & ~deferred, executor)
-                if deferred.any():
-                    self._defer(step, deferred, executor)
+                if deferred.any():  # behind the others; the next layer waits for these
+                    executor.defer(step.experts[deferred], partial(self.device.submit_cpu, work=self._work(step, deferred)))
+                    self.statistics.deferred += int(deferred.sum())
 
                 slots = np.asarray(pin.slots, np.int32)
                 resident = np.flatnonzero(~plan.on_cpu & (slots >= 0))
@@ -231,11 +231,6 @@ class Engine:
         if not on_cpu.any():
             return None
         return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), self._work(step, on_cpu))
-
-    def _defer(self, step: LayerStep, deferred: NDArray[np.bool_], executor: CallExecutor) -> None:
-        """Let the CPU compute experts behind its others; the next layer waits for them."""
-        executor.defer(step.experts[deferred], partial(self.device.submit_cpu, work=self._work(step, deferred)))
-        self.statistics.deferred += int(deferred.sum())
 
     def _work(self, step: LayerStep, at: NDArray[np.bool_] | NDArray[np.intp]) -> Work:
         return Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes, neurons=step.neurons)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
+from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
-from moegraft.operators.offload.step import Ids
 from moegraft.operators.routing import Router
 from moegraft.operators.sparsity import LayerSparsity
 
@@ -180,13 +180,13 @@ class LookAhead:
     def chosen(self, tokens: torch.Tensor, layers: range) -> list[torch.Tensor]:
         """(T, H) -> for each of the layers (T, K) int64, the likeliest expert first."""
         if not len(layers) or not len(tokens):
-            return [self._routers[layer].route(tokens).top_k_index for layer in layers]
+            return [self._routers[layer].route(tokens) for layer in layers]
         if all(self._alike[layer] for layer in layers):
             assert self._rows is not None, "they were compared"
             rows = self._rows[layers.start : layers.stop]
             products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
             return list(products.topk(self._top_k, dim=-1).indices.unbind(1))
-        found = [self._routers[layer].route(tokens).top_k_index for layer in layers]
+        found = [self._routers[layer].route(tokens) for layer in layers]
         for layer, index in zip(layers, found, strict=True):
             if self._alike[layer] is None:
                 self._alike[layer] = self._compare(layer, tokens, index)

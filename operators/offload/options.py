@@ -84,11 +84,7 @@ class ExpertCacheOptions(CacheOptions):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of `12GiB` or `800 MB`.
-
-    Raises:
-        ValueError: the text is not an amount of memory.
-    """
+    """Return the bytes of `12GiB` or `800 MB`; raises ValueError where the text is not an amount of memory."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"'{text}' is no amount of memory; write a number with KiB, MiB or GiB, such as 12GiB")
@@ -131,25 +127,8 @@ class GpuOptions:
         return self.gpu.partition(":")[0].partition(",")[0] not in DEVICE_KINDS
 
 
-def check_decode(decode: DecodeName, schedule: ScheduleName) -> None:
-    """Check that captured steps can follow the schedule.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if decode == "graph" and schedule in ("all_cpu", "on_demand"):
-        raise ValueError(
-            f"decode: graph computes resident experts on the GPU and the rest on the CPU, which schedule: {schedule} does not; "
-            "use another schedule, or decode: eager"
-        )
-
-
 def check_gpu(gpu: str) -> None:
-    """Check the names of devices.
-
-    Raises:
-        ValueError: `gpu` is not one of the valid forms.
-    """
+    """Raise ValueError where the names of devices are not of one of the valid forms."""
     names = gpu.split(",")
     kinds = {name.partition(":")[0] for name in names}
     valid = all(GPU.fullmatch(name) for name in names) and kinds <= {"auto", "none", "cuda", *DEVICE_KINDS}

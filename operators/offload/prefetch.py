@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.operators.offload.queue import TransferQueue
+from moegraft.operators.offload.scheduler import DraftStep, LayerStep, Prediction
 from moegraft.operators.offload.slots import SlotTable
 from moegraft.operators.offload.statistics import EngineStatistics
-from moegraft.operators.offload.step import DraftStep, LayerStep, Prediction
 from moegraft.operators.offload.transfers import Urgency
 
 PrefetchName = Literal["impact", "next_layer", "none"]

@@ -18,15 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, takewhile
 from math import ceil, inf
 
-from moegraft.operators.offload.devices.base import (
-    Buffer,
-    Device,
-    DeviceError,
-    DeviceTimeoutError,
-    Event,
-    OnSpan,
-    check_not_forked,
-)
+from moegraft.operators.offload.devices.base import Buffer, Device, DeviceError, DeviceTimeoutError, Event, OnSpan, check_not_forked
 from moegraft.operators.offload.slots import Admission, Priority, SlotTable
 from moegraft.operators.offload.store import ExpertStore, HostSource, SlotPlan, allocate_arena
 from moegraft.operators.offload.transfers import ChunkSender, OnTransfer, Transfer, TransferState, Urgency, default_chunk_bytes
@@ -44,20 +36,18 @@ class TransferStatistics:
     """Counts since the queue was created.
 
     Attributes:
-        joined: requests for an expert in flight; `upgraded` where that made it more urgent.
-        cancelled: before their last byte was sent; `cancelled_bytes` had been sent in vain.
+        joined: requests for an expert in flight.
+        cancelled: before their last byte was sent.
         refused: demands for which no slot was available.
     """
 
     requested: int = 0
     demanded: int = 0
     joined: int = 0
-    upgraded: int = 0
     refused: int = 0
     landed: int = 0
     landed_bytes: int = 0
     cancelled: int = 0
-    cancelled_bytes: int = 0
     failed: int = 0
 
 
@@ -210,7 +200,6 @@ class TransferQueue:
                 return False
             self._drop(transfer, TransferState.CANCELLED)
             self.statistics.cancelled += 1
-            self.statistics.cancelled_bytes += transfer.sent_bytes
             self._send_chunks()
             return True
 
@@ -356,7 +345,6 @@ class TransferQueue:
         """Join a transfer, which never becomes less urgent."""
         self.statistics.joined += 1
         if urgency < transfer.urgency:
-            self.statistics.upgraded += 1
             self._pending.upgrade(transfer, urgency)
 
     def _add(self, transfer: Transfer) -> Transfer:

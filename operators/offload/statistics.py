@@ -53,15 +53,6 @@ class EngineStatistics:
         self.found_by_layer = np.zeros(self.layers, np.int64)
         self.used_by_layer = np.zeros(self.layers, np.int64)
 
-    def count(self, layer: int, used: int, found: int, on_cpu: int) -> None:
-        """Count a layer, by numbers of active experts."""
-        self.steps += 1
-        self.used += used
-        self.found += found
-        self.on_cpu += on_cpu
-        self.used_by_layer[layer] += used
-        self.found_by_layer[layer] += found
-
     def count_layers(self, used: NDArray[np.int64], on_cpu: NDArray[np.int64]) -> None:
         """Count every layer once, (layers,) each: what the CPU did not compute was resident."""
         self.steps += self.layers
@@ -75,7 +66,12 @@ class EngineStatistics:
         """Count a layer that was scheduled."""
         resident, missing = problem.arrival_ms == 0, np.isinf(problem.arrival_ms)
         used, found = len(resident), int(resident.sum())
-        self.count(layer, used, found, int(plan.on_cpu.sum()))
+        self.steps += 1
+        self.used += used
+        self.found += found
+        self.on_cpu += int(plan.on_cpu.sum())
+        self.used_by_layer[layer] += used
+        self.found_by_layer[layer] += found
         self.arriving += used - found - int(missing.sum())
         self.stolen += int((plan.on_cpu & resident).sum())
         self.transferred += int((missing & ~plan.on_cpu).sum())

@@ -60,11 +60,7 @@ class ExpertStore:
         return layer in self._framed
 
     def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
-        """Copy an expert's bytes from `start` on.
-
-        Raises:
-            DeviceError: they cannot be read from their file; the message names it.
-        """
+        """Copy an expert's bytes from `start` on; raises DeviceError where they cannot be read from their file; the message names it."""
         framed = self._framed.get(layer)
         if framed is None:
             block = self.bytes_of(layer, expert)
@@ -166,9 +162,8 @@ class HostSource:
                 continue
             self._ring = [memory[index * chunk_bytes : (index + 1) * chunk_bytes] for index in range(count)]
             self._ring_events = [None] * count
-            if reason is None:
-                return
-            logger.warning("%s: %s are copied through %d page-locked chunks of %d bytes: %s", name, layers, count, chunk_bytes, reason)
+            if reason is not None:
+                logger.warning("%s: %s are copied through %d page-locked chunks of %d bytes: %s", name, layers, count, chunk_bytes, reason)
             return
         why = reason or "no memory can be page-locked"
         logger.warning("%s: %s are copied from pageable memory, which blocks the host: %s", name, layers, why)

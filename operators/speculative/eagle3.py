@@ -75,10 +75,7 @@ class _Stored:
         return DTYPES.get(self.stored_as)
 
     def read(self) -> torch.Tensor:
-        """
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Read it; raises CheckpointError where the file cannot be read."""
         try:
             with safe_open(self.file, framework="pt") as file:
                 found: torch.Tensor = file.get_tensor(self.key)

@@ -17,16 +17,7 @@ from transformers import PreTrainedModel
 
 from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.drafts import (
-    NGRAM,
-    Drafter,
-    Drafting,
-    ExpertsDrafter,
-    NgramDrafter,
-    Trace,
-    continuation,
-    no_trace,
-)
+from moegraft.operators.decode.drafts import NGRAM, Drafter, Drafting, ExpertsDrafter, NgramDrafter, Trace, continuation, no_trace
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.mtp import MtpDrafter
 from moegraft.operators.decode.mtp_layers import mtp_layers, share_with_mtp, why_no_mtp

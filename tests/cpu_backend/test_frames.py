@@ -102,7 +102,6 @@ def test_what_is_in_memory_is_not_read_again(tmp_path: Path, runtimes: dict[str,
 
 def test_frequent_experts_stay(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     stored = store(tmp_path, 4, LEAST)
-    stored.frames.set_prediction(False)
     runtime, rng = next(iter(runtimes.values())), np.random.default_rng(0)
     x, out = np.ones((1, HIDDEN), np.float32), np.empty((1, HIDDEN), np.float32)
     weights = np.array([[0.7, 0.3]], np.float32)

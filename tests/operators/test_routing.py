@@ -13,16 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.routing import (
-    RoutedCall,
-    RouterOutput,
-    experts_paths,
-    router_of,
-    routers_of,
-    score_function,
-    scores_of,
-    watch_routing,
-)
+from moegraft.operators.routing import RouterOutput, experts_paths, router_of, routers_of, score_function, scores_of
+from moegraft.operators.routing_trace import RoutedCall, watch_routing
 
 # Routers that read more than hidden states, so that their choice is not known from hidden states alone.
 READS_TOKEN_IDS = {"deepseek_v4": ("model.layers.0.mlp.experts",)}
@@ -72,10 +64,9 @@ def test_a_router_chooses_what_its_model_chooses(case: FamilyCase) -> None:
     calls = calls_of(case.model_type)
     assert calls, "no experts ran"
     for call in calls:
-        assert call.router.exact == (call.router.path not in INEXACT.get(case.model_type, ()))
-        found = call.router.route(call.router_input).top_k_index
+        found = call.router.route(call.router_input)
         assert found.shape == call.top_k_index.shape
-        if call.router.exact:
+        if call.router.path not in INEXACT.get(case.model_type, ()):
             assert sets(found) == sets(call.top_k_index)
 
 
@@ -95,14 +86,14 @@ def test_scores_are_shares_of_one(case: FamilyCase) -> None:
 @pytest.mark.parametrize("model_type", CORRECTED)
 def test_corrections_and_groups_change_the_choice(model_type: str) -> None:
     """Otherwise the first test would pass with a plain top-k."""
-    calls = [call for call in calls_of(model_type) if call.router.exact]
+    calls = [call for call in calls_of(model_type) if call.router.path not in INEXACT.get(model_type, ())]
     plain = [call.scores.topk(call.top_k_index.shape[-1], dim=-1).indices for call in calls]
     assert any(sets(index) != sets(call.top_k_index) for index, call in zip(plain, calls, strict=True))
 
 
 def test_the_first_layer_of_a_router_with_a_state_needs_none() -> None:
     call = calls_of("zaya")[0]
-    assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
+    assert sets(call.router.route(call.router_input)) == sets(call.top_k_index)
 
 
 @pytest.mark.parametrize("model_type", FUNCTIONS)
@@ -120,22 +111,22 @@ def test_weights_are_proportional_to_the_scores(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "gemma4_text", "granitemoe"])
 def test_the_score_function_is_recognised_in_bfloat16(model_type: str) -> None:
     call = watched(build_model(case_of(model_type)).to(torch.bfloat16))[0]  # the first: inputs differ by rounding alone
-    assert sets(call.router.route(call.router_input).top_k_index) == sets(call.top_k_index)
+    assert sets(call.router.route(call.router_input)) == sets(call.top_k_index)
     torch.testing.assert_close(call.scores, calls_of(model_type)[0].scores, rtol=0, atol=0.1)
 
 
 def test_predictions_are_sorted_by_likelihood() -> None:
     calls = calls_of("deepseek_v3")  # its router does not sort
     for call in calls:
-        whole = call.router.route(call.router_input)
-        assert bool((whole.top_k_weights[:, :-1] >= whole.top_k_weights[:, 1:]).all())
+        order = call.top_k_weights.argsort(dim=-1, descending=True, stable=True)
+        assert torch.equal(call.router.route(call.router_input), call.top_k_index.gather(-1, order))
 
 
 def test_a_prediction_is_a_later_router_applied_to_the_same_hidden_states() -> None:
     first, second = calls_of("mixtral")[:2]
     assert isinstance(second.router.module.weight, nn.Parameter)
     expected = F.linear(first.router_input, second.router.module.weight).topk(2, dim=-1).indices
-    assert sets(second.router.route(first.router_input).top_k_index) == sets(expected)
+    assert sets(second.router.route(first.router_input)) == sets(expected)
 
 
 def test_predictions_run_no_hook() -> None:
@@ -200,8 +191,7 @@ def test_a_router_that_returns_logits_alone_is_completed_by_its_block(chooses: b
     tokens = torch.randn(5, 8)
     router = router_of(model, "mlp.experts")
     expected = router.module(tokens).topk(2, dim=-1, largest=not chooses).indices
-    assert sets(router.route(tokens).top_k_index) == sets(expected)
-    assert router.exact == chooses
+    assert sets(router.route(tokens)) == sets(expected)
 
 
 def test_scores_are_found_in_any_order_of_outputs() -> None:

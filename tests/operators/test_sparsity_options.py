@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moegraft.operators.thresholds import SparsityOptions, routed_target
+from moegraft.operators.thresholds import ExpertsLayer, SparsityOptions
 
-QWEN35 = {"top_k": 8, "intermediate": 512, "shared_intermediate": 512}  # Qwen3.5-35B-A3B: a shared expert as wide as each of 8
+QWEN35 = ExpertsLayer("", 256, 2048, 512, 512, 8)  # Qwen3.5-35B-A3B: a shared expert as wide as each of 8
 
 
 def test_total_targets_match_the_published_accounting() -> None:
     # The published total sparsities of this model are eight ninths of the routed ones.
-    assert routed_target(SparsityOptions(0.85, "total"), **QWEN35) == pytest.approx(0.85 * 9 / 8)
-    assert routed_target(SparsityOptions(0.85, "routed"), **QWEN35) == 0.85
+    assert QWEN35.routed_target(SparsityOptions(0.85, "total")) == pytest.approx(0.85 * 9 / 8)
+    assert QWEN35.routed_target(SparsityOptions(0.85, "routed")) == 0.85
     for target in (0.0, 0.3, 0.88):
-        routed = routed_target(SparsityOptions(target, "total"), **QWEN35)
+        routed = QWEN35.routed_target(SparsityOptions(target, "total"))
         assert routed * 8 / 9 == pytest.approx(target)
 
 
 def test_without_shared_experts_both_scopes_are_equal() -> None:
-    assert routed_target(SparsityOptions(0.7, "total"), top_k=8, intermediate=768, shared_intermediate=0) == 0.7
+    assert replace(QWEN35, shared_intermediate=0).routed_target(SparsityOptions(0.7, "total")) == 0.7
 
 
 @pytest.mark.parametrize("target", [8 / 9, 0.95])
 def test_a_target_that_shared_neurons_make_unreachable_is_refused(target: float) -> None:
     with pytest.raises(ValueError, match=r"cannot be reached: shared neurons are always computed, so the target must be below 0.889"):
-        routed_target(SparsityOptions(target, "total"), **QWEN35)
+        QWEN35.routed_target(SparsityOptions(target, "total"))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache
-from moegraft.operators.offload.scheduler import ScheduleName, Scheduler
+from moegraft.operators.offload.scheduler import LayerStep, Prediction, ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
-from moegraft.operators.offload.step import LayerStep, Prediction
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from support.emulated import HostSlotLayers
 from support.kernel_cases import Layer, make_batch, make_layer, make_stored_layer

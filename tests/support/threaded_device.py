@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.devices.base import Callback, DeviceError, DeviceTimeoutError, Event, Stream, Waiter, Work, check_not_forked
-from moegraft.operators.offload.devices.cuda import HostTicket, host_ms
+from moegraft.operators.offload.devices.cuda import HostTicket
+from moegraft.operators.timeline import host_ms
 from support.emulated_graph import Step
 from support.faulty_device import Faults, FaultyDevice
 from support.virtual_device import as_device_error

@@ -268,7 +268,6 @@ void bind_frames(py::module_& module) {
       .def("add", "experts, path, offset, checksums=()", &add_layer)
       .def("set_router", "layer, weight, choice_bias=None", &set_router)
       .def("open", "nbytes", [](PyFrames& self, std::uint64_t nbytes) { self.frames->open(nbytes); })
-      .def("set_prediction", "predicts", [](PyFrames& self, bool predicts) { self.frames->set_prediction(predicts); })
       .property("frames", [](PyFrames& self) { return self.frames->frames(); })
       .property("frame_bytes", [](PyFrames& self) { return self.frames->frame_bytes(); })
       .property("least_frames", [](PyFrames& self) { return self.frames->least_frames(); })

@@ -419,7 +419,7 @@ void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
   for (std::size_t i = 0; i < requests.size(); ++i) start_reading(requests[i], frames[i], demands_);
 
   const int following = number + 1;
-  if (predicts_ && call.hidden_states != nullptr && following < static_cast<int>(layers_.size())) {
+  if (call.hidden_states != nullptr && following < static_cast<int>(layers_.size())) {
     const Layer& after = *layers_[static_cast<std::size_t>(following)];
     if (after.router.weight != nullptr && after.router.hidden == call.hidden) {
       // Of many tokens some, spread over all, name the experts that are used most.
@@ -653,11 +653,6 @@ FrameCounts ExpertFrames::counts() const {
 double ExpertFrames::precision() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   return precision_;
-}
-
-void ExpertFrames::set_prediction(bool predicts) {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  predicts_ = predicts;
 }
 
 std::vector<int> ExpertFrames::residents(int layer) const {

@@ -106,7 +106,6 @@ class ExpertFrames {
   FrameCounts counts() const;
   double precision() const;  // of predictions, a moving average
   std::vector<int> residents(int layer) const;
-  void set_prediction(bool predicts);
 
  private:
   enum class State : std::uint8_t { kAbsent, kQueued, kReading, kReady, kFailed };
@@ -180,7 +179,6 @@ class ExpertFrames {
   std::vector<double> gains_;
   Question question_;
   std::uint64_t demand_number_ = 0;
-  bool predicts_ = true;
   double precision_ = 0.7;  // until measured
   std::atomic<bool> failed_{false};
   std::string error_;

@@ -18,11 +18,11 @@ from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles, 
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
+from moegraft.operators.decode.mtp import PagedStreams, example_cache
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
-from moegraft.operators.decode.mtp_pages import PagedStreams, example_cache
 from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
-from moegraft.operators.decode.state_pool import StatePool, state_tensors
-from moegraft.operators.decode.states import has_states
+from moegraft.operators.decode.state_pool import StatePool
+from moegraft.operators.decode.states import has_states, state_tensors
 from moegraft.operators.draft import BatchDrafts
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.structure import counts_cached_tokens

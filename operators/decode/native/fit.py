@@ -49,16 +49,13 @@ class Affine:
         return self.base, self.slope, self.capacity
 
 
-def product(one: Affine, other: Affine) -> Affine:
-    """
-    Raises:
-        NotRecordableError: both depend on the position or on the room of a buffer.
-    """
+def product(one: Affine, other: Affine, what: str = "a size") -> Affine:
+    """Raise NotRecordableError where both depend on the position or on the room of a buffer; `what`: the product, for its message."""
     if one.slope == one.capacity == 0:
         return other.times(one.base)
     if other.slope == other.capacity == 0:
         return one.times(other.base)
-    raise NotRecordableError("a size is no linear function of the position")
+    raise NotRecordableError(f"{what} is no linear function of the position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +97,7 @@ class Place:
         """Return a part of dimension `dim`, whose stride is constant in the position if `start` is not."""
         dim %= self.dims
         sizes = [*self.sizes[:dim], size, *self.sizes[dim + 1 :]]
-        return replace(self, offset=self.offset.plus(_product(self.strides[dim], start)), sizes=tuple(sizes))
-
-
-def _product(one: Affine, other: Affine) -> Affine:
-    if one == Affine(0) or other == Affine(0):
-        return Affine(0)
-    if other.slope == other.capacity == 0:
-        return one.times(other.base)
-    if one.slope == one.capacity == 0:
-        return other.times(one.base)
-    raise NotRecordableError("an offset is no linear function of the position")
+        return replace(self, offset=self.offset.plus(product(self.strides[dim], start, "an offset")), sizes=tuple(sizes))
 
 
 _ZERO, _ONE = Affine(0), Affine(1)
@@ -189,11 +176,9 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
             raise NotRecordableError(f"two steps call {a.name} with other arguments")
         leaves = [fitted.leaf(x, y, a.name) for x, y in zip(a.leaves, b.leaves, strict=True)]
         outputs = [fitted.place(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
-        if b.name == "aten.topk.default" and isinstance(leaves[1], Affine):
+        grows = b.name == "aten.topk.default" and isinstance(leaves[1], Affine)
+        if grows and not (choices_grow and leaves[1] in leaves[0].sizes):
             # min(limit, tokens), as in sparse attention: the limit is in neither recording.
-            if choices_grow and leaves[1] in leaves[0].sizes:
-                calls.append(FittedCall(b.target, leaves, b.form, outputs))
-                continue
             raise NotRecordableError("topk chooses more values from step to step, up to a limit that is not known")
         calls.append(FittedCall(b.target, leaves, b.form, outputs))
     own = {memory.storage for memory in (*other.inputs.values(), *other.before.values())}
@@ -306,11 +291,7 @@ class CacheTensor:
         return self.names[0]
 
     def require_form(self, tensor: torch.Tensor, length: int) -> None:
-        """
-        Raises:
-            ForeignCacheError: `tensor`, that of a cache at this place, has another type or other sizes than the recorded one would have
-                with `length` tokens.
-        """
+        """Raise ForeignCacheError where a cache's `tensor` has another form than the recorded one would have with `length` tokens."""
         sizes = [size.base for dim, size in enumerate(self.shape) if dim != self.dim]
         if (
             tensor.dtype != self.dtype
@@ -370,7 +351,7 @@ class CacheTensor:
         strides = []
         for size, stride in zip(place.sizes, place.strides, strict=True):
             if size == _ONE or stride == _ZERO:
-                strides.append(_ZERO if stride == _ZERO else stride if stride in (_ONE,) else _ZERO)
+                strides.append(_ONE if stride == _ONE else _ZERO)
                 continue
             known = [
                 own[dim]

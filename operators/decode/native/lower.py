@@ -264,13 +264,9 @@ def _lowers(*names: str) -> Callable[[Lower], Lower]:
     return register
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float | Affine)
-
-
 def _operand(value: Any) -> Operand:
-    if isinstance(value, Place) or _is_number(value):
-        return value  # type: ignore[no-any-return]
+    if isinstance(value, Place | bool | int | float | Affine):
+        return value
     raise _Unsupported
 
 
@@ -502,20 +498,13 @@ _LOWERINGS["_softmax.default"] = _along_dim("softmax")
 _LOWERINGS["cumsum.default"] = _along_dim("cumsum")
 
 
-def _reduced(out: Place, x: Place, dim: int) -> tuple[Place, Place]:
-    """Return the result as (..., 1) and the operand with the reduced dimension last."""
-    x = x.with_last(dim)
-    if out.dims == x.dims:
-        return out.with_last(dim), x
-    return out.unsqueezed(out.dims), x
-
-
 def _reduction(name: str) -> Lower:
     def lower(to: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Place]) -> None:
         dims = args[1] if len(args) > 1 else []
         if not isinstance(dims, list | tuple) or len(dims) != 1:
             raise _Unsupported
-        to.small(name, *_reduced(outputs[0], args[0], dims[0]))
+        out, x = outputs[0], args[0].with_last(dims[0])  # the result as (..., 1)
+        to.small(name, out.with_last(dims[0]) if out.dims == x.dims else out.unsqueezed(out.dims), x)
 
     return lower
 

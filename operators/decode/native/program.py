@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.custom_ops import without_dispatch
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName, cache_tensors, holder, storage_bytes
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, cache_tensors, holder, storage_bytes
 from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, grown_tensors
 from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node, Operand
 from moegraft.operators.decode.native.record import NotRecordableError
@@ -220,7 +220,8 @@ class StepProgram:
         self._no_outputs = {field.name: None for field in fields(output_type)}  # type: ignore[arg-type] # models return its dataclasses
         self._period, self._place = period, position % period
         self._grown = grown_tensors(fitted, period)
-        others = [name for name in fitted.before if not self._is_grown(name)]
+        grown_names = {name for tensor in self._grown for name in tensor.names}
+        others = [name for name in fitted.before if name not in grown_names]
         self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
         self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
         for name in self.replaced:
@@ -396,9 +397,6 @@ class StepProgram:
         for name, (began_ns, ended_ns) in zip(self._native.kernels, self._native.native.spans(), strict=True):
             if ended_ns:
                 timeline.add("CPU", name, timeline.at(began_ns), timeline.at(ended_ns))
-
-    def _is_grown(self, name: StateName) -> bool:
-        return any(name in tensor.names for tensor in self._grown)
 
     def _build(self, last_position: int) -> None:
         self._native = NativeStep(self._lowering, self._runtime, [self._logits, *self._hidden], last_position)

@@ -87,7 +87,6 @@ class Event(Protocol):
 
     def done(self) -> bool:
         """Return whether everything before it is done, failed work included. Never blocks."""
-        ...
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block the host until it is done.
@@ -96,21 +95,16 @@ class Event(Protocol):
             DeviceError: work before it failed; each failure is reported by one event.
             DeviceTimeoutError: it is not done after that time.
         """
-        ...
 
 
 class Stream(Protocol):
     """A queue of work that runs in order."""
 
-    @property
-    def name(self) -> str: ...
     def wait(self, event: Event) -> None:
         """Make work submitted after this start after the event. Does not block the host."""
-        ...
 
     def record(self, *, timed: bool = False) -> Event:
         """Return an event after all work submitted so far; `elapsed_ms` accepts only `timed` ones."""
-        ...
 
 
 class Buffer(Protocol):
@@ -121,11 +115,9 @@ class Buffer(Protocol):
     @property
     def tensor(self) -> torch.Tensor:
         """The bytes as a `(nbytes,)` uint8 tensor on the device."""
-        ...
 
     def free(self) -> None:
         """Release the memory; the caller has waited for its last use."""
-        ...
 
 
 class Graph(Protocol):
@@ -133,11 +125,9 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Submit the step; it reads its tensors when the compute stream reaches it."""
-        ...
 
     def release(self) -> None:
         """Release its memory; the last replay is done."""
-        ...
 
 
 class CpuTicket(Protocol):
@@ -146,11 +136,9 @@ class CpuTicket(Protocol):
     @property
     def elapsed_ms(self) -> float | None:
         """The job's duration, after `wait`, without jobs before it; None where it is not known."""
-        ...
 
     def wait(self) -> None:
         """Block until the job is done and raise what it raised."""
-        ...
 
 
 class Device(Protocol):
@@ -159,29 +147,20 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """`cuda:0`."""
-        ...
 
     @property
     def torch_device(self) -> torch.device:
         """Where the tensors of its launches are."""
-        ...
 
     @property
     def notify_ms(self) -> float:
         """About how long after an event its callback has run: the link needs work for that long."""
-        ...
 
     def stream(self, name: str) -> Stream:
         """Return the stream of that name ("compute", "copy"), created by the first call."""
-        ...
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Allocate device memory.
-
-        Raises:
-            OutOfDeviceMemoryError: there is not enough.
-        """
-        ...
+        """Allocate device memory; raises OutOfDeviceMemoryError where there is not enough."""
 
     def pin(self, array: Bytes) -> None:
         """Page-lock host bytes, so that copies from them run asynchronously. The caller keeps the array until `unpin`.
@@ -189,11 +168,9 @@ class Device(Protocol):
         Raises:
             DeviceError: they cannot be page-locked; the message has the reason.
         """
-        ...
 
     def unpin(self, array: Bytes) -> None:
         """End `pin`; copies from the array are done."""
-        ...
 
     def copy(self, stream: Stream, target: Buffer | None, target_offset: int, source: Bytes | None, nbytes: int) -> None:
         """Copy host bytes to the device when the stream gets there; without target or source it takes its time and moves nothing.
@@ -201,7 +178,6 @@ class Device(Protocol):
         Raises:
             DeviceError: the copy was refused at once.
         """
-        ...
 
     def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
         """Submit GPU work: CUDA calls `function` now, under the stream, to launch kernels.
@@ -210,19 +186,15 @@ class Device(Protocol):
             DeviceError: the device refused it at once: for lack of memory (`OutOfDeviceMemoryError`), after an earlier failure, or
                 because a kernel needs more than the device has.
         """
-        ...
 
     def errors(self) -> AbstractContextManager[None]:
         """Make errors of PyTorch, Triton and the driver in the body DeviceErrors where they come from the device; others pass."""
-        ...
 
     def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
         """Call the C function `void (*)(void*)` at address `function` on `data` when the stream gets there; it must make no CUDA call."""
-        ...
 
     def order(self, first: Stream, then: Stream) -> None:
         """Make work submitted to `then` from now on start after what `first` has so far. Inside `capture`, as part of the step."""
-        ...
 
     def capture(self, step: Callable[[], None]) -> Graph:
         """Record what `step` submits by `launch`, `launch_host`, `order` and PyTorch calls on the current stream, without running it.
@@ -233,7 +205,6 @@ class Device(Protocol):
             DeviceError: the step waits for the device, or does something else that cannot be captured. PyTorch's stream, memory and random
                 numbers are as before.
         """
-        ...
 
     def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> CpuTicket:
         """Start a job of the CPU engine. Jobs run one after another.
@@ -242,30 +213,24 @@ class Device(Protocol):
             function: starts the job and returns a function that blocks until it is done, as `Runtime.submit` and `Runtime.wait` do; or
                 does the job and returns None.
         """
-        ...
 
     def notify(self, event: Event, callback: Callback) -> None:
         """Call back with the event's failure or None when it is done: on the notifier thread, never from within this call.
 
         A callback must not wait or raise; callbacks for events of one stream come in their order.
         """
-        ...
 
     def now_ms(self) -> float:
         """Return the host clock."""
-        ...
 
     def elapsed_ms(self, first: Event, second: Event) -> float:
         """Return the device time between two timed events that are done."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for all streams and for the callbacks of their events. Raises the first failure that was not reported yet."""
-        ...
 
     def close(self) -> None:
         """Let running work end, within a second, drop the rest and end the device's threads; later use raises DeviceError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

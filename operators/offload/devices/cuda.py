@@ -35,6 +35,7 @@ from moegraft.operators.offload.devices.base import (
     Work,
     check_not_forked,
 )
+from moegraft.operators.timeline import host_ms
 
 LIBRARIES = {"cuda": "libcudart", "hip": "libamdhip64"}
 HOST_TO_DEVICE = 1
@@ -115,13 +116,10 @@ class RuntimeLibrary:
 
 
 def load_runtime(prefix: str) -> RuntimeLibrary:
-    """Return the runtime that PyTorch has loaded; `prefix` is `cuda` or `hip`.
-
-    Raises:
-        DeviceError: it cannot be found.
-    """
+    """Return the runtime that PyTorch has loaded (`prefix` is `cuda` or `hip`); raises DeviceError where it cannot be found."""
     tried = []
-    for path in _candidates(prefix):
+    mapped = loaded_paths(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"), prefix)
+    for path in (*mapped, None):  # the last: linked into PyTorch, or loaded with global symbols
         try:
             return RuntimeLibrary(ctypes.CDLL(path), prefix)
         except (OSError, DeviceError) as error:
@@ -133,11 +131,6 @@ def loaded_paths(maps: str, prefix: str) -> list[str]:
     """Return the runtime's paths among the mapped files that `/proc/self/maps` lists, each once."""
     files = (fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6)
     return list(dict.fromkeys(file for file in files if Path(file).name.startswith(LIBRARIES[prefix])))
-
-
-def _candidates(prefix: str) -> Iterator[str | None]:
-    yield from loaded_paths(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"), prefix)
-    yield None  # linked into PyTorch, or loaded with global symbols
 
 
 class CudaEvent:
@@ -180,8 +173,7 @@ class CudaStream:
     The others belong to the device alone. PyTorch hands out 32 streams in rotation, so two of its streams may be one.
     """
 
-    def __init__(self, device: CudaDevice, name: str, handle: int | None) -> None:
-        self.name = name
+    def __init__(self, device: CudaDevice, handle: int | None) -> None:
         self._device = device
         self._raw = None if handle is None else torch.cuda.ExternalStream(handle, device.torch_device)
 
@@ -268,11 +260,7 @@ class HostTicket:
 
 
 class CudaDevice:
-    """GPU number `index`. Its creator closes it.
-
-    Raises:
-        DeviceError: there is none, or its runtime library cannot be found.
-    """
+    """GPU number `index`. Its creator closes it. Raises DeviceError where there is none, or its runtime library cannot be found."""
 
     def __init__(self, index: int = 0) -> None:
         reason = why_no_cuda()
@@ -296,7 +284,7 @@ class CudaDevice:
         self._check_open()
         stream = self._streams.get(name)
         if stream is None:
-            stream = self._streams[name] = CudaStream(self, name, None if name == "compute" else self._new_stream())
+            stream = self._streams[name] = CudaStream(self, None if name == "compute" else self._new_stream())
         return stream
 
     def _new_stream(self) -> int:
@@ -447,11 +435,6 @@ def address_of(array: Bytes) -> int:
     """Return the address of an array's first byte, in host memory."""
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def host_ms() -> float:
-    """Return the host clock."""
-    return time.perf_counter() * 1e3
 
 
 # Graphs whose capture could not be ended. PyTorch's allocator of page-locked memory goes on asking them which streams they capture, and

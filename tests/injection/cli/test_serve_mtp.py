@@ -23,7 +23,7 @@ from moegraft.injection.cli.serve import scheduler as scheduling
 from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.pages import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
-from moegraft.operators.decode.mtp_pages import MOST_WAITING
+from moegraft.operators.decode.mtp import MOST_WAITING
 from moegraft.operators.draft import BatchDrafts
 
 if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.norm import FusedNorm
-from moegraft.operators.kernels import norm as kernels
-from moegraft.operators.kernels.norm import MAX_COLUMNS, norm
+from moegraft.operators.kernels import small as kernels
+from moegraft.operators.kernels.small import MAX_COLUMNS, norm
 
 RULES = "rules: [{match: {kind: norm}, replace: {class: fused_norm}}]"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.router import FusedRouter
-from moegraft.operators.kernels import router as kernels
-from moegraft.operators.kernels.router import choose_experts
+from moegraft.operators.kernels import small as kernels
+from moegraft.operators.kernels.small import choose_experts
 
 RULES = "rules: [{match: {kind: router}, replace: {class: fused_router}}]"
 CHOICES: dict[str, dict[str, Any]] = {

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
 from support import combinations
-from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, as_array, make_batch, make_layer, relative_error
+from support.kernel_cases import TOLERANCE, WEIGHT_TYPES, Layer, make_batch, make_layer, relative_error
 from support.triton_cases import DEVICE, ROUNDED
 
 from moegraft.cpu_backend import GateSpec
-from moegraft.operators.kernels.sparse_slots import SLOT_PATHS, SlotPacker, SparseSlotExperts
+from moegraft.operators.kernels.sparse_slots import SLOT_PATHS, SparseSlotExperts
 from moegraft.operators.reference import reference_activation
 
 CLAMPED = GateSpec("silu", alpha=1.702, gate_limit=1.0, act_limit=0.6, up_limit=0.8, up_offset=1.0)
@@ -250,13 +250,3 @@ def test_another_arena_is_refused() -> None:
     prepared = Run(layer, "float32")
     with pytest.raises(ValueError, match="arena"):
         prepared.experts.forward(x, prepared.arena[:, :-64].contiguous(), index.int(), torch.ones(3, 1), torch.zeros_like(x))
-
-
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_slots_hold_the_bytes_that_the_cpu_packs(gated: bool) -> None:
-    layer = make_layer("bfloat16", 1, 72, 40, gated=gated, bias=True, spec=GateSpec("silu"), sparse=True)
-    packer = SlotPacker(layer.shape, layer.spec, "bfloat16")
-    for part, values in layer.weights.items():
-        packer.pack(part, as_array(values[0].bfloat16()))  # type: ignore[arg-type]
-        packer.pack(f"{part}_bias", layer.biases[part][0].numpy())  # type: ignore[arg-type]
-    assert packer.slot_bytes().numpy().tobytes() == layer.packed.buffer.tobytes()

@@ -78,7 +78,7 @@ def test_tables_of_a_modelled_machine_predict_it(machine: str, shape: str) -> No
 
 def test_follows_a_machine_that_slows_down() -> None:
     """Loads of 4 to 7 take 1.6 times as long as at start-up: their bucket learns it, the others keep what was measured."""
-    model = CostModel(TABLES, weight=0.1)
+    model = CostModel(TABLES)
     before = model.cpu_ms(loads(1, 5, 16))
     for _ in range(80):
         model.observe_cpu(loads(5, 5, 6), 1.6 * (0.2 + 0.2 + 0.3) + 0.06)
@@ -97,7 +97,7 @@ def test_finds_the_penalty_of_the_first_expert_and_each_ones_time_apart() -> Non
 
 
 def test_one_disturbed_measurement_moves_little() -> None:
-    model = CostModel(TABLES, weight=0.1)
+    model = CostModel(TABLES)
     for disturbed_ms in (1e6, 0.0):
         before = model.gpu_ms(loads(64))[0]
         model.observe_gpu(loads(64), disturbed_ms)
@@ -121,14 +121,6 @@ def test_transfers_follow_the_link() -> None:
         model.observe_transfer(3000, 1.4)
     assert model.transfer_ms(3000) == pytest.approx(1.4, rel=0.01)
     assert model.transfer_ms(1000) == pytest.approx(1.0, rel=0.01)
-
-
-def test_a_weight_of_zero_keeps_the_warm_up() -> None:
-    model = CostModel(TABLES, weight=0.0)
-    model.observe_cpu(loads(1, 1), 0.52)
-    model.observe_gpu(loads(2), 0.08)
-    model.observe_transfer(1000, 1.0)
-    assert model.cpu_ms(loads(1))[0] == 0.1 and model.gpu_ms(loads(2))[0] == 0.04 and model.transfer_ms(1000) == 0.5
 
 
 def test_nothing_is_learnt_where_nothing_was_computed() -> None:
@@ -160,8 +152,6 @@ def test_mistakes() -> None:
         replace(TABLES, gpu_ms=((1, -0.1),))
     with pytest.raises(ValueError, match="first_cpu_ms must be finite and at least 0"):
         replace(TABLES, first_cpu_ms=math.nan)
-    with pytest.raises(ValueError, match=r"weight is 1\.5"):
-        CostModel(TABLES, weight=1.5)
     with pytest.raises(ValueError, match="a measured time of nan ms"):
         CostModel(TABLES).observe_cpu(loads(1), math.nan)
     with pytest.raises(ValueError, match="a measured time of -1"):

@@ -18,9 +18,8 @@ from support.kernel_cases import make_batch, relative_error
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.prefetch import PrefetchOptions
-from moegraft.operators.offload.scheduler import SCHEDULES
+from moegraft.operators.offload.scheduler import SCHEDULES, LayerStep
 from moegraft.operators.offload.slots import SlotState
-from moegraft.operators.offload.step import LayerStep
 from moegraft.operators.offload.transfers import Urgency
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)

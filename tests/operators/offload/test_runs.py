@@ -110,6 +110,6 @@ def test_a_stream_reports_the_errors_of_pytorch(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch.cuda, "Event", Refused)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    stream = CudaStream(SimpleNamespace(name="cuda:0", torch_device="cuda:0"), "copy", None)  # type: ignore[arg-type]
+    stream = CudaStream(SimpleNamespace(name="cuda:0", torch_device="cuda:0"), None)  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="illegal memory access"):
         stream.record()

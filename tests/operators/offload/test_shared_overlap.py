@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.offload.scheduler import LayerStep
 from moegraft.operators.offload.shared_overlap import PrecomputedModule, SharedOverlap, shared_experts_of
 from moegraft.operators.offload.statistics import TimingRecorder
-from moegraft.operators.offload.step import LayerStep
 
 HIDDEN = 8
 

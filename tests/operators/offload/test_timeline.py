@@ -13,6 +13,15 @@ from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.timeline import LANES, Timeline, chrome_trace, round_spans, write_trace
 
 
+def busy_ms(timeline: Timeline, lane: str) -> float:
+    """Return the time that spans of a lane cover, overlaps counted once."""
+    covered, end_ms = 0.0, float("-inf")
+    for span in sorted((span for span in timeline.spans if span.lane == lane), key=lambda span: span.start_ms):
+        covered += max(0.0, span.end_ms - max(span.start_ms, end_ms))
+        end_ms = max(end_ms, span.end_ms)
+    return covered
+
+
 def test_every_lane_has_spans(tmp_path: Path) -> None:
     with engine_rig(Setting("greedy", prefetch=PrefetchOptions(policy="next_layer"))) as rig:
         timeline = rig.engine.timings.timeline = Timeline("emulated:0", rig.engine.device.now_ms)
@@ -29,11 +38,11 @@ def test_every_lane_has_spans(tmp_path: Path) -> None:
         lanes = set(LANES) - {"step"}  # of the CPU alone
         assert {span.lane for span in timeline.spans} == lanes
         assert all(before_ms <= span.start_ms <= span.end_ms <= before_ms + took_ms + 1e-6 for span in timeline.spans)
-        assert 0 < timeline.busy_ms("CPU") <= took_ms and 0 < timeline.busy_ms("link") <= took_ms
+        assert 0 < busy_ms(timeline, "CPU") <= took_ms and 0 < busy_ms(timeline, "link") <= took_ms
         (verified,) = [span for span in timeline.spans if span.lane == "rounds"]
         assert verified.end_ms > verified.start_ms and verified.details == {"accepted": 2}
         # By the device's own clock: the CPU lane is complete.
-        assert timeline.busy_ms("CPU") == pytest.approx(rig.engine.device.busy_ms("cpu"), rel=1e-6)  # type: ignore[attr-defined]
+        assert busy_ms(timeline, "CPU") == pytest.approx(rig.engine.device.busy_ms("cpu"), rel=1e-6)  # type: ignore[attr-defined]
         path = tmp_path / "trace.json"
         write_trace(path, [timeline])
     events = json.loads(path.read_text())["traceEvents"]
@@ -47,7 +56,7 @@ def test_overlaps_count_once() -> None:
     timeline = Timeline("x")
     for start, end in ((0, 2), (1, 3), (5, 6), (5.5, 5.7)):
         timeline.add("GPU", "work", start, end)
-    assert timeline.busy_ms("GPU") == 4 and timeline.busy_ms("CPU") == 0
+    assert busy_ms(timeline, "GPU") == 4 and busy_ms(timeline, "CPU") == 0
 
 
 def test_only_the_latest_are_kept() -> None:

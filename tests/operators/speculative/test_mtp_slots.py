@@ -14,7 +14,7 @@ from support.mtp import write_checkpoint
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.step import LayerStep, Prediction
+from moegraft.operators.offload.scheduler import LayerStep, Prediction
 from moegraft.operators.offload.transfers import Urgency
 
 if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):

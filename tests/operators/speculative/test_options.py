@@ -12,9 +12,8 @@ import torch
 from support.families import build_model, case_of, prompt
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.decode.acceptance import Adaptive, DraftToken, Greedy, Sampling
 from moegraft.operators.decode.drafts import NgramIndex, continuation
-from moegraft.operators.decode.sampling import Scores
+from moegraft.operators.decode.sampling import Adaptive, DraftToken, Greedy, Sampling, Scores
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.speculative.operator import SpeculativeOptions

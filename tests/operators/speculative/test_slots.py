@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.offload.step import DraftStep, LayerStep
+from moegraft.operators.offload.scheduler import DraftStep, LayerStep
 from moegraft.operators.offload.transfers import Urgency
 
 RULES = """

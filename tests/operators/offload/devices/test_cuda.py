@@ -386,8 +386,8 @@ def test_the_loaded_runtime_is_found() -> None:
 
 def test_a_missing_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build for CUDA has the calls of the runtime in the process itself, and those of no other prefix."""
-    monkeypatch.setattr(cuda, "_candidates", lambda prefix: iter([None, "/nowhere/libcudart.so"]))
-    with pytest.raises(DeviceError, match=r"the other runtime that PyTorch uses was not found: .*otherMemcpyAsync.*; /nowhere"):
+    monkeypatch.setattr(cuda, "loaded_paths", lambda maps, prefix: ["/nowhere/libcudart.so"])
+    with pytest.raises(DeviceError, match=r"the other runtime that PyTorch uses was not found: /nowhere.*; .*otherMemcpyAsync"):
         load_runtime("other")
 
 
