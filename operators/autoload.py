@@ -40,7 +40,11 @@ def _is_imported(name: str) -> bool:
 
 
 def switch(*, on: bool) -> None:
-    """Let importing torch register moegraft in this environment from now on, or not; raises OSError where that cannot be written."""
+    """Let importing torch register moegraft in this environment from now on, or not.
+
+    Raises:
+        OSError: the environment cannot be written.
+    """
     if on:
         MARKER.parent.mkdir(parents=True, exist_ok=True)
         MARKER.touch()

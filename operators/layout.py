@@ -291,7 +291,11 @@ def _names(names: set[str]) -> str:
 
 
 def read_layout(module: nn.Module) -> ExpertsLayout:
-    """Return the layout of a module, which may be on meta; raises ValueError where `why_unsupported` has a reason."""
+    """Return the layout of a module that `why_unsupported` accepts; the module may be on meta.
+
+    Raises:
+        ValueError: the module is unsupported.
+    """
     reason = why_unsupported(module)
     if reason is not None:
         raise ValueError(reason)

@@ -30,7 +30,11 @@ class OperatorRegistry:
     """A read-only table of operator classes by short name."""
 
     def __init__(self, operators: Iterable[type[Operator]]) -> None:
-        """Create the table; raises ValueError where two operators have one name, or options are not a frozen dataclass."""
+        """Create the table.
+
+        Raises:
+            ValueError: two operators have one name, or options are not a frozen dataclass.
+        """
         self._by_name: dict[str, type[Operator]] = {}
         for operator in operators:
             other = self._by_name.setdefault(operator.name, operator)
@@ -71,6 +75,10 @@ def _load(path: str) -> type[Operator]:
 
 
 def load_registry() -> OperatorRegistry:
-    """Return a registry of all installed operators; raises ValueError where an entry point names no operator, or two have one name."""
+    """Return a registry of all installed operators.
+
+    Raises:
+        ValueError: an entry point names an object that is not an operator, or two operators have one name.
+    """
     added = [entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)]
     return OperatorRegistry([_load(path) for path in (*BUILT_IN, *added)])

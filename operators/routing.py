@@ -46,7 +46,11 @@ class RouterOutput:
 
     @classmethod
     def read(cls, output: Any, num_experts: int) -> Self:
-        """Read the output of a router; raises ValueError where no floating-point tensor in it has a column for each expert."""
+        """Read the output of a router's forward pass.
+
+        Raises:
+            ValueError: no floating-point tensor with a column for each expert is in `output`.
+        """
         parts = [part for part in (output if isinstance(output, tuple | list) else (output,)) if isinstance(part, torch.Tensor)]
         index = next((part for part in parts if not part.is_floating_point()), None)
         wide = [part for part in parts if part.is_floating_point() and part.shape[-1] >= num_experts]

@@ -168,7 +168,11 @@ def _rounded(value: Any) -> Any:
 
 
 def read_thresholds(path: Path) -> Thresholds:
-    """Read a file; raises ThresholdsError where it does not exist, is not a thresholds file of this version, or is damaged."""
+    """Read a thresholds file.
+
+    Raises:
+        ThresholdsError: the file does not exist, is not a thresholds file of this version, or is damaged.
+    """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -54,7 +54,11 @@ class WeightSource(ABC):
         """
 
     def read_shaped(self, part: Part, expected: tuple[int, ...], expert: int = 0) -> torch.Tensor:
-        """Return one piece as `read` does; raises CheckpointError also where its shape is not the model's."""
+        """Return one piece as `read` does.
+
+        Raises:
+            CheckpointError: the piece has another shape than the model's, or as `read`.
+        """
         piece = self.read(part, expert)
         if tuple(piece.shape) != expected:
             raise CheckpointError(f"{self.origin(part, expert)}: shape {tuple(piece.shape)} where the model has {expected}")

@@ -108,7 +108,11 @@ class CpuForwardOperator(CpuOperator):
 
     @abstractmethod
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
-        """Find the form of the kernel that computes what `module` does with its number `value`; raises NotRecognisedError if none."""
+        """Find the form of the kernel that computes what `module` computes, with its number `value`.
+
+        Raises:
+            NotRecognisedError: there is none.
+        """
 
     @abstractmethod
     def compute(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:

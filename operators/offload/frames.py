@@ -77,7 +77,11 @@ class FramedLayers:
         self._layers[number] = packed, stored
 
     def open(self) -> None:
-        """Allocate the frames once all layers are loaded, and never again; raises NotEnoughMemoryError where a layer does not fit."""
+        """Allocate the frames once all layers are loaded; called again, nothing happens.
+
+        Raises:
+            NotEnoughMemoryError: too little memory is free for a layer.
+        """
         layers = [(number, *layer) for number, layer in enumerate(self._layers) if layer is not None]
         if self._frames is not None or not layers:  # experts are in memory where no file can be written
             return

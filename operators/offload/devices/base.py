@@ -160,7 +160,11 @@ class Device(Protocol):
         """Return the stream of that name ("compute", "copy"), created by the first call."""
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Allocate device memory; raises OutOfDeviceMemoryError where there is not enough."""
+        """Allocate device memory.
+
+        Raises:
+            OutOfDeviceMemoryError: there is not enough.
+        """
 
     def pin(self, array: Bytes) -> None:
         """Page-lock host bytes, so that copies from them run asynchronously. The caller keeps the array until `unpin`.
