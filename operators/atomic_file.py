@@ -86,7 +86,11 @@ def sweep(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """Return `$XDG_CACHE_HOME/moegraft/NAME`, by default in `~/.cache`; raises FileNotFoundError where the user has no home folder."""
+    """Return `$XDG_CACHE_HOME/moegraft/NAME`, by default in `~/.cache`.
+
+    Raises:
+        FileNotFoundError: the user has no home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "moegraft" / name

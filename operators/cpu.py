@@ -44,7 +44,11 @@ ELEMENT_CODES = {dtype: code for code, dtype in enumerate(ELEMENTS)}
 
 
 def element_name(dtype: torch.dtype) -> str:
-    """Return the kernel's name of a dtype, such as `bfloat16`; raises ValueError where the kernel does not support the dtype."""
+    """Return the kernel's name of a dtype, such as `bfloat16`.
+
+    Raises:
+        ValueError: the kernel does not support the dtype.
+    """
     if dtype not in ELEMENT_CODES:
         raise ValueError(f"the CPU kernel does not support {dtype}")
     return str(dtype).removeprefix("torch.")

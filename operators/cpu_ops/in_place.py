@@ -180,7 +180,11 @@ def answered(cls: Any, method: str) -> type[nn.Module]:
 
 
 def probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a function of the model's returns for random tensors; raises NotRecognisedError where it cannot be called with them."""
+    """Return what a function of the model's returns for random tensors.
+
+    Raises:
+        NotRecognisedError: it cannot be called with them.
+    """
     try:
         with torch.no_grad():
             return function(*args, **kwargs)

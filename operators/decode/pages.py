@@ -162,7 +162,11 @@ class PagePool:
         return len(self._uses) - len(self._free)
 
     def grow(self, sequence: PagedSequence, tokens: int) -> None:
-        """Give a sequence pages for `tokens` tokens in all; raises NoPagesError where not enough are free, and changes nothing then."""
+        """Give a sequence pages for `tokens` tokens in all.
+
+        Raises:
+            NoPagesError: not enough are free; the sequence is unchanged.
+        """
         needed = pages_of(tokens) - len(sequence.pages)
         if needed > len(self._free):
             raise NoPagesError(f"{needed} pages are needed, and {len(self._free)} are free")
@@ -464,7 +468,11 @@ class PagedCache(Cache):
         return found[0], found[1]
 
     def finish(self) -> None:
-        """Count the tokens of a forward pass that has succeeded; raises UnreadPagesError where a layer's states were not read."""
+        """Count the tokens of a forward pass that has succeeded.
+
+        Raises:
+            UnreadPagesError: a layer's states were not read.
+        """
         self.require_read()
         for sequence in self._sequences:
             sequence.tokens += self._tokens
@@ -487,7 +495,10 @@ class PagedCache(Cache):
                     sequence.past = sequence.states_at + 1, row
 
     def require_read(self) -> None:
-        """Raise UnreadPagesError where a layer's states were not read in this pass."""
+        """
+        Raises:
+            UnreadPagesError: a layer's states were not read in this pass.
+        """
         if self.unread:
             raise UnreadPagesError(f"attention left the keys and values of {len(self.unread)} of {len(self.layers)} layers unread")
 

@@ -296,7 +296,11 @@ class StepGraph:
             return self._kept
 
     def capture(self, step: Callable[[], None]) -> None:
-        """Capture `step`, which calls `layers` and of which nothing is executed; raises DeviceError where it cannot be captured."""
+        """Capture `step`, which calls `layers`; nothing of it is executed.
+
+        Raises:
+            DeviceError: it cannot be captured.
+        """
         with self._engine.exclusive():
             with self._engine.device.errors():
                 self._warm_up()

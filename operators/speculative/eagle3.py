@@ -75,7 +75,10 @@ class _Stored:
         return DTYPES.get(self.stored_as)
 
     def read(self) -> torch.Tensor:
-        """Read it; raises CheckpointError where the file cannot be read."""
+        """
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         try:
             with safe_open(self.file, framework="pt") as file:
                 found: torch.Tensor = file.get_tensor(self.key)
