@@ -458,7 +458,11 @@ class ExpertGroup:
     # On the other ranks
 
     def follow(self) -> None:
-        """Compute for rank 0 until it closes the model; raises GroupLostError where rank 0 is lost."""
+        """Compute for rank 0 until it closes the model.
+
+        Raises:
+            GroupLostError: rank 0 is lost.
+        """
         while self._served() is not None:
             pass
 

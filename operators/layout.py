@@ -318,7 +318,11 @@ def read_layout(module: nn.Module) -> ExpertsLayout:
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
-    """Return the number of experts per token; raises UnsupportedModelError where the config does not state it."""
+    """Return the number of experts per token.
+
+    Raises:
+        UnsupportedModelError: the config does not state it.
+    """
     text: Any = config.get_text_config()
     top_k = next((value for name in TOP_K_NAMES if isinstance(value := getattr(text, name, None), int)), None)
     if top_k is None:

@@ -183,7 +183,11 @@ class Router:
         return index.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))  # many routers do not sort
 
     def top_k(self) -> int:
-        """Return the number of experts per token; raises UnsupportedModelError where neither the router nor its block states it."""
+        """Return the number of experts per token.
+
+        Raises:
+            UnsupportedModelError: neither the router nor its block states it.
+        """
         count = getattr(self.module, "top_k", getattr(self._block, "top_k", None))
         if not isinstance(count, int):
             raise UnsupportedModelError(

@@ -124,7 +124,11 @@ class Trace:
         return Trace(*arrays, self.layers, self.source)
 
     def save(self, path: Path) -> None:
-        """Write the trace; scores and weights are rounded to 16 bits; raises OSError where the file cannot be written."""
+        """Write the trace; scores and weights are rounded to 16 bits.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         with new_file(path) as file:
             np.savez_compressed(
                 file,

@@ -150,7 +150,11 @@ def weights_hash(source: WeightSource, num_experts: int) -> str:
 
 
 def write_thresholds(thresholds: Thresholds, path: Path) -> None:
-    """Write the file; raises OSError where the file cannot be written."""
+    """Write the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     body = {"format": FORMAT, "criterion": CRITERION, **asdict(thresholds)}
     text = json.dumps(_rounded(body), indent=1, allow_nan=False)
     # Each list of numbers takes one line: the quantiles of 48 layers are 5,000 numbers.

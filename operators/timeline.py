@@ -94,5 +94,9 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, object]:
 
 
 def write_trace(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
-    """Write `chrome_trace` to a file; raises OSError where the file cannot be written."""
+    """Write `chrome_trace` to a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     write_file(path, json.dumps(chrome_trace(timelines)))

@@ -61,7 +61,11 @@ class Scores:
         return 0.0 if place is None else float(self.probabilities[place])
 
     def draw(self) -> int:
-        """Return a token by its probability; raises RuntimeError where the probabilities are no numbers."""
+        """Return a token by its probability.
+
+        Raises:
+            RuntimeError: the probabilities are no numbers.
+        """
         return self._draw(self.probabilities)
 
     def draw_beyond(self, other: Scores) -> int:

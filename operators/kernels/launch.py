@@ -157,7 +157,11 @@ def _timed(weight_type: str, device: torch.device) -> Constants:
 
 
 def read_table(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Return constants by GPU, weight type and name; raises ValueError where the file is not such a table."""
+    """Return constants by GPU, weight type and name.
+
+    Raises:
+        ValueError: the file is not such a table.
+    """
     table = json.loads(path.read_text(encoding="utf-8"))
     for gpu, types in table.items():
         for weight_type, constants in types.items():

@@ -45,7 +45,11 @@ def next_power_of_two(value: int) -> int:
 
 
 def gpu_format(weight_type: str) -> GpuFormat:
-    """Return how kernels read a weight type; raises ValueError for an unknown one."""
+    """Return how kernels read a weight type.
+
+    Raises:
+        ValueError: an unknown one.
+    """
     if weight_type not in FORMATS:
         raise ValueError(f"no GPU kernel computes with weight type {weight_type!r}; they compute with {', '.join(FORMATS)}")
     return FORMATS[weight_type].gpu

@@ -84,7 +84,11 @@ class ExpertCacheOptions(CacheOptions):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of `12GiB` or `800 MB`; raises ValueError where the text is not an amount of memory."""
+    """Return the bytes of `12GiB` or `800 MB`.
+
+    Raises:
+        ValueError: the text is not an amount of memory.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"'{text}' is no amount of memory; write a number with KiB, MiB or GiB, such as 12GiB")

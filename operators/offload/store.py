@@ -60,7 +60,11 @@ class ExpertStore:
         return layer in self._framed
 
     def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
-        """Copy an expert's bytes from `start` on; raises DeviceError where they cannot be read from their file; the message names it."""
+        """Copy an expert's bytes from `start` on.
+
+        Raises:
+            DeviceError: they cannot be read from their file; the message names it.
+        """
         framed = self._framed.get(layer)
         if framed is None:
             block = self.bytes_of(layer, expert)

@@ -116,7 +116,11 @@ class RuntimeLibrary:
 
 
 def load_runtime(prefix: str) -> RuntimeLibrary:
-    """Return the runtime that PyTorch has loaded (`prefix` is `cuda` or `hip`); raises DeviceError where it cannot be found."""
+    """Return the runtime that PyTorch has loaded (`prefix` is `cuda` or `hip`).
+
+    Raises:
+        DeviceError: it cannot be found.
+    """
     tried = []
     mapped = loaded_paths(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"), prefix)
     for path in (*mapped, None):  # the last: linked into PyTorch, or loaded with global symbols
@@ -260,7 +264,11 @@ class HostTicket:
 
 
 class CudaDevice:
-    """GPU number `index`. Its creator closes it. Raises DeviceError where there is none, or its runtime library cannot be found."""
+    """GPU number `index`. Its creator closes it.
+
+    Raises:
+        DeviceError: there is none, or its runtime library cannot be found.
+    """
 
     def __init__(self, index: int = 0) -> None:
         reason = why_no_cuda()
