@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption
+from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOptions, OptionsError, TrustOption, VarOption, option
 from moegraft.injection.cli.output import (
     FINDINGS,
     USER_ERROR,
@@ -46,12 +46,11 @@ class Checked:
 def check(
     rules: Annotated[list[str], typer.Argument(metavar="RULES", help="Rule files, or names of shipped ones.")],
     model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Check the rules for this model as well: hub id or folder; config.json is enough."),
+        str | None, option("--model", "NAME", "Check the rules for this model as well: hub id or folder; config.json is enough.")
     ] = None,
     var: VarOption = None,
     gguf: GgufOption = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors.")] = False,
+    strict: Annotated[bool, option("--strict", None, "Warnings count as errors.")] = False,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError
+from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError, option
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 from moegraft.operators.errors import error_sentence, human_bytes
 
@@ -26,15 +26,12 @@ class Autoload(StrEnum):
 @user_errors(PROGRAM)
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
+        bool, option("--measure", None, "Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
     ] = False,
-    disk: Annotated[
-        Path | None,
-        typer.Option("--disk", metavar="FOLDER", help="With --measure, the disk of this folder as well, by a file of 1 GiB."),
-    ] = None,
+    disk: Annotated[Path | None, option("--disk", "FOLDER", "With --measure, the disk of this folder as well, by a file of 1 GiB.")] = None,
     autoload: Annotated[
         Autoload | None,
-        typer.Option("--autoload", help="Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
+        option("--autoload", None, "Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

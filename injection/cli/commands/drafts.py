@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
@@ -18,6 +16,7 @@ from moegraft.injection.cli.options import (
     ThreadsOption,
     TrustOption,
     VarOption,
+    option,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
 from moegraft.injection.texts import text_content
@@ -32,8 +31,8 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 def drafts(
     model: LoadedModelOption = None,
     rules: RulesOption = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to verify; default: the Gettysburg address.")] = None,
-    longest: Annotated[int, typer.Option("--longest", metavar="N", min=1, max=15, help="Tokens of the longest draft.")] = 7,
+    text: Annotated[Path | None, option("--text", "FILE", "Text to verify; default: the Gettysburg address.")] = None,
+    longest: Annotated[int, option("--longest", "N", "Tokens of the longest draft.", min=1, max=15)] = 7,
     threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, ModelOptions, RulesArgument, TrustOption, VarOption
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    ModelOption,
+    ModelOptions,
+    RulesArgument,
+    TrustOption,
+    VarOption,
+    option,
+)
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Match
 from moegraft.operators.errors import human_bytes
@@ -37,10 +47,8 @@ class Trial:
 def explain(
     rules: RulesArgument = None,
     model: ModelOption = None,
-    module: Annotated[
-        str | None, typer.Option("--module", metavar="PATH", help="Show for this module only why each rule takes it or does not.")
-    ] = None,
-    each: Annotated[bool, typer.Option("--each", help="Print a line for each module instead of one for a run of layers.")] = False,
+    module: Annotated[str | None, option("--module", "PATH", "Show for this module only why each rule takes it or does not.")] = None,
+    each: Annotated[bool, option("--each", None, "Print a line for each module instead of one for a run of layers.")] = False,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,

@@ -24,6 +24,7 @@ from moegraft.injection.cli.options import (
     OptionsError,
     RamOption,
     TrustOption,
+    option,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
@@ -139,25 +140,20 @@ CONTEXT = 4096
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def init(
     model: ModelOption = None,
-    output: Annotated[
-        Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="The file to write; - is standard output.")
-    ] = Path("rules.yaml"),
+    output: Annotated[Path, option("--output --out -o", "FILE", "The file to write; - is standard output.")] = Path("rules.yaml"),
     from_ktransformers_file: Annotated[
-        Path | None,
-        typer.Option("--from-ktransformers", metavar="FILE", help="Convert this KTransformers rule file; with --model, for that model."),
+        Path | None, option("--from-ktransformers", "FILE", "Convert this KTransformers rule file; with --model, for that model.")
     ] = None,
     goal: Annotated[
         Goal | None,
-        typer.Option("--goal", help="Fast answers (decode, the default), fast prompts (prefill), or the most exact that fits (quality)."),
+        option("--goal", None, "Fast answers (decode, the default), fast prompts (prefill), or the most exact that fits (quality)."),
     ] = None,
     ram: RamOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_bandwidth: GpuBandwidthOption = None,
     link_bandwidth: LinkBandwidthOption = None,
-    context: Annotated[
-        int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens of a sequence, prompt and answer; default: {CONTEXT}.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    context: Annotated[int | None, option("--context", "N", f"Tokens of a sequence, prompt and answer; default: {CONTEXT}.", min=1)] = None,
+    force: Annotated[bool, option("--force", None, "Overwrite an existing file.")] = False,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,

@@ -21,6 +21,7 @@ from moegraft.injection.cli.options import (
     RulesArgument,
     TrustOption,
     VarOption,
+    option,
     parse_sizes,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 def plan(
     rules: RulesArgument = None,
     model: ModelOption = None,
-    context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer.")] = 4096,
-    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens of a prompt, computed at once.")] = 512,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1,
+    context: Annotated[int, option("--context", "N", "Tokens a sequence holds, prompt and answer.", min=1)] = 4096,
+    prompt: Annotated[int, option("--prompt", "N", "Tokens of a prompt, computed at once.", min=1)] = 512,
+    batch: Annotated[int, option("--batch", "N", "Sequences at once.", min=1)] = 1,
     ram: RamOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_bandwidth: GpuBandwidthOption = None,
@@ -48,16 +49,15 @@ def plan(
     var: VarOption = None,
     gguf: GgufOption = None,
     nodes: Annotated[
-        str | None, typer.Option("--nodes", metavar="N|SIZES", help="Machines that share the experts: their number, or each one's memory.")
+        str | None, option("--nodes", "N|SIZES", "Machines that share the experts: their number, or each one's memory.")
     ] = None,
     network: Annotated[
-        float | None,
-        typer.Option("--network", metavar="GBIT/S", min=0.01, help="Bandwidth between these machines; by default as measured, or 10."),
+        float | None, option("--network", "GBIT/S", "Bandwidth between these machines; by default as measured, or 10.", min=0.01)
     ] = None,
     train: Annotated[
-        bool, typer.Option("--train", help="Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
+        bool, option("--train", None, "Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
     ] = False,
-    rank: Annotated[int, typer.Option("--rank", metavar="R", min=1, help="Of these adapters, on all linear layers but the head.")] = 16,
+    rank: Annotated[int, option("--rank", "R", "Of these adapters, on all linear layers but the head.", min=1)] = 16,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:

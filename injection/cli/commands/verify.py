@@ -18,6 +18,7 @@ from moegraft.injection.cli.options import (
     ThreadsOption,
     TrustOption,
     VarOption,
+    option,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
 from moegraft.injection.texts import text_content
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 def verify(
     model: LoadedModelOption = None,
     rules: RulesOption = None,
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Text to use; default: the Gettysburg address.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of the text to use.")] = 256,
+    text: Annotated[Path | None, option("--text", "FILE", "Text to use; default: the Gettysburg address.")] = None,
+    tokens: Annotated[int, option("--tokens", "N", "Tokens of the text to use.", min=2)] = 256,
     threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
