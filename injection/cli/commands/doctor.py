@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
     from moegraft.injection.estimate.measure import Measurements
 
 
-class Autoload(StrEnum):
-    on = "on"
-    off = "off"
-
-
 @user_errors(PROGRAM)
 def doctor(
     measure: Annotated[
@@ -30,7 +24,7 @@ def doctor(
     ] = False,
     disk: Annotated[Path | None, option("--disk", "FOLDER", "With --measure, the disk of this folder as well, by a file of 1 GiB.")] = None,
     autoload: Annotated[
-        Autoload | None,
+        Literal["on", "off"] | None,
         option("--autoload", None, "Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
     ] = None,
     json: JsonOption = False,
@@ -49,7 +43,7 @@ def doctor(
 
     terminal = open_terminal()
     if autoload is not None:
-        _switch_autoload(autoload is Autoload.on, terminal)
+        _switch_autoload(autoload == "on", terminal)
         return
     quiet_libraries()
     if disk is not None and not measure:
