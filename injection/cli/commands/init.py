@@ -34,8 +34,8 @@ from moegraft.operators.errors import human_bytes
 if TYPE_CHECKING:
     from moegraft.injection.candidates import Candidate
     from moegraft.injection.estimate.forecast import TargetMachine
-    from moegraft.injection.ktransformers import Outcome, Paths
     from moegraft.injection.meta_model import MetaModel
+    from moegraft.injection.rules.ktransformers import Outcome, Paths
 
 
 STANDARD_OUTPUT = Path("-")
@@ -50,7 +50,7 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
         typer.Exit: with 1, if nothing is written.
     """
     from moegraft.injection.cli.models import open_meta_model
-    from moegraft.injection.ktransformers import Paths, convert, diagnostics, file_text, read_their_rules
+    from moegraft.injection.rules.ktransformers import Paths, convert, diagnostics, file_text, read_their_rules
 
     rules = read_their_rules(source)
     meta_model = open_meta_model(ModelOptions(model, trust_remote_code=trust_remote_code)) if model is not None else None
@@ -71,7 +71,7 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
 
 
 def _paths(meta_model: MetaModel) -> Paths:
-    from moegraft.injection.ktransformers import Paths
+    from moegraft.injection.rules.ktransformers import Paths
     from moegraft.operators.structure import kinds
 
     by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
