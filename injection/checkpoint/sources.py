@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _read(tensor: LazyTensor) -> torch.Tensor:
-    return tensor[...]
-
-
 def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
     """Read every key of `target`, and return the whole parameter as transformers' own converter makes it.
 
@@ -45,7 +41,7 @@ def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrai
     for pattern, keys in target.keys.items():
         for key in keys:
             # transformers declares a Future, and calls any callable.
-            converter.add_tensor(target.name, key, pattern, partial(_read, tensors[key]))  # type: ignore[arg-type]
+            converter.add_tensor(target.name, key, pattern, partial(tensors[key].__getitem__, ...))  # type: ignore[arg-type]
     made = converter.convert(target.name, model=skeleton, config=skeleton.config).get(target.name)
     whole: torch.Tensor | None = made[0] if isinstance(made, list) else made
     expected = tuple(skeleton.get_parameter(target.name).shape)
@@ -57,7 +53,7 @@ def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrai
 
 def read_parameter(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
     """Return a whole parameter, converted where transformers converts it."""
-    return _read(tensors[target.all_keys[0]]) if target.converter is None else convert(target, tensors, skeleton)
+    return tensors[target.all_keys[0]][...] if target.converter is None else convert(target, tensors, skeleton)
 
 
 def target_of(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> Target:
@@ -334,7 +330,7 @@ def _store(
     if not (stacked and (joined or len(operations) == 1) and plain):
         return _Converted(layout, target, tensors, skeleton)
     patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.keys]
-    columns = [_by_expert(layout, pattern, [tensors[key] for key in target.keys[pattern]]) for pattern in patterns]
+    columns = [_by_expert(layout, [tensors[key] for key in target.keys[pattern]]) for pattern in patterns]
     if not fused and len(columns) != len(parts):
         lacking = [pattern for pattern in target.converter.source_patterns if pattern not in target.keys]
         raise _missing(tensors, f"{target.name} (no key matches {', '.join(lacking)})")
@@ -342,7 +338,7 @@ def _store(
     return _PerExpert(layout, by_part, fused=fused)
 
 
-def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
+def _by_expert(layout: ExpertsLayout, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
     """Return the tensors by the expert number in their keys, one for each expert."""
     number = re.compile(r"experts\.(\d+)\.")
     by_number: dict[int, LazyTensor] = {}
