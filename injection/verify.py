@@ -268,15 +268,9 @@ class StockModules:
     """The modules of a checkpoint's stock model, built one at a time."""
 
     def __init__(self, source: ModelSource) -> None:
-        """
-        Raises:
-            CheckpointError: the checkpoint cannot be opened.
-        """
         self._skeleton = meta_skeleton(source, torch.float32)
-        weights = open_weights(source, self._skeleton)
-        self._weights = weights
-        self._tensors = weights.tensors
-        self._keymap = weights.keymap
+        self._weights = open_weights(source, self._skeleton)
+        self._tensors, self._keymap = self._weights.tensors, self._weights.keymap
 
     def stored_types(self, path: str) -> frozenset[str]:
         """Return the weight types of a module whose weights are stored in blocks."""

@@ -75,7 +75,7 @@ def _switch_autoload(on: bool, terminal: Terminal) -> None:
 
 
 def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
-    from moegraft.injection.estimate.measure import measure_network, save_network
+    from moegraft.injection.estimate.measure import measure_network, save
 
     network = measure_network()
     if network is None:
@@ -88,7 +88,7 @@ def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
         rows.append(("all", "", f"{network.all_us:.0f}", ""))
         terminal.write("\n".join(columns(rows, right=(0, 2, 3))) + "\n")
     try:
-        terminal.notice(f"saved in {save_network(network)}")
+        terminal.notice(f"saved in {save(network)}")
     except OSError as error:
         terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
 

@@ -170,7 +170,10 @@ def init(
         raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
-        _refuse_with_ktransformers({"goal": goal, **stated, "context": context, "gguf": gguf})
+        given = {"goal": goal, **stated, "context": context, "gguf": gguf}
+        names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+        if names:
+            raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
     else:
         options = ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code)
@@ -208,16 +211,6 @@ def _predict_and_write(
         _refuse(tried, terminal)
     if chosen is None:
         raise typer.Exit(FINDINGS)
-
-
-def _refuse_with_ktransformers(given: dict[str, object]) -> None:
-    """
-    Raises:
-        OptionsError: an option has no effect when a file is converted.
-    """
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
-    if names:
-        raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
 
 
 def _about(options: ModelOptions, context: int, meta_model: MetaModel, target: TargetMachine) -> list[str]:
