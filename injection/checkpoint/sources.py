@@ -261,8 +261,7 @@ class CheckpointExperts(WeightSource):
             if target is None:
                 raise _missing(tensors, f"{module}.{name}")
             _check_dtypes([tensors[key] for key in target.all_keys])
-            expected = tuple(skeleton.get_parameter(f"{module}.{name}").shape)
-            self._stores[name] = _store(layout, name, target, tensors, skeleton, expected)
+            self._stores[name] = _store(layout, target, tensors, skeleton)
         self._all_tensors = [tensors[key] for target in targets.values() for key in target.all_keys]
         matrices = [tensors[key] for name, target in targets.items() if not name.endswith("_bias") for key in target.all_keys]
         self._dtype = widest(tensor.dtype for tensor in matrices if tensor.dtype is not None)
@@ -307,23 +306,16 @@ def _check_dtypes(tensors: Sequence[LazyTensor]) -> None:
             raise CheckpointError(f"{tensor.origin}: weights of dtype {tensor.stored_dtype} cannot be read; {SUPPORTED}")
 
 
-def _store(
-    layout: ExpertsLayout,
-    name: str,
-    target: Target,
-    tensors: Mapping[str, LazyTensor],
-    skeleton: PreTrainedModel,
-    expected: tuple[int, ...],
-) -> _Store:
+def _store(layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> _Store:
     if target.converter is None:
-        return _Fused(layout, tensors[target.all_keys[0]], expected)
+        return _Fused(layout, tensors[target.all_keys[0]], tuple(skeleton.get_parameter(target.name).shape))
     operations = list(target.converter.operations)
     last = operations[-1]
     transposes = isinstance(last, Transpose) and (last.dim0, last.dim1, last.check_dims) == (1, 2, False)
     operations = operations[:-1] if transposes else operations
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist)
     joined = len(operations) == 2 and isinstance(operations[1], Concatenate)
-    parts = [part for part in layout.parts() if layout.parameter(part) == name]
+    parts = [part for part in layout.parts() if layout.parameter(part) == target.name.rpartition(".")[2]]
     fused = not joined and len(parts) > 1
     as_linear = transposes == layout.transposed and not (fused and layout.transposed)
     plain = as_linear and not layout.interleaved and len(target.converter.target_patterns) == 1

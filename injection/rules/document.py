@@ -238,7 +238,13 @@ def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -
         findings.stop(start, f"this rule file cannot be read: {reason}")
     if len(data) > MAX_BYTES:
         findings.stop(start, f"a rule file may have at most {MAX_BYTES >> 10} KiB, and this one has more")
-    return parse_document(_decoded(data, start.file, findings), start.file, findings, plain_keys=plain_keys)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig", errors="replace")
+        message = f"byte 0x{data[error.start]:02x} is not UTF-8; save the file with the encoding UTF-8"
+        findings.stop(_position_in(before, start.file), message)
+    return parse_document(text, start.file, findings, plain_keys=plain_keys)
 
 
 def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool = False) -> Node:
@@ -254,8 +260,10 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
         while loader.check_event():
             builder.take(loader.get_event())  # type: ignore[no-untyped-call]
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        findings.stop(builder.position(mark), _syntax_message(error))
+        message = f"not valid YAML: {', '.join(part for part in (error.context, error.problem) if part)}"
+        if error.problem is not None and "'\\t'" in error.problem:
+            message = "this is a tab; YAML needs a space here"
+        findings.stop(builder.position(error.problem_mark or error.context_mark), message)
     except RuleErrors:
         raise
     except (ValueError, OverflowError):  # from chr() and int() within the scanner
@@ -268,16 +276,6 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
     if builder.root is None or (isinstance(builder.root, ScalarNode) and builder.root.value is None):
         findings.stop(Position(file, 1, 1), "this rule file is empty; it needs a list of rules (see rules/README.md)")
     return builder.root
-
-
-def _decoded(data: bytes, file: str, findings: Findings) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = data[: error.start].decode("utf-8-sig", errors="replace")
-        byte = data[error.start]
-        message = f"byte 0x{byte:02x} is not UTF-8; save the file with the encoding UTF-8"
-        findings.stop(_position_in(before, file), message)
 
 
 def _position_in(before: str, file: str) -> Position:
@@ -298,13 +296,6 @@ def _refuse_characters(text: str, file: str, findings: Findings) -> None:
     if tab is not None:
         position = _position_in(text[: text.index("\t", tab.start())], file)
         findings.stop(position, "a tab indents this line; YAML indents with spaces")
-
-
-def _syntax_message(error: yaml.MarkedYAMLError) -> str:
-    if error.problem is not None and "'\\t'" in error.problem:
-        return "this is a tab; YAML needs a space here"
-    parts = [part for part in (error.context, error.problem) if part]
-    return f"not valid YAML: {', '.join(parts)}"
 
 
 @dataclass(slots=True)
