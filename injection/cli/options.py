@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, TypeAlias, get_type_hints
@@ -108,29 +108,27 @@ def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Cal
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**values: object) -> None:
-            command(*[_make(group, values) for group in groups])
+            try:
+                given = [group(**{field.name: values[field.name] for field in fields(group)}) for group in groups]
+            except MoegraftError:
+                raise
+            except ValueError as error:
+                raise OptionsError(str(error)) from error
+            command(*given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {}  # Typer reads the signature alone
-        parameters = [_parameter(field, get_type_hints(group, include_extras=True)) for group in groups for field in fields(group)]
+        parameters = []
+        for group in groups:
+            hints = get_type_hints(group, include_extras=True)
+            for each in fields(group):
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                kind = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
-
-
-def _parameter(field: Field[Any], hints: dict[str, Any]) -> inspect.Parameter:
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-
-
-def _make(group: type[Options], values: dict[str, object]) -> Options:
-    try:
-        return group(**{field.name: values[field.name] for field in fields(group)})
-    except MoegraftError:
-        raise
-    except ValueError as error:
-        raise OptionsError(str(error)) from error
 
 
 def _show_version(wanted: bool) -> None:

@@ -294,13 +294,6 @@ def is_sixteen_bit(rule: TheirRule) -> bool:
     return rule.text("generate_op") == "KLinearTorch"
 
 
-def expert_weights(rule: TheirRule) -> tuple[str, Sequence[str]]:
-    """Return the option `weights`, by default the file's variable, and a note if experts decode on the GPU."""
-    on_gpu = CUDA.fullmatch(rule.text("generate_device") or "")
-    note = "moegraft decodes experts with a slot on the GPU: all of them if they fit"
-    return BACKENDS.get(rule.text("backend") or "", "${weights}"), (note,) if on_gpu else ()
-
-
 def unknown_arguments(rule: TheirRule) -> tuple[str, ...]:
     """Return notes on arguments that no known version of KTransformers uses; KTransformers ignores them."""
     unknown = []
@@ -407,22 +400,20 @@ class _Converter:
                 return Outcome(rule, None, (), (f"moegraft replaces only the experts of a block, and the rule in line {lines} does it",))
         taken = [path for path in fitting if path not in self._taken]
         if not taken:
-            return Outcome(rule, None, (), (self._why_no_experts(rule, fitting),), doubtful=True)
+            where = "of this model" if self._paths.known else "by their name in transformers 5, model.layers.N.mlp.experts"
+            why = f"name {shown(rule.name or '')} matches no experts {where}"
+            if fitting:
+                why = "earlier rules take all modules that it matches, which KTransformers does not report"
+            return Outcome(rule, None, (), (why,), doubtful=True)
         self._taken.update(taken)
         layers = None if len(taken) == len(self._paths.experts) else runs(layer for path in taken if (layer := layer_of(path)) is not None)
-        weights, about_weights = expert_weights(rule)
-        gpu = "none" if self._gpu == "none" else "${gpu}"
-        kwargs = f'weights: "{weights}"' if "$" in weights else f"weights: {weights}"
+        weights = BACKENDS.get(rule.text("backend") or "", '"${weights}"')  # by default the file's variable
         match = "{kind: experts}" if layers is None else f'{{kind: experts, layers: "{layers}"}}'
-        options = kwargs if gpu == "none" else f'{kwargs}, gpu: "{gpu}"'
-        notes = (*devices_of(rule), *about_weights, *_remarks(rule))
+        options = f"weights: {weights}" + ("" if self._gpu == "none" else ', gpu: "${gpu}"')
+        on_gpu = CUDA.fullmatch(rule.text("generate_device") or "")
+        decodes = ("moegraft decodes experts with a slot on the GPU: all of them if they fit",) if on_gpu else ()
+        notes = (*devices_of(rule), *decodes, *_remarks(rule))
         return Outcome(rule, "hybrid_experts", self._lines(rule, "experts", match, "hybrid_experts", options, taken), notes)
-
-    def _why_no_experts(self, rule: TheirRule, fitting: Sequence[str]) -> str:
-        if fitting:
-            return "earlier rules take all modules that it matches, which KTransformers does not report"
-        where = "of this model" if self._paths.known else "by their name in transformers 5, model.layers.N.mlp.experts"
-        return f"name {shown(rule.name or '')} matches no experts {where}"
 
     def _linear(self, rule: TheirRule, later: Sequence[TheirRule]) -> Outcome:
         if rule.match_class is not None and rule.match_class.rpartition(".")[2] != "Linear":
@@ -528,7 +519,11 @@ def file_text(outcomes: Sequence[Outcome], source: Path, model: str | None) -> s
     lines = [line for sentence in head for line in comment(sentence)]
     lines += ["version: 1", *_variables(outcomes), "rules:"]
     for outcome in outcomes:
-        lines += [*_about(outcome, source), *outcome.lines]
+        rule = outcome.rule
+        became = f"-> {outcome.operator}" if outcome.operator else "no known equivalent" if outcome.doubtful else "left out"
+        lines += comment(f"{source.name}:{rule.position.line} {rule.operator_name or '(no class)'} {became}")
+        lines += [line for note in outcome.notes for line in comment(f"  {note}")]
+        lines += outcome.lines
     return "\n".join(lines) + "\n"
 
 
@@ -536,14 +531,6 @@ def comment(text: str) -> list[str]:
     """Return text as comment lines; line breaks from another file must not end the comment."""
     plain = re.sub(r"[^ -~]", "?", text)
     return [f"# {line}" for line in textwrap.wrap(plain, WIDTH, subsequent_indent="  ", break_long_words=True)]
-
-
-def _about(outcome: Outcome, source: Path) -> Iterator[str]:
-    rule = outcome.rule
-    became = f"-> {outcome.operator}" if outcome.operator else "no known equivalent" if outcome.doubtful else "left out"
-    yield from comment(f"{source.name}:{rule.position.line} {rule.operator_name or '(no class)'} {became}")
-    for note in outcome.notes:
-        yield from comment(f"  {note}")
 
 
 def _variables(outcomes: Sequence[Outcome]) -> Iterator[str]:

@@ -29,10 +29,12 @@ from moegraft.operators.errors import UnsupportedModelError, human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.estimate.forecast import DividedForecast, Forecast, TargetMachine
-    from moegraft.injection.estimate.memory import GpuMemory, PlannedModel
+    from moegraft.injection.estimate.memory import PlannedModel
     from moegraft.injection.estimate.training import TrainingLoad
     from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.planning import Plan
+
+GPU_FIGURES = ("count", "weights", "kv_cache", "reserve", "slots", "needed", "available", "experts_with_slot", "experts")
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -86,7 +88,8 @@ def plan(
             raise typer.Exit(FINDINGS)
         return
     if nodes is not None:
-        memory = node_memory(nodes, target.available_bytes)
+        counted = nodes.strip().isdigit() and int(nodes) >= 1  # machines that are only counted have this one's memory
+        memory = (target.available_bytes,) * int(nodes) if counted else parse_sizes(nodes, "--nodes") or ()
         divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, store.load_network())
         _write_divided(divided, meta_model, planned, open_terminal(), as_json=json)
         if not divided.fits:
@@ -169,17 +172,6 @@ def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMac
     return fits
 
 
-def node_memory(nodes: str, own: int) -> tuple[int, ...]:
-    """Return the memory of each machine of `--nodes`; machines that are only counted have this one's.
-
-    Raises:
-        OptionsError: the text is neither a number of machines nor a list of sizes.
-    """
-    if nodes.strip().isdigit() and int(nodes) >= 1:
-        return (own,) * int(nodes)
-    return parse_sizes(nodes, "--nodes") or ()
-
-
 def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan, terminal: Terminal, *, as_json: bool) -> None:
     from moegraft.injection.estimate.forecast import tokens_text
 
@@ -257,7 +249,7 @@ def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
         "load": asdict(figures.load),
         "memory_bytes": {**asdict(memory), **sums, "available": figures.available_bytes},
         "bytes_by_device": figures.bytes_by_device,
-        "gpu_bytes": _gpu_json(figures.gpu) if figures.gpu else None,
+        "gpu_bytes": {name: getattr(figures.gpu, name) for name in GPU_FIGURES} if figures.gpu else None,
         "gpu_rates": asdict(figures.gpu_rates) if figures.gpu_rates else None,
         "speed": asdict(figures.speed) if figures.speed else None,
         "no_speed": figures.no_speed,
@@ -266,9 +258,3 @@ def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
         "unloadable": meta_model.unloadable,
         "mtp_layers": {"stored_bytes": meta_model.mtp_bytes, "loaded": figures.plan.mtp},
     }
-
-
-def _gpu_json(gpu: GpuMemory) -> Json:
-    parts = {"weights": gpu.weights, "kv_cache": gpu.kv_cache, "reserve": gpu.reserve, "slots": gpu.slots}
-    sums = {"needed": gpu.needed, "available": gpu.available}
-    return {"count": gpu.count, **parts, **sums, "experts_with_slot": gpu.experts_with_slot, "experts": gpu.experts}
