@@ -121,11 +121,7 @@ def graft(
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
     if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
         threads = threads_beside_gpu()
-    context = InjectionContext(
-        dtype=dtype,
-        threads=threads,
-        expert_group=expert_group,
-    )
+    context = InjectionContext(dtype=dtype, threads=threads, expert_group=expert_group)
     operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
     if context.gpu_engines_in_use is not None:
         context.gpu_engines_in_use.cache = replace(kv_cache(skeleton), form=plan.cache_form(skeleton.config))
@@ -315,9 +311,13 @@ class CheckpointLoader:
         self._rest = {key: tensor for key, tensor in weights.tensors.items() if key in rest}
         packed = [source.nbytes for source in self._sources.values() if isinstance(source, StoredPacked)]
         self.total_bytes = sum(weights.tensors[key].nbytes for key in read) + sum(packed)
-        self._generation_config = _generation_config(source.folder)
-        _refuse_missing(source, keymap, operators, packed=bool(weights.packed))
-        _check_unread(source, keymap, operators)
+        self._generation_config: GenerationConfig | None = None
+        if (file := source.folder / GENERATION_CONFIG_NAME).is_file():
+            try:
+                self._generation_config = GenerationConfig.from_pretrained(source.folder)
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{file}: not a readable generation config; download it again") from error
+        _check_keys(source, keymap, operators, packed=bool(weights.packed))
         _check_rest(skeleton, keymap, weights.tensors, taken)
 
     @property
@@ -358,15 +358,6 @@ class CheckpointLoader:
         gc.collect()
 
 
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    if not (folder / GENERATION_CONFIG_NAME).is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / GENERATION_CONFIG_NAME}: not a readable generation config; download it again") from error
-
-
 def keys_taken(keymap: KeyMap, operators: Iterable[str]) -> set[str]:
     """Return the keys that only operators at these paths read. A key that other modules need as well (a split projection) is read twice."""
     prefixes = tuple(f"{path}." for path in operators)
@@ -380,7 +371,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_KEYS]) + more
 
 
-def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator], *, packed: bool) -> None:
+def _check_keys(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator], *, packed: bool) -> None:
+    """Refuse missing keys, and unread ones of replaced modules, which mean a wrong checkpoint; of others transformers only warns."""
     prefixes = tuple(f"{path}." for path in operators)
     missing = [name for name in keymap.missing if not name.startswith(prefixes)]
     if missing:
@@ -388,11 +380,7 @@ def _refuse_missing(source: ModelSource, keymap: KeyMap, operators: Mapping[str,
         if packed:
             why = "these rules leave modules that it holds packed: load it with those in its config.json"
         raise CheckpointError(f"{source.folder}: nothing in this checkpoint feeds {_some(missing)}; {why}")
-
-
-def _check_unread(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator]) -> None:
-    """Refuse unread keys of replaced modules, which mean a wrong checkpoint. Elsewhere transformers only warns, and so does this."""
-    extra = [key for key in keymap.unread if key.startswith(tuple(f"{path}." for path in operators))]
+    extra = [key for key in keymap.unread if key.startswith(prefixes)]
     if extra:
         raise CheckpointError(f"{source.folder}: nothing in the model reads {_some(extra)}")
     if source.left_out:

@@ -212,11 +212,7 @@ def _matrices(weight: LazyTensor) -> tuple[int, ...]:
 
 
 def _fitting(weight: LazyTensor, shape: tuple[int, ...], scales: LazyTensor, blocks: Sequence[Block]) -> Block:
-    """Return the rows and columns of a weight that share a scale, of all that the settings allow.
-
-    Raises:
-        CheckpointError: the scales have another shape than the weight and the settings require.
-    """
+    """Return the rows and columns of a weight that share a scale, of all that the settings allow."""
     *lead, rows, columns = shape
     expected: dict[tuple[int, ...], list[Block]] = {}
     for block in blocks:

@@ -93,12 +93,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
 
 
 def _prompt(options: ChatOptions) -> str | None:
-    """Return the prompt to answer; None for a chat.
-
-    Raises:
-        PromptError: the prompt is empty or not UTF-8 text.
-        OSError: its file cannot be read.
-    """
+    """Return the prompt to answer; None for a chat."""
     if options.prompt is not None:
         text = options.prompt
     elif options.prompt_file is not None:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jinja2
 import torch
@@ -372,7 +372,10 @@ def _cache(
         raise ValueError("this model keeps no cache")
     if places != sorted({int(place) for place in places} & set(range(1, tokens + 1))):
         raise ValueError(f"checkpoints after {places} of {tokens} tokens")
-    cache = _one_token(model)
+    # Of one token, with the heads, sizes, dtypes and devices of the model's keys, values and states.
+    cache, call = new_cache(model), cast(Any, model)
+    with torch.no_grad():
+        call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     checkpoints = []
     for place in places:
         _fill(cache, tensors, place, f"{place}:")
@@ -405,12 +408,3 @@ def _fill(cache: DynamicCache, tensors: dict[str, torch.Tensor], tokens: int, ch
             setattr(layer, kind, tensor.to(like.device))
         if sliding and kind == "keys":
             layer.cumulative_length = tokens
-
-
-@torch.no_grad()
-def _one_token(model: PreTrainedModel) -> DynamicCache:
-    """Return the cache of a token, which has the heads, sizes, dtypes and devices of the model's keys, values and states."""
-    call: Any = model
-    cache = new_cache(model)
-    call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
-    return cache

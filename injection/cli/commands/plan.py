@@ -132,11 +132,7 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
 
 
 def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMachine, *, json: bool) -> bool:
-    """Write the figures of training; return whether the memory is enough.
-
-    Raises:
-        UnsupportedModelError: the rules have operators without a backward pass.
-    """
+    """Write the figures of training; return whether the memory is enough."""
     from moegraft.injection.estimate.forecast import tokens_text
     from moegraft.injection.estimate.training import training_forecast
 

@@ -630,11 +630,7 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
 
 
 def _check_images(model: PreTrainedModel, pool: SequencePool, images: ImageInputs) -> None:
-    """Compare the logits of a token after a prompt with images, which is computed in parts, with those of the model's own cache.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compare the logits of a token after a prompt with images, which is computed in parts, with those of the model's own cache."""
     call: Any = model
     ids, token, device = images.token_ids, images.token_ids[-1:], model.device
     with torch.inference_mode():

@@ -243,10 +243,6 @@ class Service:
         return replay.captures(model) and replay.replayed > before
 
     def _prefix_files(self, pool: SequencePool, folder: Path) -> PrefixFiles:
-        """
-        Raises:
-            OptionsError: the folder cannot be used.
-        """
         limits = self.limits
         chunk = limits.prefill_chunk if limits.batch_invariant else None  # of which every bit depends there
         key = f"{model_fingerprint(self.loaded.model)} {pool.layout} {limits.batch_invariant} {chunk}"
@@ -344,11 +340,7 @@ class Service:
         return None
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
-        """Return the form that an answer has to follow, after its reasoning.
-
-        Raises:
-            RequestError: the form cannot be followed, or it is not known how a call of a tool is written.
-        """
+        """Return the form that an answer has to follow, after its reasoning."""
         form = request.form
         name = "grammar" if isinstance(form, str) else "text.format" if request.kind == "response" else "response_format"
         try:
@@ -422,11 +414,7 @@ class Service:
             raise RequestError(400, str(error), param=request.asked_by) from error
 
     def _with_pictures(self, request: Request) -> Request:
-        """Return the request with a picture in the place of each image's URL.
-
-        Raises:
-            ImageError: one cannot be read, or the model reads none.
-        """
+        """Return the request with a picture in the place of each image's URL."""
         parts = [part for message in request.messages if isinstance(message["content"], list) for part in message["content"]]
         urls = [part["url"] for part in parts if part["type"] == "image"]
         if not urls:
