@@ -181,22 +181,17 @@ def measure_disk(folder: Path) -> Disk:
             raise OSError(errno.ENOTSUP, "this system has no reads past the page cache")
         descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
-            latency_s = _latency_s(descriptor)
+            places, times = random.Random(0), []
+            memory = mmap.mmap(-1, 4096)  # aligned, as direct reads need it
+            for _ in range(DISK_SMALL_READS):
+                place = places.randrange(DISK_BYTES // 4096) * 4096
+                began = time.perf_counter()
+                os.preadv(descriptor, [memory], place)
+                times.append(time.perf_counter() - began)
         finally:
             os.close(descriptor)
         rates = {str(depth): round(read_gbps(Path(file.name), depth, DISK_S), 3) for depth in DISK_DEPTHS}
-    return Disk(str(folder), rates, round(1e6 * latency_s, 1))
-
-
-def _latency_s(descriptor: int) -> float:
-    places, times = random.Random(0), []
-    memory = mmap.mmap(-1, 4096)  # aligned, as direct reads need it
-    for _ in range(DISK_SMALL_READS):
-        place = places.randrange(DISK_BYTES // 4096) * 4096
-        began = time.perf_counter()
-        os.preadv(descriptor, [memory], place)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return Disk(str(folder), rates, round(1e6 * statistics.median(times), 1))
 
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:

@@ -253,7 +253,13 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
     Raises:
         RuleErrors: as `read_document`.
     """
-    _refuse_characters(text, file, findings)
+    unprintable = _UNPRINTABLE.search(text)
+    if unprintable is not None:
+        findings.stop(_position_in(text[: unprintable.start()], file), why_unprintable(unprintable[0]) or "")
+    tab = _INDENTING_TAB.search(text)
+    if tab is not None:
+        position = _position_in(text[: text.index("\t", tab.start())], file)
+        findings.stop(position, "a tab indents this line; YAML indents with spaces")
     builder = _Builder(file, findings, plain_keys)
     loader = yaml.SafeLoader(text)
     try:
@@ -286,16 +292,6 @@ def why_unprintable(text: str) -> str | None:
     """Return the reason why `text` is not allowed in a rule file, raw or escaped, such as control characters; None if it is allowed."""
     match = _UNPRINTABLE.search(text)
     return None if match is None else f"character U+{ord(match[0]):04X} is not allowed in a rule file"
-
-
-def _refuse_characters(text: str, file: str, findings: Findings) -> None:
-    unprintable = _UNPRINTABLE.search(text)
-    if unprintable is not None:
-        findings.stop(_position_in(text[: unprintable.start()], file), why_unprintable(unprintable[0]) or "")
-    tab = _INDENTING_TAB.search(text)
-    if tab is not None:
-        position = _position_in(text[: text.index("\t", tab.start())], file)
-        findings.stop(position, "a tab indents this line; YAML indents with spaces")
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ def _save(measured: Measurements, terminal: Terminal) -> None:
 
 
 def _write(facts: Facts, problems: list[Problem], measured: Measurements | None, terminal: Terminal) -> None:
-    lines = columns([(name, value) for name, value in _rows(facts)])
+    lines = columns(_rows(facts))
     if measured is not None:
         lines += ["", *_measured_lines(measured)]
     else:

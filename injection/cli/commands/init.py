@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from moegraft.injection.candidates import Candidate
     from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.meta_model import MetaModel
-    from moegraft.injection.rules.ktransformers import Outcome, Paths
+    from moegraft.injection.rules.ktransformers import Outcome
 
 
 STANDARD_OUTPUT = Path("-")
@@ -51,10 +51,16 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
     """
     from moegraft.injection.cli.models import open_meta_model
     from moegraft.injection.rules.ktransformers import Paths, convert, diagnostics, file_text, read_their_rules
+    from moegraft.operators.structure import kinds
 
     rules = read_their_rules(source)
     meta_model = open_meta_model(ModelOptions(model, trust_remote_code=trust_remote_code)) if model is not None else None
-    outcomes = convert(rules, Paths.typical() if meta_model is None else _paths(meta_model))
+    paths = Paths.typical()
+    if meta_model is not None:
+        by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
+        experts, linears = (tuple(path for path, of in by_path.items() if kind in of) for kind in ("experts", "linear"))
+        paths = Paths(experts, linears)
+    outcomes = convert(rules, paths)
     text = file_text(outcomes, source, f"{model} ({meta_model.model_class})" if meta_model is not None else None)
     mapped = sum(outcome.operator not in (None, "default") for outcome in outcomes)
     checked = _check(text, meta_model) if mapped else ()
@@ -68,15 +74,6 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
         _write_converted(outcomes, findings, ok, output, text, terminal)
     if not ok:
         raise typer.Exit(FINDINGS)
-
-
-def _paths(meta_model: MetaModel) -> Paths:
-    from moegraft.injection.rules.ktransformers import Paths
-    from moegraft.operators.structure import kinds
-
-    by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
-    experts, linears = (tuple(path for path, of in by_path.items() if kind in of) for kind in ("experts", "linear"))
-    return Paths(experts, linears)
 
 
 def _check(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
