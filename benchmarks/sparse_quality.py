@@ -33,7 +33,24 @@ SPARSITIES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99)
 GROUPS = (4, 8, 16, 32)
 GROUP_SPARSITIES = (0.7, 0.85, 0.95)
 KEPT_SCORE = 0.95
+HOT = 0.9  # the quantile of the text so far that an activation reaches if its neuron is active
 Row = dict[str, object]
+
+
+class Activity(ActivationHistogram):
+    """A histogram that also counts how often each neuron is active, (E, I) int64."""
+
+    def __init__(self, num_experts: int, intermediate: int) -> None:
+        super().__init__(num_experts)
+        self.active = torch.zeros(num_experts, intermediate, dtype=torch.int64)
+
+    def add(self, top_k_index: torch.Tensor, acted: torch.Tensor) -> None:
+        super().add(top_k_index, acted)
+        if not self.bins.any():
+            return
+        # One pass cannot know the quantile of the whole text; the quantile of the text so far ranks neurons equally well.
+        reached = acted.flatten(0, 1).abs().float() >= quantiles(self.bins, [HOT])[0]
+        self.active.index_add_(0, top_k_index.flatten(), reached.to(torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +61,7 @@ class Bench:
     sites: Sites
     making: Sequence[torch.Tensor]
     judging: Sequence[torch.Tensor]
-    histograms: Mapping[str, ActivationHistogram]
+    histograms: Mapping[str, Activity]
 
 
 @dataclass(slots=True)
@@ -90,8 +107,8 @@ def load(name: str | None, text: Path | None, tokens: int, window: int) -> Bench
         raise SystemExit(f"the text has {len(ids)} tokens; {4 * window} are needed")
     windows = list(ids.split(window))
     sites = find_sites(model)
-    histograms = {path: ActivationHistogram(layout.num_experts, layout.intermediate) for path, layout in sites.routed.items()}
-    histograms |= {path: ActivationHistogram(1, width) for path, width in sites.shared.items()}
+    histograms = {path: Activity(layout.num_experts, layout.intermediate) for path, layout in sites.routed.items()}
+    histograms |= {path: Activity(1, width) for path, width in sites.shared.items()}
     bench = Bench(model, sites, windows[: len(windows) // 2], windows[len(windows) // 2 :], histograms)
 
     def look(path: str, expert: int | None, acted: torch.Tensor) -> torch.Tensor:
@@ -138,7 +155,7 @@ def topk_keep(sparsity: float) -> Keep:
     return keep
 
 
-def hot_first(histogram: ActivationHistogram) -> torch.Tensor:
+def hot_first(histogram: Activity) -> torch.Tensor:
     """Return each expert's neurons in descending order of activity, ties by index, (E, I) int64."""
     return histogram.active.argsort(dim=-1, descending=True, stable=True)
 

@@ -16,9 +16,8 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.grafting import graft
+from moegraft.injection.grafting import graft, load
 from moegraft.injection.injected import injection_of, new_cache
-from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, folder_rules, parse_dtype
 from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
 from moegraft.injection.planning import Plan, plan
@@ -101,7 +100,18 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
 
     def opened() -> MetaModel | PreTrainedModel:
         if isinstance(model, PreTrainedModel) and not _is_on_meta(model, checkpoint):
-            _refuse_load_options(model, dtype, device_map, attn_implementation, checkpoint, gguf)
+            changes = {  # options that would have no effect, as a loaded model keeps its dtype, devices and attention
+                "dtype": parse_dtype(dtype) not in (None, model.dtype),
+                "device_map": device_map is not None,
+                "attn_implementation": attn_implementation not in (None, model.config._attn_implementation),
+                "checkpoint": checkpoint is not None,
+                "gguf": gguf is not None,
+            }
+            given = ", ".join(name for name, changed in changes.items() if changed)
+            if given:
+                raise UnsupportedModelError(
+                    f"{given}: this {type(model).__name__} is loaded already; set it on the model before, or pass its folder or hub id"
+                )
             return model
         if isinstance(model, str | os.PathLike | PreTrainedModel):
             return build_meta_model(
@@ -178,29 +188,6 @@ def _is_on_meta(model: PreTrainedModel, checkpoint: object) -> bool:
     """Whether the weights of a model still have to be loaded; a model that is partly on meta needs a checkpoint."""
     on_meta = [parameter.is_meta for parameter in model.parameters()]
     return any(on_meta) and (bool(checkpoint) or all(on_meta))
-
-
-def _refuse_load_options(
-    model: PreTrainedModel,
-    dtype: torch.dtype | str | None,
-    device_map: object,
-    attn_implementation: str | None,
-    checkpoint: object,
-    gguf: object,
-) -> None:
-    """Refuse options that would have no effect: a loaded model keeps its dtype, devices and attention."""
-    changes = {
-        "dtype": parse_dtype(dtype) not in (None, model.dtype),
-        "device_map": device_map is not None,
-        "attn_implementation": attn_implementation not in (None, model.config._attn_implementation),
-        "checkpoint": checkpoint is not None,
-        "gguf": gguf is not None,
-    }
-    given = [name for name, changed in changes.items() if changed]
-    if given:
-        raise UnsupportedModelError(
-            f"{', '.join(given)}: this {type(model).__name__} is loaded already; set it on the model before, or pass its folder or hub id"
-        )
 
 
 def _read_rules(rules: Rules | None, vars: Mapping[str, object] | None, registry: OperatorRegistry) -> RuleFile:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from moegraft.injection.grafting import CheckpointLoader
 from moegraft.injection.injected import injection_of
-from moegraft.injection.loading import CheckpointLoader
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.rules import RuleFile
@@ -49,20 +49,15 @@ BINS = (HIGHEST - LOWEST) * PER_OCTAVE
 
 
 class ActivationHistogram:
-    """Histogram of `|act(gate)|` of one layer in logarithmic bins, with counts of how often each neuron is among the largest.
+    """Histogram of `|act(gate)|` of one layer in logarithmic bins.
 
     Attributes:
         bins: (BINS,) int64. The first bin also counts all smaller magnitudes, zeros included; the last bin all larger ones.
-        hot: the quantile that an activation must reach to count in `active`.
-        active: (E, I) int64, how often each neuron reached the layer's `hot` quantile of the text seen so far.
-        routed: (E,) int64, tokens routed to each expert.
     """
 
-    def __init__(self, num_experts: int, intermediate: int, hot: float = 0.9) -> None:
+    def __init__(self, num_experts: int) -> None:
         self.bins: NDArray[np.int64] = np.zeros(BINS, np.int64)
-        self.active = torch.zeros(num_experts, intermediate, dtype=torch.int64)
-        self.routed = torch.zeros(num_experts, dtype=torch.int64)
-        self.hot = hot
+        self._num_experts = num_experts
 
     def add(self, top_k_index: torch.Tensor, acted: torch.Tensor) -> None:
         """Count the activations of one forward pass.
@@ -74,30 +69,14 @@ class ActivationHistogram:
         Raises:
             UnsupportedModelError: an activation is not finite.
         """
-        index = top_k_index.flatten().to("cpu")
-        real = (index >= 0) & (index < len(self.routed))
-        magnitudes = acted.flatten(0, 1)[real.to(acted.device)].abs().float()
+        real = (top_k_index >= 0) & (top_k_index < self._num_experts)
+        magnitudes = acted[real.to(acted.device)].abs().float()
         if not bool(torch.isfinite(magnitudes).all()):
             raise UnsupportedModelError("an activation is not finite: thresholds cannot be found for a model that computes NaN or infinity")
         # Zeros become a magnitude of the first bin, so that their logarithm is finite.
         octaves = magnitudes.clamp_min(2.0 ** (LOWEST - 1)).log2_().sub_(LOWEST).mul_(PER_OCTAVE)
         numbers = octaves.floor_().clamp_(0, BINS - 1).to(torch.int64).flatten()
         self.bins += torch.bincount(numbers, minlength=BINS).cpu().numpy()
-        if not self.bins.any():
-            return
-        # One pass cannot know the quantile of the whole text; the quantile of the text so far ranks neurons equally well.
-        reached = (magnitudes >= self.quantile(self.hot)).to("cpu", torch.int64)
-        self.active.index_add_(0, index[real], reached)
-        self.routed.index_add_(0, index[real], torch.ones_like(index[real]))
-
-    @property
-    def count(self) -> int:
-        """Number of activations counted."""
-        return int(self.bins.sum())
-
-    def quantile(self, share: float) -> float:
-        """Return the upper edge of the first bin at or below which at least `share` of the magnitudes lie."""
-        return quantiles(self.bins, [share])[0]
 
 
 def quantiles(bins: NDArray[np.int64], shares: Sequence[float]) -> tuple[float, ...]:
@@ -114,34 +93,25 @@ def quantiles(bins: NDArray[np.int64], shares: Sequence[float]) -> tuple[float, 
     return tuple((2.0 ** (LOWEST + (positions + 1) / PER_OCTAVE)).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The histograms of all layers, by the path of their experts module."""
-
-    layers: Mapping[str, ActivationHistogram]
-
-    def all_bins(self) -> NDArray[np.int64]:
-        """Return the histogram of all layers together, (BINS,) int64."""
-        total = np.zeros(BINS, np.int64)
-        for layer in self.layers.values():
-            total += layer.bins
-        return total
+def all_bins(histograms: Mapping[str, ActivationHistogram]) -> NDArray[np.int64]:
+    """Return the histogram of all layers together, (BINS,) int64."""
+    total: NDArray[np.int64] = np.sum([histogram.bins for histogram in histograms.values()], axis=0)
+    return total
 
 
 @contextmanager
-def calibrating(layers: Mapping[str, LayerSparsity], sizes: Mapping[str, tuple[int, int]]) -> Iterator[Calibration]:
+def calibrating(layers: Mapping[str, LayerSparsity], num_experts: Mapping[str, int]) -> Iterator[dict[str, ActivationHistogram]]:
     """Compute all neurons in every forward pass of the body, and add their activations to the histograms it yields.
 
     Args:
-        layers: the layers of one model, by module path.
-        sizes: (num_experts, intermediate) of each layer, by module path.
+        layers: the layers of one model, by module path, as are `num_experts` and the histograms.
     """
-    calibration = Calibration({path: ActivationHistogram(*sizes[path]) for path in layers})
+    histograms = {path: ActivationHistogram(num_experts[path]) for path in layers}
     with whole(layers.values()):
         for path, layer in layers.items():
-            layer.observer = calibration.layers[path].add
+            layer.observer = histograms[path].add
         try:
-            yield calibration
+            yield histograms
         finally:
             for layer in layers.values():
                 layer.observer = None
@@ -152,10 +122,6 @@ logger = logging.getLogger(__name__)
 LEAST_TOKENS = 64
 WHOLE = SparsityOptions(0.0, "routed")
 Advance = Callable[[int], None]
-
-
-def _silent(tokens: int) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +212,7 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
 
 
 def calibrate(
-    model: PreTrainedModel, about: CalibrationSource, ids: torch.Tensor, options: CalibrationOptions, advance: Advance = _silent
+    model: PreTrainedModel, about: CalibrationSource, ids: torch.Tensor, options: CalibrationOptions, advance: Advance = lambda tokens: None
 ) -> Thresholds:
     """Find the thresholds of every layer in `about`, and evaluate the targets.
 
@@ -260,10 +226,10 @@ def calibrate(
     """
     calibrating_windows, judging_windows = cut(model, ids, options)
     targets = {target: _routed_targets(about.layers, target, options) for target in options.targets}
-    calibration = collect(model, about.layers, calibrating_windows, advance)
+    histograms = collect(model, about.layers, calibrating_windows, advance)
     layers = {}
     for layer in about.layers:
-        bins = calibration.layers[layer.path].bins
+        bins = histograms[layer.path].bins
         if not bins.any():
             raise UnsupportedModelError(f"no token of the text reaches {layer.path}: its thresholds cannot be calibrated")
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.shared_intermediate)
@@ -276,7 +242,7 @@ def calibrate(
         held_out_tokens=sum(map(len, judging_windows)),
         top_k=about.layers[0].top_k,
         layers=layers,
-        all_layers=quantiles(calibration.all_bins(), GRID),
+        all_layers=quantiles(all_bins(histograms), GRID),
     )
     runs = [
         _TargetRun(target, {path: (thresholds.threshold(path, share, options.mode), share) for path, share in shares.items()})
@@ -332,12 +298,12 @@ def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:
 
 
 def collect(
-    model: PreTrainedModel, layers: Sequence[ExpertsLayer], windows: Sequence[torch.Tensor], advance: Advance = _silent
-) -> Calibration:
+    model: PreTrainedModel, layers: Sequence[ExpertsLayer], windows: Sequence[torch.Tensor], advance: Advance = lambda tokens: None
+) -> dict[str, ActivationHistogram]:
     """Collect the activations of one pass over `windows`, each (T,) int64, with every neuron; `advance(tokens)` is called after each."""
     states = sparse_layers(model)
-    sizes = {layer.path: (layer.num_experts, layer.intermediate) for layer in layers}
-    with calibrating({path: states[path] for path in sizes}, sizes) as made:
+    num_experts = {layer.path: layer.num_experts for layer in layers}
+    with calibrating({path: states[path] for path in num_experts}, num_experts) as made:
         for window in windows:
             with torch.inference_mode():  # without the head, as no logits are needed
                 model.base_model(input_ids=window[None].to(model.device), use_cache=False)
@@ -345,7 +311,7 @@ def collect(
     return made
 
 
-def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, source: str, advance: Advance = _silent) -> Trace:
+def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, source: str, advance: Advance = lambda tokens: None) -> Trace:
     """Record the routing of a text, (T,) int64, window by window.
 
     Args:
@@ -500,7 +466,7 @@ class SparsitySetup:
         thresholds = {}
         for sparse in layers:
             path = sparse.layer.path
-            bins = made.all_bins() if sparse.options.mode == "global" else made.layers[path].bins
+            bins = all_bins(made) if sparse.options.mode == "global" else made[path].bins
             if not bins.any():
                 raise ThresholdsError(f"{path}: no token reaches this layer in a calibration; remove its sparsity, or set 'thresholds'")
             thresholds[path] = [quantiles(bins, [target])[0] if target else 0.0 for target in sparse.targets]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,10 +73,19 @@ def candidates(
     Raises:
         UnsupportedModelError: no operator can replace this model's experts.
     """
-    pattern, cache = _linear_pattern(registry), kv_cache(meta_model.skeleton)
+    # The linear layers that the shipped file `cpu` packs, by their names.
+    shipped = read_rules(DEFAULT_RULES, registry=registry).rules
+    pattern = next((rule.match.name for rule in shipped if rule.operator == "quantized_linear"), None)
+    cache = kv_cache(meta_model.skeleton)
+    choices = []
+    for gpu in (True, False) if target.gpu is not None else (False,):
+        # quantized_linear's `gpu: auto` is the first GPU: with several, the layers of the others would wait for it.
+        packs = pattern is not None and not (gpu and target.gpu is not None and target.gpu.count > 1)
+        linears = LINEAR_TYPES if packs else (None,)
+        choices += [Choice(experts, linear, gpu, in_files) for experts in EXPERT_TYPES for linear in linears]
     written: list[Candidate] = []
     refused: RuleErrors | None = None
-    for choice in _choices(target, packs_linears=pattern is not None, in_files=in_files):
+    for choice in choices:
         try:
             rules = read_rules("rules.yaml", registry=registry, text=_rules(choice, pattern, load))
             planned = plan(meta_model, rules, registry=registry)
@@ -91,14 +100,6 @@ def candidates(
     return written
 
 
-def _choices(target: TargetMachine, *, packs_linears: bool, in_files: bool) -> Iterator[Choice]:
-    for gpu in (True, False) if target.gpu is not None else (False,):
-        # quantized_linear's `gpu: auto` is the first GPU: with several, the layers of the others would wait for it.
-        linears = LINEAR_TYPES if packs_linears and not (gpu and target.gpu is not None and target.gpu.count > 1) else (None,)
-        for experts in EXPERT_TYPES:
-            yield from (Choice(experts, linear, gpu, in_files) for linear in linears)
-
-
 def choose(written: Sequence[Candidate], goal: Goal) -> Candidate | None:
     """Return the fastest candidate that fits, and the most exact of several equally fast; for quality the most exact. None: none fits."""
     fitting = [candidate for candidate in written if candidate.forecast.fits]
@@ -109,12 +110,6 @@ def choose(written: Sequence[Candidate], goal: Goal) -> Candidate | None:
     fastest = max(candidate.speed(goal) for candidate in fitting)
     near = [candidate for candidate in fitting if candidate.speed(goal) * SAME >= fastest]
     return min(near, key=lambda candidate: candidate.choice.exactness)
-
-
-def _linear_pattern(registry: OperatorRegistry) -> str | None:
-    """Return the name pattern of the linear layers that the shipped file `cpu` packs; None if it packs none."""
-    rules = read_rules(DEFAULT_RULES, registry=registry).rules
-    return next((rule.match.name for rule in rules if rule.operator == "quantized_linear"), None)
 
 
 def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecast | None = None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,26 +94,23 @@ def _collecting(model: PreTrainedModel, weights: StoredWeights, skeleton: PreTra
     made = _Collector()
     handles = []
 
-    def experts_hook(path: str) -> Callable[..., None]:
-        def add(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False)) | dict(kwargs)
-            made.experts[path].add(given["hidden_states"], given["top_k_index"], given["top_k_weights"])
+    def add_experts(path: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False)) | dict(kwargs)
+        made.experts[path].add(given["hidden_states"], given["top_k_index"], given["top_k_weights"])
 
-        return add
-
-    def linear_hook(path: str) -> Callable[..., None]:
-        return lambda module, args: made.add_linear(path, args[0])
+    def add_linear(path: str, module: nn.Module, args: Sequence[Any]) -> None:
+        made.add_linear(path, args[0])
 
     try:
         for path, module in _watched(skeleton):
             loaded = model.get_submodule(path)
             if isinstance(module, nn.Linear):
-                handles.append(loaded.register_forward_pre_hook(linear_hook(path)))
+                handles.append(loaded.register_forward_pre_hook(partial(add_linear, path)))
                 continue
             layout = read_layout(module)
             sizes = (layout.num_experts, layout.hidden), (layout.num_experts, layout.intermediate), (layout.num_experts,)
             made.experts[path] = _Experts(layout, weights.source(path, "experts"), *map(torch.zeros, sizes))
-            handles.append(loaded.register_forward_pre_hook(experts_hook(path), with_kwargs=True))
+            handles.append(loaded.register_forward_pre_hook(partial(add_experts, path), with_kwargs=True))
         yield made
     finally:
         for handle in handles:

@@ -14,8 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +131,8 @@ class MoegraftQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, device_map: Any = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        from transformers.modeling_utils import local_torch_dtype
+
         from moegraft.injection.api import log_notices
         from moegraft.injection.checkpoint.files import weight_files
         from moegraft.injection.checkpoint.packed import MARK
@@ -157,7 +158,7 @@ class MoegraftQuantizer(HfQuantizer):
             on_cpu = not probe_machine().gpus
         else:
             on_cpu = device_map is None or {str(device) for device in device_map.values()} <= {"cpu"}
-        with torch.device("cpu"), _default_dtype(torch.float32):  # transformers calls this where new tensors are on meta
+        with torch.device("cpu"), local_torch_dtype(torch.float32):  # transformers calls this where new tensors are on meta
             the_plan = plan(meta, self._rules)
             log_notices(the_plan)
             grafted = graft(meta, the_plan, threads=self.quantization_config.threads, device_map="cpu" if on_cpu else device_map)
@@ -171,7 +172,7 @@ class MoegraftQuantizer(HfQuantizer):
         self._grafted = grafted
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from moegraft.injection.loading import load
+        from moegraft.injection.grafting import load
 
         grafted, self._grafted = self._grafted, None
         assert grafted is not None, "grafted before the weights are loaded"
@@ -183,16 +184,6 @@ class MoegraftQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True  # adapters are: what is packed has no parameters
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, options: Mapping[str, Any], *, packed: bool = False) -> None:
@@ -260,7 +251,7 @@ def _link_weights(stock: Path, folder: Path) -> None:
 
 def _write_packed(injection: Injection, stock: Path, folder: Path) -> None:
     from moegraft.injection.checkpoint.packed import PackedModule, write_packed
-    from moegraft.injection.loading import keys_taken
+    from moegraft.injection.grafting import keys_taken
     from moegraft.injection.meta_model import build_meta_model
     from moegraft.operators.thresholds import weights_hash
 

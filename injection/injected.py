@@ -73,14 +73,9 @@ class Injection:
         Raises:
             GroupLostError: that process has ended.
         """
-        group = self.context.expert_group
-        if group is not None and group.rank > 0:
-            group.follow()
-
-    @property
-    def untrained(self) -> str | None:
-        """Why the model cannot be trained, not even adapters beside its packed weights; None where it can."""
-        return self.plan.untrained
+        if self.follows:
+            assert self.context.expert_group is not None
+            self.context.expert_group.follow()
 
     @property
     def drafting(self) -> bool:
@@ -211,7 +206,7 @@ class InjectedModel:
         Raises:
             UnsupportedModelError: an operator has no backward pass with its options; no module has changed its mode.
         """
-        reason = self.moegraft.untrained if mode and hasattr(self, "moegraft") else None
+        reason = self.moegraft.plan.untrained if mode and hasattr(self, "moegraft") else None
         if reason is not None:
             raise UnsupportedModelError(f"this injected model cannot be trained: {reason}")
         return super().train(mode)  # type: ignore[misc] # of the stock class, which comes after this one
@@ -229,10 +224,7 @@ class InjectedModel:
         return state
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """
-        Raises:
-            UnsupportedModelError: always; `copy.deepcopy` and pickle would have to duplicate packed weights and threads.
-        """
+        # `copy.deepcopy` and pickle would have to duplicate packed weights and threads.
         raise UnsupportedModelError("an injected model cannot be copied or pickled; load it again with optimize_and_load")
 
 

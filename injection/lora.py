@@ -258,10 +258,6 @@ def _packed_layer_class() -> type[nn.Module]:
             return int(module.in_features), int(module.out_features)  # type: ignore[arg-type] # numbers, for which mypy has no type
 
         def merge(self, *args: Any, **kwargs: Any) -> NoReturn:
-            """
-            Raises:
-                UnsupportedModelError: always.
-            """
             raise UnsupportedModelError(MERGE)
 
     return PackedLoraLinear
@@ -299,10 +295,6 @@ def _packed_experts_class() -> type[nn.Module]:
             return a.reshape(self.num_experts, -1, a.shape[-1]), self.scaling[name] * b
 
         def merge(self, *args: Any, **kwargs: Any) -> NoReturn:
-            """
-            Raises:
-                UnsupportedModelError: always.
-            """
             raise UnsupportedModelError(MERGE)
 
     return ParamWrapper

@@ -83,7 +83,7 @@ def resolve_folder(model: str | os.PathLike[str], *, weights: bool = True) -> Pa
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """
     Raises:
-        CheckpointError: there is no config, or it cannot be read.
+        CheckpointError: there is no config, it cannot be read, or a value is one with which model classes compute unchecked.
         UnsupportedModelError: this version of transformers does not know the model type.
     """
     path = folder / "config.json"
@@ -111,11 +111,7 @@ _LAYERS = re.compile(r"(layers|layer|depth|blocks)$")
 
 
 def _check_config(path: Path) -> None:
-    """Refuse values with which model classes compute unchecked.
-
-    Raises:
-        CheckpointError: the file is no JSON mapping, or has a value that no model has.
-    """
+    """Refuse values that no model has, with which model classes compute unchecked."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -237,23 +233,6 @@ def as_floats(config: PretrainedConfig) -> PretrainedConfig:
             if getattr(part, key, None) is not None:
                 delattr(part, key)
     return config
-
-
-def is_quantised(source: ModelSource) -> bool:
-    """Whether the weights are quantised by a method that can be read."""
-    settings = quantisation_of(source.config)
-    return settings is not None and why_unreadable(settings) is None
-
-
-def dequantising(source: ModelSource) -> ModelSource:
-    """Return a source with the quantisation settings apart from the config; `source` itself if its weights are not quantised.
-
-    Raises:
-        UnsupportedModelError: they are quantised by a method that cannot be read.
-    """
-    refuse_quantised(source.folder, source.config)
-    settings = quantisation_of(source.config)
-    return source if settings is None else replace(source, config=as_floats(source.config), quantised=settings)
 
 
 def with_gguf(source: ModelSource, gguf: str | os.PathLike[str]) -> ModelSource:
@@ -418,20 +397,21 @@ def build_meta_model(
         source = source if gguf is None else with_gguf(source, gguf)
     else:
         source = find_model(model, trust_remote_code=trust_remote_code, weights=weights, gguf=gguf)
-    # Their headers tell what a quantised checkpoint's weights will take.
-    weights = weights or (gguf is None and is_quantised(source) and any(source.folder.glob("*.safetensors")))
-    if weights and gguf is None:
-        source = dequantising(source)
+    settings = quantisation_of(source.config) if gguf is None else None
+    if settings is not None:
+        # The headers tell what a quantised checkpoint's weights will take.
+        weights = weights or (why_unreadable(settings) is None and any(source.folder.glob("*.safetensors")))
+        if weights:
+            refuse_quantised(source.folder, source.config)
+            source = replace(source, config=as_floats(source.config), quantised=settings)
     stored = stored_dtype(source)
-    rest = parse_dtype(dtype) or _own_dtype(source) or stored
+    rest = parse_dtype(dtype)
+    if rest is None:
+        try:
+            rest = parse_dtype(source.config.dtype) or stored
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{source.folder / 'config.json'}: {error}") from error
     return MetaModel(source, meta_skeleton(source, rest), stored, rest, weights or gguf is not None)
-
-
-def _own_dtype(source: ModelSource) -> torch.dtype | None:
-    try:
-        return parse_dtype(source.config.dtype)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{source.folder / 'config.json'}: {error}") from error
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -52,13 +52,6 @@ def process_count() -> int:
     return _number("WORLD_SIZE", 1)
 
 
-def process_rank() -> int:
-    """Return this process's number; 0 has the model and its user."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return _number("RANK", 0)
-
-
 def _number(variable: str, default: int) -> int:
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() else default
@@ -104,10 +97,6 @@ def report_whole_model() -> None:
         return
     with suppress(RuntimeError, ValueError):
         _join(NOTICE_S).note_absence("it has loaded a whole model ('parallel: {shares: none}' in its rule file)")
-
-
-def _text_of(failure: Exception) -> str:
-    return error_sentence(failure) if isinstance(failure, MoegraftError | OSError) else f"{type(failure).__name__}: {failure}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +183,8 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        self.count, self.rank = process_count(), process_rank()
+        self.count = process_count()
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else _number("RANK", 0)  # 0 has the model and its user
         self.peers: list[Peer] = []
         self.timeout_s = TIMEOUT_S
         self._local = 1  # processes on this machine
@@ -301,11 +291,7 @@ class Processes:
             self._gather(None)
 
     def exchange(self, compute: Callable[[], T]) -> list[T]:
-        """Return what `compute` returns in each process; where it fails in one, it fails in all.
-
-        Raises:
-            MoegraftError: of `compute` here or, with its rank, elsewhere.
-        """
+        """Return what `compute` returns in each process; where it fails in one, it fails in all, as with `agreed`."""
         try:
             result = compute()
         except Exception as error:  # noqa: BLE001 # the others end with any
@@ -316,9 +302,11 @@ class Processes:
         """Return the object of each process; raise the failure of any."""
         results: list[Any] = [None] * self.count
         try:
-            dist.all_gather_object(
-                results, (socket.gethostname(), result, None if failure is None else _text_of(failure)), group=self._loading
-            )
+            text = None
+            if failure is not None:
+                known = isinstance(failure, MoegraftError | OSError)
+                text = error_sentence(failure) if known else f"{type(failure).__name__}: {failure}"
+            dist.all_gather_object(results, (socket.gethostname(), result, text), group=self._loading)
         except RuntimeError as error:
             traceback.clear_frames(error.__traceback__)  # they hold the group, whose threads must end before the interpreter does
             if failure is None:

@@ -41,11 +41,7 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
 
 
 def _stock_experts(module: nn.Module, dtype: torch.dtype) -> Operator:
-    """Build the operator for stock experts, with the weights as they are stored.
-
-    Raises:
-        UnsupportedModelError: the operator cannot compute these experts.
-    """
+    """Build the operator for stock experts, with the weights as they are stored."""
     from moegraft.operators.context import InjectionContext
     from moegraft.operators.registry import load_registry
 

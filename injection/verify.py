@@ -248,35 +248,24 @@ def _comparing(path: str, operator: Operator, stock: StockModules, errors: dict[
             return value.to("cpu", dtype) if value.is_floating_point() else value.to("cpu")
 
         expected: torch.Tensor = stock_module(*map(to_stock, args), **{name: to_stock(value) for name, value in kwargs.items()})
-        errors[path] = _layer_error(path, operator, output, expected, stock.stored_types(path))
+        ours, theirs = output.detach().double().flatten().to("cpu"), expected.detach().double().flatten()
+        difference, size = float((ours - theirs).norm()), float(theirs.norm())
+        relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
+        cosine = float(F.cosine_similarity(ours, theirs, dim=0))
+        limit = expected_error(operator.weight_type, output.dtype, stock.stored_types(path))
+        errors[path] = LayerError(path, operator.name, operator.weight_type, relative, cosine, limit)
         return expected.to(output.dtype).to(output.device)
 
     return compare
-
-
-def _layer_error(path: str, operator: Operator, output: torch.Tensor, stock: torch.Tensor, stored: Container[str]) -> LayerError:
-    """Compare two outputs of one module, of any dtypes."""
-    ours, theirs = output.detach().double().flatten().to("cpu"), stock.detach().double().flatten()
-    difference, size = float((ours - theirs).norm()), float(theirs.norm())
-    relative = difference / size if size else (0.0 if difference == 0 else float("inf"))
-    cosine = float(F.cosine_similarity(ours, theirs, dim=0))
-    limit = expected_error(operator.weight_type, output.dtype, stored)
-    return LayerError(path, operator.name, operator.weight_type, relative, cosine, limit)
 
 
 class StockModules:
     """The modules of a checkpoint's stock model, built one at a time."""
 
     def __init__(self, source: ModelSource) -> None:
-        """
-        Raises:
-            CheckpointError: the checkpoint cannot be opened.
-        """
         self._skeleton = meta_skeleton(source, torch.float32)
-        weights = open_weights(source, self._skeleton)
-        self._weights = weights
-        self._tensors = weights.tensors
-        self._keymap = weights.keymap
+        self._weights = open_weights(source, self._skeleton)
+        self._tensors, self._keymap = self._weights.tensors, self._weights.keymap
 
     def stored_types(self, path: str) -> frozenset[str]:
         """Return the weight types of a module whose weights are stored in blocks."""

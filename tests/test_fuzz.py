@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, MixtralConfig, Olmo
 from moegraft.injection import build_meta_model, optimize_and_load, plan, read_rules
 from moegraft.injection.cli.chat.conversation import Message, SavedChat, read_chat, write_chat
 from moegraft.injection.demo import demo_path
-from moegraft.injection.ktransformers import Paths, convert, read_their_rules
 from moegraft.injection.rules import RuleErrors
+from moegraft.injection.rules.ktransformers import Paths, convert, read_their_rules
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.layout import read_layout

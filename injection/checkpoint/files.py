@@ -25,21 +25,6 @@ SINGLE = "model.safetensors"
 MTP_FILE = "mtp.safetensors"  # optional: stock transformers warns of such tensors beside those of a class without MTP layers
 STRIPES, STRIPE_BYTES = 16, 1 << 16  # read of each file
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +100,7 @@ class LazyTensor:
     """One tensor of a mapped file, with the interface of a safetensors slice: `[...]` or `[i]` reads it.
 
     Attributes:
-        begin: the offset of its bytes in the file.
+        begin, size: the offset of its bytes in the file, and their number; not of a `Conversion`.
         on_read: called with the number of bytes that were read.
         kept: whether what is read outlives the loading. It is then copied: to use a view of the mapping ends the process once the file
             is truncated.
@@ -125,6 +110,7 @@ class LazyTensor:
     file: Path
     _slice: Any  # safetensors' PySafeSlice, which has no public type, or a `Conversion`
     begin: int = 0
+    size: int = 0
     on_read: Callable[[int], None] | None = None
     kept: bool = False
 
@@ -149,7 +135,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES.get(self.stored_dtype, 8)
+        return math.prod(self.shape) * DTYPES[self.stored_dtype].itemsize if self.conversion is not None else self.size
 
     @property
     def origin(self) -> str:
@@ -158,8 +144,8 @@ class LazyTensor:
     @property
     def extents(self) -> list[Extent]:
         """The stored bytes that its values depend on."""
-        if isinstance(self._slice, Conversion):
-            return self._slice.extents
+        if self.conversion is not None:
+            return self.conversion.extents
         return [Extent(self.file, self.begin, self.nbytes, f"{self.key} {self.stored_dtype} {self.shape}")]
 
     def get_shape(self) -> list[int]:
@@ -222,18 +208,13 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path}: 'weight_map' must map each key to a file name; download the index again")
     for key, name in weight_map.items():
-        if not _is_inside(name):
+        inside = PurePath(name)  # links in the folder may lead elsewhere, as in the hub's cache
+        if not inside.parts or inside.is_absolute() or ".." in inside.parts or not name.isprintable():
             raise CheckpointError(
                 f"{path}: the index lists '{key}' in {name!r}, which is outside of this folder and is not read; "
                 "download the checkpoint again"
             )
     return weight_map
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name from an index is inside the index's folder. Links in the folder may lead elsewhere, as in the hub's cache."""
-    path = PurePath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 def _open_file(path: Path) -> dict[str, LazyTensor]:
@@ -244,10 +225,11 @@ def _open_file(path: Path) -> dict[str, LazyTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))  # checked by safe_open, which does not give the offsets
-        return {
-            key: LazyTensor(key, path, handle.get_slice(key), 8 + length + header[key]["data_offsets"][0])
-            for key in handle.keys()  # noqa: SIM118 (no mapping)
-        }
+        tensors = {}
+        for key in handle.keys():  # noqa: SIM118 (no mapping)
+            begin, end = header[key]["data_offsets"]
+            tensors[key] = LazyTensor(key, path, handle.get_slice(key), 8 + length + begin, end - begin)
+        return tensors
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); download it again") from error
 

@@ -94,8 +94,12 @@ def map_keys(skeleton: PreTrainedModel, keys: Iterable[str]) -> KeyMap:
             for other in others:
                 name = target.name.replace(first, other)
                 targets.setdefault(name, Target(name, target.keys, target.converter))
-    unexpected = [key for key in unread if not (_ignored(skeleton._keys_to_ignore_on_load_unexpected, key) or _of_mtp(skeleton, key))]
-    return KeyMap(targets, tuple(unexpected), tuple(missing_names(skeleton, targets)))
+    unread = [key for key in unread if not _ignored(skeleton._keys_to_ignore_on_load_unexpected, key)]
+    if mtp_layers(skeleton) is None:
+        unread = [key for key in unread if not is_declared_mtp_key(key, skeleton.config)]
+    else:  # files repeat the embedding or head
+        unread = [key for key in unread if not (key.startswith(f"{MTP}.") and key.endswith(REPEATED))]
+    return KeyMap(targets, tuple(unread), tuple(missing_names(skeleton, targets)))
 
 
 def _conversions_of_mtp_layers(skeleton: PreTrainedModel) -> list[WeightTransform]:
@@ -141,13 +145,6 @@ def mtp_names(skeleton: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
 
 def _ignored(patterns: Iterable[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-def _of_mtp(skeleton: PreTrainedModel, key: str) -> bool:
-    """Whether an unread key is of MTP layers that the model does not have, or repeats the embedding or head in those that it has."""
-    if mtp_layers(skeleton) is None:
-        return is_declared_mtp_key(key, skeleton.config)
-    return key.startswith(f"{MTP}.") and key.endswith(REPEATED)
 
 
 def missing_names(skeleton: PreTrainedModel, targets: Collection[str]) -> list[str]:

@@ -69,7 +69,10 @@ def write_packed(folder: Path, stock: Iterable[LazyTensor], modules: Iterable[Pa
         OSError: a file cannot be written.
     """
     tensors = list(stock)
-    units: list[tuple[list[_Entry], PackedModule | None]] = [(_entries(module), module) for module in modules]
+    units: list[tuple[list[_Entry], PackedModule | None]] = []
+    for packed in modules:
+        held = {f"{packed.path}{MARK}{name}": array for name, array in packed.weights.tensors.items()}
+        units.append(([_Entry(key, "U8", array.shape, array.nbytes, partial(list, [array.data])) for key, array in held.items()], packed))
     units += [([_copied(tensor)], None) for tensor in tensors if tensor.file.name != MTP_FILE]
     shards: list[list[tuple[list[_Entry], PackedModule | None]]] = [[]]
     free = SHARD_BYTES
@@ -91,11 +94,6 @@ def write_packed(folder: Path, stock: Iterable[LazyTensor], modules: Iterable[Pa
         _write(folder / MTP_FILE, mtp, [])
     index = {"metadata": {"total_size": sum(entry.nbytes for entries, _ in units for entry in entries)}, "weight_map": listed}
     write_file(folder / INDEX, json.dumps(index, indent=2))
-
-
-def _entries(module: PackedModule) -> list[_Entry]:
-    arrays = module.weights.tensors.items()
-    return [_Entry(f"{module.path}{MARK}{name}", "U8", array.shape, array.nbytes, partial(list, [array.data])) for name, array in arrays]
 
 
 def _copied(tensor: LazyTensor) -> _Entry:

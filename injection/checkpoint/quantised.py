@@ -212,11 +212,7 @@ def _matrices(weight: LazyTensor) -> tuple[int, ...]:
 
 
 def _fitting(weight: LazyTensor, shape: tuple[int, ...], scales: LazyTensor, blocks: Sequence[Block]) -> Block:
-    """Return the rows and columns of a weight that share a scale, of all that the settings allow.
-
-    Raises:
-        CheckpointError: the scales have another shape than the weight and the settings require.
-    """
+    """Return the rows and columns of a weight that share a scale, of all that the settings allow."""
     *lead, rows, columns = shape
     expected: dict[tuple[int, ...], list[Block]] = {}
     for block in blocks:
@@ -446,10 +442,7 @@ def _pair_compressed(pairing: _Pairing) -> None:
             continue
         scales, kind = pairing.take(weight, f"{weight.key}_scale"), "int" if weight.stored_dtype == "I8" else "float"
         blocks = [scheme.block for scheme in schemes if scheme.kind == kind and scheme.bits == 8]
-        if kind == "float":
-            _add_float8(pairing, weight, scales, blocks)
-            continue
-        _add_bytes(pairing, weight, scales, blocks)
+        (_add_float8 if kind == "float" else _add_bytes)(pairing, weight, scales, blocks)
 
 
 def _add_bytes(pairing: _Pairing, weight: LazyTensor, scales: LazyTensor, blocks: Sequence[Block]) -> None:
@@ -514,10 +507,7 @@ def _add_packed_integers(pairing: _Pairing, name: str, codes: LazyTensor, scheme
 
 
 def _refuse_act_order(order: LazyTensor, group: int) -> None:
-    """
-    Raises:
-        CheckpointError: columns of a group are not consecutive.
-    """
+    """Refuse groups whose columns are not consecutive."""
     groups = order[...]
     if not torch.equal(groups.long(), torch.arange(len(groups)) // group):
         raise CheckpointError(

@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _read(tensor: LazyTensor) -> torch.Tensor:
-    return tensor[...]
-
-
 def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
     """Read every key of `target`, and return the whole parameter as transformers' own converter makes it.
 
@@ -45,7 +41,7 @@ def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrai
     for pattern, keys in target.keys.items():
         for key in keys:
             # transformers declares a Future, and calls any callable.
-            converter.add_tensor(target.name, key, pattern, partial(_read, tensors[key]))  # type: ignore[arg-type]
+            converter.add_tensor(target.name, key, pattern, partial(tensors[key].__getitem__, ...))  # type: ignore[arg-type]
     made = converter.convert(target.name, model=skeleton, config=skeleton.config).get(target.name)
     whole: torch.Tensor | None = made[0] if isinstance(made, list) else made
     expected = tuple(skeleton.get_parameter(target.name).shape)
@@ -57,7 +53,7 @@ def convert(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrai
 
 def read_parameter(target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> torch.Tensor:
     """Return a whole parameter, converted where transformers converts it."""
-    return _read(tensors[target.all_keys[0]]) if target.converter is None else convert(target, tensors, skeleton)
+    return tensors[target.all_keys[0]][...] if target.converter is None else convert(target, tensors, skeleton)
 
 
 def target_of(name: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> Target:
@@ -265,8 +261,7 @@ class CheckpointExperts(WeightSource):
             if target is None:
                 raise _missing(tensors, f"{module}.{name}")
             _check_dtypes([tensors[key] for key in target.all_keys])
-            expected = tuple(skeleton.get_parameter(f"{module}.{name}").shape)
-            self._stores[name] = _store(layout, name, target, tensors, skeleton, expected)
+            self._stores[name] = _store(layout, target, tensors, skeleton)
         self._all_tensors = [tensors[key] for target in targets.values() for key in target.all_keys]
         matrices = [tensors[key] for name, target in targets.items() if not name.endswith("_bias") for key in target.all_keys]
         self._dtype = widest(tensor.dtype for tensor in matrices if tensor.dtype is not None)
@@ -311,30 +306,23 @@ def _check_dtypes(tensors: Sequence[LazyTensor]) -> None:
             raise CheckpointError(f"{tensor.origin}: weights of dtype {tensor.stored_dtype} cannot be read; {SUPPORTED}")
 
 
-def _store(
-    layout: ExpertsLayout,
-    name: str,
-    target: Target,
-    tensors: Mapping[str, LazyTensor],
-    skeleton: PreTrainedModel,
-    expected: tuple[int, ...],
-) -> _Store:
+def _store(layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> _Store:
     if target.converter is None:
-        return _Fused(layout, tensors[target.all_keys[0]], expected)
+        return _Fused(layout, tensors[target.all_keys[0]], tuple(skeleton.get_parameter(target.name).shape))
     operations = list(target.converter.operations)
     last = operations[-1]
     transposes = isinstance(last, Transpose) and (last.dim0, last.dim1, last.check_dims) == (1, 2, False)
     operations = operations[:-1] if transposes else operations
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist)
     joined = len(operations) == 2 and isinstance(operations[1], Concatenate)
-    parts = [part for part in layout.parts() if layout.parameter(part) == name]
+    parts = [part for part in layout.parts() if layout.parameter(part) == target.name.rpartition(".")[2]]
     fused = not joined and len(parts) > 1
     as_linear = transposes == layout.transposed and not (fused and layout.transposed)
     plain = as_linear and not layout.interleaved and len(target.converter.target_patterns) == 1
     if not (stacked and (joined or len(operations) == 1) and plain):
         return _Converted(layout, target, tensors, skeleton)
     patterns = [pattern for pattern in target.converter.source_patterns if pattern in target.keys]
-    columns = [_by_expert(layout, pattern, [tensors[key] for key in target.keys[pattern]]) for pattern in patterns]
+    columns = [_by_expert(layout, [tensors[key] for key in target.keys[pattern]]) for pattern in patterns]
     if not fused and len(columns) != len(parts):
         lacking = [pattern for pattern in target.converter.source_patterns if pattern not in target.keys]
         raise _missing(tensors, f"{target.name} (no key matches {', '.join(lacking)})")
@@ -342,7 +330,7 @@ def _store(
     return _PerExpert(layout, by_part, fused=fused)
 
 
-def _by_expert(layout: ExpertsLayout, pattern: str, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
+def _by_expert(layout: ExpertsLayout, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
     """Return the tensors by the expert number in their keys, one for each expert."""
     number = re.compile(r"experts\.(\d+)\.")
     by_number: dict[int, LazyTensor] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import ModelOptions, SamplingOptions, VersionOption, option_name, takes_options, talks_to_user
+from moegraft.injection.cli.options import ModelOptions, SamplingOptions, VersionOption, option, option_name, takes_options, talks_to_user
 from moegraft.injection.cli.output import INTERRUPTED, Terminal, importing, library_log, open_terminal, user_errors
 from moegraft.operators.errors import MoegraftError
 
@@ -27,36 +27,25 @@ PROGRAM = "local_chat"
 class ChatOptions:
     """The prompt, and the output beside the answer."""
 
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this prompt and exit; also read from a pipe.")
-    ] = None
-    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="As --prompt, from a file.")] = None
-    image: Annotated[
-        list[Path] | None,
-        typer.Option("--image", metavar="FILE", help="Show the model this image with the first prompt; may be repeated."),
-    ] = None
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message before the conversation.")] = None
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for repeatable answers; default: a random one.")
-    ] = None
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="FILE", help="Continue a chat that /save FILE.safetensors wrote.")] = (
+    prompt: Annotated[str | None, option("--prompt -p", "TEXT", "Answer this prompt and exit; also read from a pipe.")] = None
+    prompt_file: Annotated[Path | None, option("--prompt-file", "FILE", "As --prompt, from a file.")] = None
+    image: Annotated[list[Path] | None, option("--image", "FILE", "Show the model this image with the first prompt; may be repeated.")] = (
         None
     )
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", metavar="FOLDER", help="Answer with this LoRA adapter, as PEFT's save_pretrained wrote it.")
-    ] = None
-    prefill_chunk: Annotated[
-        int, typer.Option("--prefill-chunk", metavar="N", min=0, help="Compute long prompts in chunks of this many tokens; 0: whole.")
-    ] = 2048
-    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Show tokens and speeds after each answer.")] = True
-    trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline of GPU, CPU and transfers for Perfetto.")
-    ] = None
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print answers and errors only.")] = False
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show after each answer what runs where, and what operators report.")] = (
-        False
+    system: Annotated[str | None, option("--system", "TEXT", "A system message before the conversation.")] = None
+    seed: Annotated[int | None, option("--seed", "N", "Random seed, for repeatable answers; default: a random one.", min=0)] = None
+    resume: Annotated[Path | None, option("--resume", "FILE", "Continue a chat that /save FILE.safetensors wrote.")] = None
+    adapter: Annotated[str | None, option("--adapter", "FOLDER", "Answer with this LoRA adapter, as PEFT's save_pretrained wrote it.")] = (
+        None
     )
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit; no weights are read.")] = False
+    prefill_chunk: Annotated[
+        int, option("--prefill-chunk", "N", "Compute long prompts in chunks of this many tokens; 0: whole.", min=0)
+    ] = 2048
+    stats: Annotated[bool, option("--stats/--no-stats", None, "Show tokens and speeds after each answer.")] = True
+    trace: Annotated[Path | None, option("--trace", "FILE", "Write a timeline of GPU, CPU and transfers for Perfetto.")] = None
+    quiet: Annotated[bool, option("--quiet -q", None, "Print answers and errors only.")] = False
+    verbose: Annotated[bool, option("--verbose -v", None, "Show after each answer what runs where, and what operators report.")] = False
+    dry_run: Annotated[bool, option("--dry-run", None, "Print the plan and exit; no weights are read.")] = False
     version: VersionOption = False
 
     def __post_init__(self) -> None:
@@ -104,12 +93,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
 
 
 def _prompt(options: ChatOptions) -> str | None:
-    """Return the prompt to answer; None for a chat.
-
-    Raises:
-        PromptError: the prompt is empty or not UTF-8 text.
-        OSError: its file cannot be read.
-    """
+    """Return the prompt to answer; None for a chat."""
     if options.prompt is not None:
         text = options.prompt
     elif options.prompt_file is not None:

@@ -96,7 +96,9 @@ def load_model(
     if options.threads:
         torch.set_num_threads(options.threads)
     with terminal.stage("reading the tokenizer"):
-        tokenizer = load_tokenizer(options)  # first, so that its errors are reported before weights are read
+        # First, so that its errors are reported before weights are read.
+        folder = find_model(model_of(options), trust_remote_code=options.trust_remote_code, weights=False).folder
+        tokenizer = read_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     if adapters and talks_to_user():
         check_adapters(options, adapters)
     progress: bool | ProgressLine = talks_to_user() and terminal.progress
@@ -117,8 +119,9 @@ def load_model(
 
         with terminal.stage("reading adapters"):
             beside = Adapters(model, adapters)
-    reader = read_image_reader(_folder(options), model, tokenizer)
-    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, _name_of(rules_of(options)), beside, reader)
+    reader, named = read_image_reader(folder, model, tokenizer), rules_of(options)
+    name = named if isinstance(named, str) else "those of the model's folder"
+    return LoadedModel(options.model or BUNDLED, model, tokenizer, injection.placement, name, beside, reader)
 
 
 def check_adapters(options: ModelOptions, adapters: Mapping[str, str]) -> None:
@@ -135,18 +138,6 @@ def check_adapters(options: ModelOptions, adapters: Mapping[str, str]) -> None:
     skeleton = open_meta_model(options).skeleton
     for folder in adapters.values():
         check_adapter(folder, skeleton)
-
-
-def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
-    """
-    Raises:
-        CheckpointError, UnsupportedModelError: there is no such model, or no tokenizer beside it.
-    """
-    return read_tokenizer(_folder(options), trust_remote_code=options.trust_remote_code)
-
-
-def _folder(options: ModelOptions) -> Path:
-    return find_model(model_of(options), trust_remote_code=options.trust_remote_code, weights=False).folder
 
 
 def text_ids(loaded: LoadedModel, content: bytes, name: object, tokens: int, least: int = 0) -> torch.Tensor:
@@ -205,10 +196,6 @@ def open_meta_model(options: ModelOptions) -> MetaModel:
 def rules_of(options: ModelOptions) -> str | dict[str, Any]:
     """Return the rules that the user names, else those that the model's folder states, else the default."""
     return options.rules or folder_rules(model_of(options)) or DEFAULT_RULES
-
-
-def _name_of(rules: str | dict[str, Any]) -> str:
-    return rules if isinstance(rules, str) else "those of the model's folder"
 
 
 def model_and_rules(options: ModelOptions) -> tuple[MetaModel, RuleFile, OperatorRegistry]:

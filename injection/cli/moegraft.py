@@ -5,16 +5,14 @@ from __future__ import annotations
 import typer
 
 from moegraft.injection.cli.commands.calibrate import calibrate
-from moegraft.injection.cli.commands.check import check
 from moegraft.injection.cli.commands.doctor import doctor
-from moegraft.injection.cli.commands.drafts import drafts
-from moegraft.injection.cli.commands.explain import diff, explain
 from moegraft.injection.cli.commands.init import init
 from moegraft.injection.cli.commands.plan import plan
 from moegraft.injection.cli.commands.quantize import quantize
+from moegraft.injection.cli.commands.rules import check, diff, explain
 from moegraft.injection.cli.commands.schema import schema
 from moegraft.injection.cli.commands.serve import serve
-from moegraft.injection.cli.commands.verify import verify
+from moegraft.injection.cli.commands.verify import drafts, verify
 from moegraft.injection.cli.options import PROGRAM, VersionOption, option_name
 
 EXIT_CODES = "Exit codes: 0 success; 1 a negative result (wrong rules, does not fit, differs); 2 the command or its input cannot be used."

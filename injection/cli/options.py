@@ -7,7 +7,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
@@ -18,7 +19,6 @@ from moegraft.injection.checkpoint import local_folder
 from moegraft.injection.rules.reading import check_syntax
 from moegraft.operators.errors import MoegraftError
 
-MODEL_PANEL = "Model"
 # Option names of KTransformers, for users who have them in their scripts.
 OTHER_NAMES = {
     "model-path": "model",
@@ -44,55 +44,30 @@ class OptionsError(MoegraftError):
     """Options that contradict each other, or an invalid value."""
 
 
+def option(names: str, metavar: str | None, about: str, **more: Any) -> Any:
+    """Return what annotates a parameter as an option; `names` is such as "--out -o", and a flag has no `metavar`."""
+    return typer.Option(*names.split(), metavar=metavar, help=about, **more)
+
+
+_model_option = partial(option, rich_help_panel="Model")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """The model and rules to load, and how."""
 
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.", rich_help_panel=MODEL_PANEL),
-    ] = None
-    rules: Annotated[
-        str | None,
-        typer.Option(
-            "--rules",
-            metavar="FILE",
-            help="Rule file, or the name of a shipped one; default: cpu.",
-            rich_help_panel=MODEL_PANEL,
-        ),
-    ] = None
-    var: Annotated[
-        list[str],
-        typer.Option("--var", metavar="NAME=VALUE", help="Set ${NAME} of the rule file; may be repeated.", rich_help_panel=MODEL_PANEL),
-    ] = field(default_factory=list)
+    model: Annotated[str | None, _model_option("--model", "NAME", "Hub id or folder; default: the bundled model.")] = None
+    rules: Annotated[str | None, _model_option("--rules", "FILE", "Rule file, or the name of a shipped one; default: cpu.")] = None
+    var: Annotated[list[str], _model_option("--var", "NAME=VALUE", "Set ${NAME} of the rule file; may be repeated.")] = field(
+        default_factory=list
+    )
     gguf: Annotated[
         str | None,
-        typer.Option(
-            "--gguf",
-            metavar="PATH",
-            help="Load the weights from this GGUF file or folder; config and tokenizer come from --model.",
-            rich_help_panel=MODEL_PANEL,
-        ),
+        _model_option("--gguf", "PATH", "Load the weights from this GGUF file or folder; config and tokenizer come from --model."),
     ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", metavar="TYPE", help="Type of what no rule replaces: float32, float16 or bfloat16.", rich_help_panel=MODEL_PANEL
-        ),
-    ] = None
-    threads: Annotated[
-        int,
-        typer.Option(
-            "--threads",
-            metavar="N",
-            min=0,
-            help="CPU threads; 0: one per core, less up to two that GPUs need.",
-            rich_help_panel=MODEL_PANEL,
-        ),
-    ] = 0
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=MODEL_PANEL)
-    ] = False
+    dtype: Annotated[str | None, _model_option("--dtype", "TYPE", "Type of what no rule replaces: float32, float16 or bfloat16.")] = None
+    threads: Annotated[int, _model_option("--threads", "N", "CPU threads; 0: one per core, less up to two that GPUs need.", min=0)] = 0
+    trust_remote_code: Annotated[bool, _model_option("--trust-remote-code", None, "Run Python code that comes with the model.")] = False
 
     def __post_init__(self) -> None:
         self.vars()
@@ -127,35 +102,33 @@ Options = Any  # a frozen dataclass; each command has its own, so no single type
 def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function that takes one object of each group, in order, into a Typer command.
 
-    Fields are annotated like Typer parameters: `Annotated[int, typer.Option("--threads")] = 0`. A ValueError from the checks of a
-    group becomes an OptionsError.
+    Fields are annotated like Typer parameters: `Annotated[int, option("--threads", "N", "CPU threads.")] = 0`. A ValueError from the
+    checks of a group becomes an OptionsError.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**values: object) -> None:
-            command(*[_make(group, values) for group in groups])
+            try:
+                given = [group(**{field.name: values[field.name] for field in fields(group)}) for group in groups]
+            except MoegraftError:
+                raise
+            except ValueError as error:
+                raise OptionsError(str(error)) from error
+            command(*given)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {}  # Typer reads the signature alone
-        parameters = [_parameter(field, get_type_hints(group, include_extras=True)) for group in groups for field in fields(group)]
+        parameters = []
+        for group in groups:
+            hints = get_type_hints(group, include_extras=True)
+            for each in fields(group):
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                kind = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
-
-
-def _parameter(field: Field[Any], hints: dict[str, Any]) -> inspect.Parameter:
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-
-
-def _make(group: type[Options], values: dict[str, object]) -> Options:
-    try:
-        return group(**{field.name: values[field.name] for field in fields(group)})
-    except MoegraftError:
-        raise
-    except ValueError as error:
-        raise OptionsError(str(error)) from error
 
 
 def _show_version(wanted: bool) -> None:
@@ -173,49 +146,33 @@ BUNDLED = "the bundled model"
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?:i?B)?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-VersionOption: TypeAlias = Annotated[
-    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-]
+VersionOption: TypeAlias = Annotated[bool, option("--version", None, "Print the version and exit.", callback=_show_version, is_eager=True)]
 RulesArgument: TypeAlias = Annotated[
     str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; default: cpu.")
 ]
 ModelOption: TypeAlias = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder (config.json is enough); default: the bundled model.")
+    str | None, option("--model", "NAME", "Hub id or folder (config.json is enough); default: the bundled model.")
 ]
-LoadedModelOption: TypeAlias = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="Hub id or folder; default: the bundled model.")
-]
-RulesOption: TypeAlias = Annotated[
-    str | None, typer.Option("--rules", metavar="FILE", help="Rule file, or the name of a shipped one; default: cpu.")
-]
-ThreadsOption: TypeAlias = Annotated[int, typer.Option("--threads", metavar="N", min=0, help="CPU threads; 0: one per core.")]
-GgufOption: TypeAlias = Annotated[
-    str | None, typer.Option("--gguf", metavar="PATH", help="Take the weights from this GGUF file or folder.")
-]
-VarOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--var", metavar="NAME=VALUE", help="Set ${NAME} of the rule file; may be repeated.")
-]
-TrustOption: TypeAlias = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+LoadedModelOption: TypeAlias = Annotated[str | None, option("--model", "NAME", "Hub id or folder; default: the bundled model.")]
+RulesOption: TypeAlias = Annotated[str | None, option("--rules", "FILE", "Rule file, or the name of a shipped one; default: cpu.")]
+ThreadsOption: TypeAlias = Annotated[int, option("--threads", "N", "CPU threads; 0: one per core.", min=0)]
+GgufOption: TypeAlias = Annotated[str | None, option("--gguf", "PATH", "Take the weights from this GGUF file or folder.")]
+VarOption: TypeAlias = Annotated[list[str] | None, option("--var", "NAME=VALUE", "Set ${NAME} of the rule file; may be repeated.")]
+TrustOption: TypeAlias = Annotated[bool, option("--trust-remote-code", None, "Run Python code that comes with the model.")]
 GpuMemoryOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine.",
+    option(
+        "--gpu-memory", "SIZE", "Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine."
     ),
 ]
 GpuBandwidthOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--gpu-bandwidth", metavar="GB/S", min=1, help="Memory bandwidth of that GPU; default: measured, else assumed."),
+    float | None, option("--gpu-bandwidth", "GB/S", "Memory bandwidth of that GPU; default: measured, else assumed.", min=1)
 ]
 LinkBandwidthOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--link-bandwidth", metavar="GB/S", min=0.1, help="Bandwidth of copies to that GPU; default: measured, else assumed."),
+    float | None, option("--link-bandwidth", "GB/S", "Bandwidth of copies to that GPU; default: measured, else assumed.", min=0.1)
 ]
-RamOption: TypeAlias = Annotated[
-    str | None, typer.Option("--ram", metavar="SIZE", help="Host memory to plan for, such as 64GiB; default: the free memory.")
-]
-JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+RamOption: TypeAlias = Annotated[str | None, option("--ram", "SIZE", "Host memory to plan for, such as 64GiB; default: the free memory.")]
+JsonOption: TypeAlias = Annotated[bool, option("--json", None, "Print one JSON object to standard output.")]
 
 
 def parse_size(text: str | None, option: str) -> int | None:
@@ -242,7 +199,7 @@ def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     return None if sizes is None else tuple(size for size in sizes if size is not None)
 
 
-SAMPLING_PANEL = "Sampling (default: the model's generation_config.json)"
+_sampling = partial(option, rich_help_panel="Sampling (default: the model's generation_config.json)", show_default=False)
 SHAPING = ("temperature", "top_p", "top_k", "min_p")  # used only when sampling
 LEAST_TEMPERATURE = 1e-5  # below it decoding is greedy: logits divided by less can overflow float32
 LEAST_PENALTY = 0.01  # penalties divide logits as well
@@ -255,32 +212,28 @@ def is_greedy(temperature: float | None) -> bool:
     return temperature is not None and temperature < LEAST_TEMPERATURE
 
 
-def _option(name: str, metavar: str | None, about: str, **bounds: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=about, rich_help_panel=SAMPLING_PANEL, show_default=False, **bounds)
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """Sampling options; None keeps the model's own value."""
 
-    max_new_tokens: Annotated[int | None, _option("--max-new-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = None
+    max_new_tokens: Annotated[int | None, _sampling("--max-new-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = None
     do_sample: Annotated[
-        bool | None, _option("--do-sample/--no-do-sample", None, "Sample tokens at random, or always take the likeliest one.")
+        bool | None, _sampling("--do-sample/--no-do-sample", None, "Sample tokens at random, or always take the likeliest one.")
     ] = None
     temperature: Annotated[
         float | None,
-        _option("--temperature", "X", f"Sampling temperature; below {LEAST_TEMPERATURE:g} always takes the likeliest token.", min=0.0),
+        _sampling("--temperature", "X", f"Sampling temperature; below {LEAST_TEMPERATURE:g} always takes the likeliest token.", min=0.0),
     ] = None
     top_p: Annotated[
-        float | None, _option("--top-p", "X", "Sample from the likeliest tokens with this total probability.", min=0.0, max=1.0)
+        float | None, _sampling("--top-p", "X", "Sample from the likeliest tokens with this total probability.", min=0.0, max=1.0)
     ] = None
-    top_k: Annotated[int | None, _option("--top-k", "N", "Sample from this many of the likeliest tokens; 0: all.", min=0)] = None
+    top_k: Annotated[int | None, _sampling("--top-k", "N", "Sample from this many of the likeliest tokens; 0: all.", min=0)] = None
     min_p: Annotated[
-        float | None, _option("--min-p", "X", "Exclude tokens below this share of the likeliest token's probability.", min=0.0, max=1.0)
+        float | None, _sampling("--min-p", "X", "Exclude tokens below this share of the likeliest token's probability.", min=0.0, max=1.0)
     ] = None
-    repetition_penalty: Annotated[float | None, _option("--repetition-penalty", "X", "Penalise repeated tokens; 1: off.")] = None
+    repetition_penalty: Annotated[float | None, _sampling("--repetition-penalty", "X", "Penalise repeated tokens; 1: off.")] = None
     no_repeat_ngram_size: Annotated[
-        int | None, _option("--no-repeat-ngram-size", "N", "Never repeat a sequence of this many tokens; 0: off.", min=0)
+        int | None, _sampling("--no-repeat-ngram-size", "N", "Never repeat a sequence of this many tokens; 0: off.", min=0)
     ] = None
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,7 +54,8 @@ def user_errors(program: str, *, wrong_rules: int = USER_ERROR, together: bool =
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
     except (MoegraftError, OSError) as error:
-        print(error_message(error, program), file=sys.stderr)
+        # The findings of a rule file, or any other error as one sentence after the program's name.
+        print(error if isinstance(error, RuleFileError) else f"{program}: error: {error_sentence(error)}", file=sys.stderr)
         if together and os.environ.get("WORLD_SIZE", "1") != "1":
             _report_to_others(error)
         in_rules = isinstance(error, RuleErrors) and Path(error.diagnostics[0].position.file).is_file()
@@ -72,13 +73,6 @@ def _report_to_others(error: Exception) -> None:
 
     if process_count() > 1 and not distributed.is_initialized() and not isinstance(error, GroupLostError):
         report_to_others(error)
-
-
-def error_message(error: Exception, program: str) -> str:
-    """Return the findings of a rule file, or any other error as one sentence after the program's name."""
-    if isinstance(error, RuleFileError):
-        return str(error)
-    return f"{program}: error: {error_sentence(error)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +105,9 @@ class Terminal:
         """Print an error that does not end the program to stderr."""
         self._print(text, "red")
 
-    @contextmanager
-    def stage(self, text: str, total: int = 0, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
+    def stage(self, text: str, total: int = 0, unit: str = "tokens") -> AbstractContextManager[Callable[[int], None]]:
         """Show on stderr what runs in the body, if it takes long; yield `advance(units)`. Nothing is shown with --quiet."""
-        with self.progress.stage(text, total, unit) as advance:
-            yield advance
+        return self.progress.stage(text, total, unit)
 
     @property
     def progress(self) -> ProgressLine:

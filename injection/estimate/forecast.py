@@ -522,7 +522,8 @@ def divided_forecast(
     for rank, free in enumerate(memory):
         shares = Shares(tuple(sizes), rank)
         planned = PlannedModel(meta_model, plan(meta_model, rules, registry=registry, shares=shares), registry)
-        nodes.append(Node(rank, shares.sizes[rank] / sum(shares.sizes), _needed(planned, cache, load, rank, free), free))
+        needs = memory_of(planned, replace(cache, form=planned.cache_form()), load, free, on_gpu=False)
+        nodes.append(Node(rank, shares.sizes[rank] / sum(shares.sizes), needs.at_rest if rank else needs.needed, free))
     gbit = network_gbit or (NETWORK_GBIT if measured is None else measured.slowest.gbit)
     message_s = _message_s(len(sizes) - 1, measured)
     speed = _divided_speed(PlannedModel(meta_model, whole, registry), load, cache, target, sizes, gbit, message_s)
@@ -539,11 +540,6 @@ def _message_s(others: int, measured: Network | None) -> float:
     further = len(measured.links) - 1
     each_s = max(all_s - one_s, 0.0) / further if further else EACH_FURTHER_S
     return one_s + each_s * (others - 1)
-
-
-def _needed(planned: PlannedModel, cache: KvCache, load: Workload, rank: int, free: int) -> int:
-    memory = memory_of(planned, replace(cache, form=planned.cache_form()), load, free, on_gpu=False)
-    return memory.needed if rank == 0 else memory.at_rest
 
 
 def _divided_speed(

@@ -140,7 +140,10 @@ def measure(progress: Callable[[str], None] = lambda text: None, disk: Path | No
         del data
         experts: dict[str, Rate] = {}
         linear: dict[str, Rate] = {}
-        module = _experts_module()
+        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, dtype=torch.bfloat16)
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config).to(torch.bfloat16)
+        _fill(module)
         for weights, operator, options in _cases(operators, "experts"):
             progress(f"experts, {weights}")
             experts[weights] = _experts_rate(weights, _loaded(operator, module, options, context), _bytes(operator, module, options))
@@ -178,22 +181,17 @@ def measure_disk(folder: Path) -> Disk:
             raise OSError(errno.ENOTSUP, "this system has no reads past the page cache")
         descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
-            latency_s = _latency_s(descriptor)
+            places, times = random.Random(0), []
+            memory = mmap.mmap(-1, 4096)  # aligned, as direct reads need it
+            for _ in range(DISK_SMALL_READS):
+                place = places.randrange(DISK_BYTES // 4096) * 4096
+                began = time.perf_counter()
+                os.preadv(descriptor, [memory], place)
+                times.append(time.perf_counter() - began)
         finally:
             os.close(descriptor)
         rates = {str(depth): round(read_gbps(Path(file.name), depth, DISK_S), 3) for depth in DISK_DEPTHS}
-    return Disk(str(folder), rates, round(1e6 * latency_s, 1))
-
-
-def _latency_s(descriptor: int) -> float:
-    places, times = random.Random(0), []
-    memory = mmap.mmap(-1, 4096)  # aligned, as direct reads need it
-    for _ in range(DISK_SMALL_READS):
-        place = places.randrange(DISK_BYTES // 4096) * 4096
-        began = time.perf_counter()
-        os.preadv(descriptor, [memory], place)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return Disk(str(folder), rates, round(1e6 * statistics.median(times), 1))
 
 
 def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[Operator], Any]]:
@@ -251,26 +249,18 @@ def _best_fifth_s(call: Callable[[], object], *, budget_s: float = 0.6, most: in
     return sorted(times)[len(times) // 5]
 
 
-def _experts_module() -> nn.Module:
-    config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=EXPERTS, dtype=torch.bfloat16)
-    with torch.device("meta"):
-        module = Qwen3MoeExperts(config).to(torch.bfloat16)
-    return _filled(module)
-
-
 def _linear_module(dtype: torch.dtype) -> nn.Linear:
     """A layer of `READ_BYTES` in 16 bits."""
     layer = nn.Linear(LINEAR_COLUMNS, READ_BYTES // (2 * LINEAR_COLUMNS), bias=False, dtype=dtype, device="meta")
-    _filled(layer)
+    _fill(layer)
     return layer
 
 
-def _filled(module: nn.Module) -> nn.Module:
+def _fill(module: nn.Module) -> None:
     """Allocate the weights of a module on meta: one random row repeated, which is fast and does not change the times."""
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape[-1]) / parameter.shape[-1] ** 0.5)
-    return module
 
 
 def _experts_rate(weights: str, operator: nn.Module, held_bytes: int) -> Rate:
@@ -420,37 +410,25 @@ def _longer_us(measured_s: float, alone_s: float) -> float:
     return max(0.0, round(1e6 * (measured_s - alone_s), 1))  # a busy machine may have disturbed the one more than the other
 
 
-RATES_FILE, NETWORK_FILE = "measurements.json", "network.json"
-
-
-def save_figures(name: str, made_with: object, figures: object) -> Path:
-    """Write the figures of a measurement to a file in the user's cache folder, and return it.
-
-    Args:
-        figures: a dataclass of JSON values.
-        made_with: JSON that says what they are valid for.
+def save(figures: Measurements | Network) -> Path:
+    """Write the figures of a measurement to a file in the user's cache folder, with what they are valid for, and return it.
 
     Raises:
         OSError: the cache folder cannot be written.
     """
-    path = user_cache(name)
+    path = user_cache(_FILES[type(figures)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps({"made_with": made_with, "measured": asdict(figures)}, indent=1))  # type: ignore[call-overload]
+    write_file(path, json.dumps({"made_with": _made_with(type(figures)), "measured": asdict(figures)}, indent=1))
     return path
 
 
-def load_figures(name: str, made_with: object, read: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return what `read` makes of figures that `save_figures` wrote; None if there are none that are valid for `made_with`."""
+def _saved(kind: type[T], read: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `read` makes of figures that `save` wrote; None if there are none that are valid here."""
     try:
-        data = json.loads(user_cache(name).read_text(encoding="utf-8"))
-        return read(data["measured"]) if data["made_with"] == made_with else None
+        data = json.loads(user_cache(_FILES[kind]).read_text(encoding="utf-8"))
+        return read(data["measured"]) if data["made_with"] == _made_with(kind) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def save(measured: Measurements) -> Path:
-    """Save the measurements; see `save_figures`."""
-    return save_figures(RATES_FILE, _made_with(), measured)
 
 
 def load() -> Measurements | None:
@@ -462,24 +440,22 @@ def load() -> Measurements | None:
         made = {"gpu": None if gpu is None else GpuRates(**gpu), "disk": None if disk is None else Disk(**disk)}
         return Measurements(**{**measured, **rates, **made})
 
-    return load_figures(RATES_FILE, _made_with(), read)
-
-
-def _made_with() -> dict[str, Any]:
-    """Return the machine and the versions that rates depend on."""
-    gpus = [gpu.name for gpu in probe_machine().gpus]
-    kernel = kernel_in_use()
-    versions = {name: version_of(name) for name in ("moegraft", "torch", "transformers")}
-    return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}
-
-
-def save_network(network: Network) -> Path:
-    """Save the measurement; see `save_figures`."""
-    return save_figures(NETWORK_FILE, version_of("moegraft"), network)
+    return _saved(Measurements, read)
 
 
 def load_network() -> Network | None:
     """Return the saved measurement; None if there is none of this version."""
-    return load_figures(
-        NETWORK_FILE, version_of("moegraft"), lambda found: Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"]))
-    )
+    return _saved(Network, lambda found: Network(tuple(Link(**link) for link in found["links"]), float(found["all_us"])))
+
+
+_FILES: Mapping[type, str] = {Measurements: "measurements.json", Network: "network.json"}
+
+
+def _made_with(kind: type) -> object:
+    """Return what figures depend on: the version, and rates also the machine and the versions of libraries."""
+    if kind is Network:
+        return version_of("moegraft")
+    gpus = [gpu.name for gpu in probe_machine().gpus]
+    kernel = kernel_in_use()
+    versions = {name: version_of(name) for name in ("moegraft", "torch", "transformers")}
+    return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}

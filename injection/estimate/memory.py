@@ -5,7 +5,7 @@ Memory is that of the host at rest, at the peak of loading and while running; of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import psutil
@@ -287,13 +287,12 @@ class GpuMemory:
     def largest_ratio(self) -> float | None:
         """Return the largest share of every group's experts, in hundredths, for which slots fit; None if not even one slot fits."""
         room = (self.available - self.weights - self.kv_cache - self.reserve) * self.count
-        return next((percent / 100 for percent in range(100, 0, -1) if self._slot_bytes(percent / 100) <= room), None)
 
-    def _slot_bytes(self, ratio: float) -> int:
-        return sum(
-            group.expert_bytes * group.rule.with_ratio(ratio).count(len(group.swaps), group.num_experts, group.expert_bytes, 0).total
-            for group in self.groups
-        )
+        def taken(group: SlotGroup, ratio: float) -> int:
+            return group.rule.with_ratio(ratio).count(len(group.swaps), group.num_experts, group.expert_bytes, 0).total * group.expert_bytes
+
+        ratios = (percent / 100 for percent in range(100, 0, -1))
+        return next((ratio for ratio in ratios if sum(taken(group, ratio) for group in self.groups) <= room), None)
 
 
 def gpu_memory_of(planned: PlannedModel, cache: KvCache, load: Workload, budget: GpuBudget) -> GpuMemory | None:
@@ -322,25 +321,14 @@ def _slot_groups(planned: PlannedModel, cache: KvCache, free_bytes: int) -> Iter
     for swap in planned.plan.swaps:
         slots = swap.traits.slots
         if slots is not None:
-            kind = _host_bytes(swap), planned.weight_type(swap)
+            kind = sum(swap.footprint.by_device.get(device, 0) for device in ("cpu", "disk")), planned.weight_type(swap)
             alike.setdefault(slots, {}).setdefault(kind, []).append(swap)
-    meta_model = planned.meta_model
     for slots, sizes in alike.items():
         room = max(0, free_bytes - cache.nbytes(slots.context))
         every = sum(host_bytes * len(swaps) for (host_bytes, _), swaps in sizes.items())
         for (host_bytes, _), swaps in sizes.items():
-            num_experts = _num_experts(meta_model, swaps)
+            num_experts = read_layout(planned.meta_model.skeleton.get_submodule(swaps[0].module)).num_experts
             expert_bytes = host_bytes // num_experts
             count = slots.count(len(swaps), num_experts, expert_bytes, room, host_bytes * len(swaps) / every)
             yield SlotGroup(slots, tuple(swaps), num_experts, expert_bytes, count.resident, count.total * expert_bytes)
             free_bytes -= count.total * expert_bytes
-
-
-def _host_bytes(swap: Swap) -> int:
-    return sum(swap.footprint.by_device.get(device, 0) for device in ("cpu", "disk"))
-
-
-def _num_experts(meta_model: MetaModel, swaps: Sequence[Swap]) -> int:
-    num_experts = meta_model.skeleton.get_submodule(swaps[0].module).num_experts
-    assert isinstance(num_experts, int), "an experts module has the attribute num_experts"
-    return num_experts

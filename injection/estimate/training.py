@@ -106,6 +106,11 @@ def training_forecast(planned: PlannedModel, load: TrainingLoad, measured: Measu
     layers = _layer_bytes(planned, linears, load, hidden)
     vocabulary = 0 if head is None else int(head.weight.shape[0])  # type: ignore[union-attr] # an embedding or a linear layer
     tokens_s, missing = _tokens_s(planned, linears, load, measured)
+    left_out = ""
+    if _attention_operations(planned, load) is None:
+        left_out = "recurrent layers, which are not predicted"
+    elif measured is None or measured.attention_gflops is None:
+        left_out = "attention, whose rate is not measured; run: moegraft doctor --measure"
     return TrainingForecast(
         load=load,
         parameters=parameters,
@@ -118,7 +123,7 @@ def training_forecast(planned: PlannedModel, load: TrainingLoad, measured: Measu
         head=load.tokens * vocabulary * (itemsize + 3 * FLOAT),
         tokens_s=tokens_s,
         missing=missing,
-        left_out=_left_out(planned, load, measured),
+        left_out=left_out,
     )
 
 
@@ -184,14 +189,6 @@ def _backward_seconds(work: Work, dtype: torch.dtype, load: TrainingLoad, measur
         return forward_s
     expanded = work.weight_count * dtype.itemsize / (measured.read_gbps * 1e9)
     return 2 / 3 * forward_s + replace(work, weights=DTYPE_NAMES[dtype]).seconds(measured, load.tokens) + expanded
-
-
-def _left_out(planned: PlannedModel, load: TrainingLoad, measured: Measurements | None) -> str:
-    if _attention_operations(planned, load) is None:
-        return "recurrent layers, which are not predicted"
-    if measured is None or measured.attention_gflops is None:
-        return "attention, whose rate is not measured; run: moegraft doctor --measure"
-    return ""
 
 
 def _attention_operations(planned: PlannedModel, load: TrainingLoad) -> float | None:

@@ -238,7 +238,13 @@ def read_document(path: Path, findings: Findings, *, plain_keys: bool = False) -
         findings.stop(start, f"this rule file cannot be read: {reason}")
     if len(data) > MAX_BYTES:
         findings.stop(start, f"a rule file may have at most {MAX_BYTES >> 10} KiB, and this one has more")
-    return parse_document(_decoded(data, start.file, findings), start.file, findings, plain_keys=plain_keys)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig", errors="replace")
+        message = f"byte 0x{data[error.start]:02x} is not UTF-8; save the file with the encoding UTF-8"
+        findings.stop(_position_in(before, start.file), message)
+    return parse_document(text, start.file, findings, plain_keys=plain_keys)
 
 
 def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool = False) -> Node:
@@ -247,15 +253,23 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
     Raises:
         RuleErrors: as `read_document`.
     """
-    _refuse_characters(text, file, findings)
+    unprintable = _UNPRINTABLE.search(text)
+    if unprintable is not None:
+        findings.stop(_position_in(text[: unprintable.start()], file), why_unprintable(unprintable[0]) or "")
+    tab = _INDENTING_TAB.search(text)
+    if tab is not None:
+        position = _position_in(text[: text.index("\t", tab.start())], file)
+        findings.stop(position, "a tab indents this line; YAML indents with spaces")
     builder = _Builder(file, findings, plain_keys)
     loader = yaml.SafeLoader(text)
     try:
         while loader.check_event():
             builder.take(loader.get_event())  # type: ignore[no-untyped-call]
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        findings.stop(builder.position(mark), _syntax_message(error))
+        message = f"not valid YAML: {', '.join(part for part in (error.context, error.problem) if part)}"
+        if error.problem is not None and "'\\t'" in error.problem:
+            message = "this is a tab; YAML needs a space here"
+        findings.stop(builder.position(error.problem_mark or error.context_mark), message)
     except RuleErrors:
         raise
     except (ValueError, OverflowError):  # from chr() and int() within the scanner
@@ -270,16 +284,6 @@ def parse_document(text: str, file: str, findings: Findings, *, plain_keys: bool
     return builder.root
 
 
-def _decoded(data: bytes, file: str, findings: Findings) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = data[: error.start].decode("utf-8-sig", errors="replace")
-        byte = data[error.start]
-        message = f"byte 0x{byte:02x} is not UTF-8; save the file with the encoding UTF-8"
-        findings.stop(_position_in(before, file), message)
-
-
 def _position_in(before: str, file: str) -> Position:
     return Position(file, before.count("\n") + 1, len(before) - before.rfind("\n"))
 
@@ -288,23 +292,6 @@ def why_unprintable(text: str) -> str | None:
     """Return the reason why `text` is not allowed in a rule file, raw or escaped, such as control characters; None if it is allowed."""
     match = _UNPRINTABLE.search(text)
     return None if match is None else f"character U+{ord(match[0]):04X} is not allowed in a rule file"
-
-
-def _refuse_characters(text: str, file: str, findings: Findings) -> None:
-    unprintable = _UNPRINTABLE.search(text)
-    if unprintable is not None:
-        findings.stop(_position_in(text[: unprintable.start()], file), why_unprintable(unprintable[0]) or "")
-    tab = _INDENTING_TAB.search(text)
-    if tab is not None:
-        position = _position_in(text[: text.index("\t", tab.start())], file)
-        findings.stop(position, "a tab indents this line; YAML indents with spaces")
-
-
-def _syntax_message(error: yaml.MarkedYAMLError) -> str:
-    if error.problem is not None and "'\\t'" in error.problem:
-        return "this is a tab; YAML needs a space here"
-    parts = [part for part in (error.context, error.problem) if part]
-    return f"not valid YAML: {', '.join(parts)}"
 
 
 @dataclass(slots=True)

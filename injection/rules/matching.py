@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 
@@ -130,27 +130,6 @@ class Assignment:
     nested: Mapping[tuple[int, int], Sequence[str]]
 
 
-@dataclass(slots=True)
-class _Walk:
-    """The state of a walk over the modules, outer ones first.
-
-    Attributes:
-        closed: the path around the current one that a rule with `recursive: false` takes, with the rule's index.
-        replaced: the path around the current one that a rule replaces, with the rule's index.
-        owner: the index of the rule that takes or closes a path.
-    """
-
-    closed: tuple[str, int] | None = None
-    replaced: tuple[str, int] | None = None
-    owner: dict[str, int] = field(default_factory=dict)
-
-    def leave(self, path: str) -> None:
-        if self.closed is not None and not _inside(path, self.closed[0]):
-            self.closed = None
-        if self.replaced is not None and not _inside(path, self.replaced[0]):
-            self.replaced = None
-
-
 def _inside(path: str, outer: str) -> bool:
     return not outer or path.startswith(f"{outer}.")
 
@@ -167,7 +146,11 @@ def apply_rules(
     Raises:
         RuleErrors: every rule that cannot be applied.
     """
-    _check_requires(rules, model_type, findings)
+    for requirement in rules.requires:
+        if model_type not in requirement.values:
+            wanted = " or ".join(f"'{value}'" for value in requirement.values)
+            actual = f"this model is of type '{model_type}'" if model_type is not None else "this model has no type"
+            findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {actual}")
     assignment = assign(rules.rules, modules, registry.in_place)
     _check_taken(rules.rules, assignment, modules, findings)
     _check_operators(rules.rules, assignment, modules, registry, findings)
@@ -193,26 +176,29 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
         candidates.update(dict.fromkeys(paths, index))
     taken: list[list[str]] = [[] for _ in rules]
     nested: dict[tuple[int, int], list[str]] = {}
-    walk = _Walk()
+    owner: dict[str, int] = {}  # path -> the rule that takes or closes it
+    # The path around the current one that a rule with `recursive: false` takes, and the one that a rule replaces, with the rule's index.
+    closed: tuple[str, int] | None = None
+    replaced: tuple[str, int] | None = None
     for path in modules:
-        walk.leave(path)
-        if walk.closed is not None:
-            walk.owner[path] = walk.closed[1]
+        closed = closed if closed is not None and _inside(path, closed[0]) else None
+        replaced = replaced if replaced is not None and _inside(path, replaced[0]) else None
+        if closed is not None:
+            owner[path] = closed[1]
             continue
         if path not in candidates:
             continue
-        index = candidates[path]
-        walk.owner[path] = index
-        if walk.replaced is not None and walk.replaced[1] == index:
+        index = owner[path] = candidates[path]
+        if replaced is not None and replaced[1] == index:
             continue  # a part of a module that the rule takes, such as the activation within experts
         taken[index].append(path)
-        if walk.replaced is not None and rules[index].operator is not None:
-            nested.setdefault((index, walk.replaced[1]), []).append(path)
+        if replaced is not None and rules[index].operator is not None:
+            nested.setdefault((index, replaced[1]), []).append(path)
         if not rules[index].recursive:
-            walk.closed = (path, index)
-        if rules[index].operator not in (None, *in_place) and walk.replaced is None:
-            walk.replaced = (path, index)
-    lost = [{} if took else _by_owner(fits, walk.owner) for took, fits in zip(taken, fitting, strict=True)]
+            closed = (path, index)
+        if rules[index].operator not in (None, *in_place) and replaced is None:
+            replaced = (path, index)
+    lost = [{} if took else _by_owner(fits, owner) for took, fits in zip(taken, fitting, strict=True)]
     return Assignment(taken, lost, nested)
 
 
@@ -238,15 +224,6 @@ def _by_owner(paths: Sequence[str], owner: dict[str, int]) -> dict[int, list[str
 # A number in a pattern, alone or in a group of alternatives, that is followed by any character or by the end.
 _OPEN_NUMBER = re.compile(r"(?P<before>\w*\\?\.|[(|])(?P<number>[0-9]+)(?=(\|[0-9]+)*\)?(\.|$))")
 MAX_LISTED = 3
-
-
-def _check_requires(rules: RuleFile, model_type: str | None, findings: Findings) -> None:
-    """Report each requirement that the model's type does not meet."""
-    for requirement in rules.requires:
-        if model_type not in requirement.values:
-            wanted = " or ".join(f"'{value}'" for value in requirement.values)
-            actual = f"this model is of type '{model_type}'" if model_type is not None else "this model has no type"
-            findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {actual}")
 
 
 def _check_taken(rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, findings: Findings) -> None:
@@ -371,7 +348,10 @@ def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module,
             findings.notice(rule.place("operator"), message)
         sparsity = traits.sparsity
         for option, reason in () if sparsity is None else sparsity_errors(sparsity, draft, taken, model):
-            findings.error(_place_of(rule, option), f"rule '{rule.id}': {reason}")
+            node: Node | None = rule.kwargs
+            for name in option.split("."):
+                node = node.get(name) if isinstance(node, MappingNode) else None
+            findings.error(rule.place("operator") if node is None else node.position, f"rule '{rule.id}': {reason}")
 
 
 def _check_divided(rules: Sequence[Rule], assignment: Assignment, registry: OperatorRegistry, findings: Findings) -> None:
@@ -387,14 +367,6 @@ def _check_divided(rules: Sequence[Rule], assignment: Assignment, registry: Oper
             findings.error(rule.place("operator"), f"rule '{rule.id}': {reason}")
     if not divided:
         findings.error(rules[0].position, "no rule replaces experts, which is what several processes share; start one process")
-
-
-def _place_of(rule: Rule, option: str) -> Position:
-    """Return the position of an option such as `sparsity.target`; that of the operator if the rule does not set it."""
-    node: Node | None = rule.kwargs
-    for name in option.split("."):
-        node = node.get(name) if isinstance(node, MappingNode) else None
-    return node.position if node is not None else rule.place("operator")
 
 
 MAX_FORMS = 2000  # distinct paths among which the nearest one is searched
@@ -414,8 +386,10 @@ def _explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
         else:
             keys.append(key)
             lines.append(f"{key}: {value}{_near(key, match, modules)}")
-    if not keys:
-        lines.append(_apart(match, modules))
+    if not keys:  # each condition matches some module
+        elsewhere = [layer for path in modules.matching(replace(match, layers=None)) if (layer := modules.layer(path)) is not None]
+        in_layers = f"the other conditions match modules in layers {runs(elsewhere)}"
+        lines.append(in_layers if match.layers is not None and elsewhere else "no module meets all conditions at once")
     return rule.place(*keys, "match"), _INDENT.join([f"rule '{rule.id}' matches no module of {modules.model_class}", *lines])
 
 
@@ -428,14 +402,6 @@ def _parts(match: Match) -> Iterator[tuple[str, str, Match]]:
         yield "kind", match.kind, Match(kind=match.kind)
     if match.layers is not None:
         yield "layers", f"'{match.layers}'", Match(layers=match.layers)
-
-
-def _apart(match: Match, modules: ModelModules) -> str:
-    """Return the reason why conditions that each match some module match none together."""
-    elsewhere = [layer for path in modules.matching(replace(match, layers=None)) if (layer := modules.layer(path)) is not None]
-    if match.layers is not None and elsewhere:
-        return f"the other conditions match modules in layers {runs(elsewhere)}"
-    return "no module meets all conditions at once"
 
 
 def _near(key: str, match: Match, modules: ModelModules) -> str:

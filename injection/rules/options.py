@@ -95,7 +95,8 @@ class _Reader:
             return options_type(**values)
         except ValueError as error:
             where = f"option '{path.removesuffix('.')}' of {self._operator}" if path else f"options of {self._operator}"
-            self._error(_named_option(node, str(error), position), f"{where}: {error}")
+            named = [entry for entry in node if re.search(rf"\b{re.escape(entry.key)}\b", str(error))]
+            self._error(named[0].value.position if len(named) == 1 else position, f"{where}: {error}")
             return None
 
     def _unknown(self, key: str, position: Position, path: str, known: list[str]) -> None:
@@ -142,12 +143,6 @@ class _Reader:
         near = nearest(text, [choice for choice in choices if isinstance(choice, str)]) if text is not None else None
         meant = f"; did you mean '{near}'?" if near is not None else _unquoted(hint, text, node.position)
         return f"{where} must be {_expected(hint)}, not {node}{meant}"
-
-
-def _named_option(node: MappingNode, message: str, position: Position) -> Position:
-    """Return the position of the option that the message names; `position` if it names none or several."""
-    named = [entry for entry in node if re.search(rf"\b{re.escape(entry.key)}\b", message)]
-    return named[0].value.position if len(named) == 1 else position
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

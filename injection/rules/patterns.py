@@ -99,11 +99,7 @@ def _compile(pattern: str) -> regex.Pattern[str]:
 
 
 def _for_regex(pattern: str) -> str:
-    """Return a pattern that `re` accepts, with a backslash before what has another meaning in `regex`: a{e} and [[:alpha:]].
-
-    Raises:
-        ValueError: the pattern is verbose, or its repeats make it too large to compile.
-    """
+    """Return a pattern that `re` accepts, with a backslash before what has another meaning in `regex`: a{e} and [[:alpha:]]."""
     written: list[str] = []
     sizes = [0]  # the expanded size of each open group
     last = 0

@@ -87,7 +87,7 @@ def read_rules(
         taken = {rule.id for rule in rules if rule.named}
         rules += [rule for rule in own if not (rule.named and rule.id in taken)]
     findings.raise_errors()
-    files = tuple(header.file for header in headers)
+    files = tuple(header.position.file for header in headers)
     return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
 
 
@@ -152,13 +152,13 @@ def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header
     seen = [path.resolve()]
     while (extended := headers[-1].extends) is not None:
         assert isinstance(extended.value, str), "_read_header checks it"
-        folder = Path(headers[-1].file).parent
+        folder = Path(headers[-1].position.file).parent
         found = _shipped(extended.value, extended.position, findings) or _existing(extended.value, folder)
         if found is None:
             hint = _shipped_hint(extended.value, shipped_rules(), folder)
             findings.stop(extended.position, f"extends {shown(extended.value)}: there is no such rule file{hint}")
         if found.resolve() in seen:
-            cycle = " -> ".join([*(header.file for header in headers), str(found)])
+            cycle = " -> ".join([*(header.position.file for header in headers), str(found)])
             findings.stop(extended.position, f"extends {shown(extended.value)} is circular: {cycle}")
         if len(headers) == MAX_CHAIN:
             findings.stop(extended.position, f"more than {MAX_CHAIN} rule files extend each other")
@@ -171,7 +171,6 @@ def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header
 class Header:
     """The top level of a file, before variables are substituted."""
 
-    file: str
     position: Position
     extends: ScalarNode | None
     vars: Mapping[str, Value]
@@ -181,14 +180,9 @@ class Header:
 
 
 def _read_header(node: Node, findings: Findings) -> Header:
-    """Read the top level of a file: a mapping, or a bare list of rules as in KTransformers.
-
-    Raises:
-        RuleErrors: the file is neither a mapping nor a list.
-    """
-    file = node.position.file
+    """Read the top level of a file: a mapping, or a bare list of rules as in KTransformers."""
     if isinstance(node, ListNode):
-        return Header(file, node.position, None, {}, None, None, node)
+        return Header(node.position, None, {}, None, None, node)
     if isinstance(node, ScalarNode):
         findings.stop(node.position, f"a rule file is a mapping with 'rules', or a list of rules, not {node}")
     if node.get("match") is not None or node.get("replace") is not None:
@@ -203,7 +197,7 @@ def _read_header(node: Node, findings: Findings) -> Header:
         findings.error(extends.position, f"extends must be the name of a shipped rule file or a path, not {extends}")
         extends = None
     variables = _read_vars(node.get("vars"), findings)
-    return Header(file, node.position, extends, variables, node.get("requires"), node.get("parallel"), node.get("rules"))
+    return Header(node.position, extends, variables, node.get("requires"), node.get("parallel"), node.get("rules"))
 
 
 def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
@@ -496,8 +490,10 @@ def _read_replace(
     places["operator"] = class_node.position
     kwargs = _read_kwargs(node.get("kwargs"), places, findings)
     name = _read_operator(class_node, registry, findings)
-    if name == LEAVE_ALONE:
-        _refuse_kwargs(kwargs, findings)
+    for entry in (kwargs or ()) if name == LEAVE_ALONE else ():
+        advice = KWARGS.get(entry.key)
+        reason = f"'{entry.key}' is an argument of KTransformers: {advice}" if advice else f"unknown option {shown(entry.key)}"
+        findings.error(entry.position, f"{reason}; '{LEAVE_ALONE}' leaves modules unchanged and has no options")
     if name is None or name == LEAVE_ALONE:
         return None, kwargs, None
     operator = registry[name]
@@ -536,10 +532,3 @@ def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findi
         findings.error(node.position, f"kwargs must be a mapping of options to values, not {node}")
         return None
     return node
-
-
-def _refuse_kwargs(kwargs: MappingNode | None, findings: Findings) -> None:
-    for entry in kwargs or ():
-        advice = KWARGS.get(entry.key)
-        reason = f"'{entry.key}' is an argument of KTransformers: {advice}" if advice else f"unknown option {shown(entry.key)}"
-        findings.error(entry.position, f"{reason}; '{LEAVE_ALONE}' leaves modules unchanged and has no options")

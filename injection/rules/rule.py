@@ -75,13 +75,8 @@ def grouped(paths: Iterable[str]) -> list[str]:
             groups.setdefault((path, ""), [])
         else:
             groups.setdefault((".".join([*parts[:index], ""]), ".".join(["", *parts[index + 1 :]])), []).append(int(parts[index]))
-    return [f"{head}{_braced(layers)}{tail}" for (head, tail), layers in groups.items()]
-
-
-def _braced(layers: list[int]) -> str:
-    if not layers:
-        return ""
-    return str(layers[0]) if len(layers) == 1 else f"{{{runs(layers)}}}"
+    braced = (f"{{{runs(layers)}}}" if len(layers) > 1 else "".join(map(str, layers)) for layers in groups.values())
+    return [f"{head}{layers}{tail}" for (head, tail), layers in zip(groups, braced, strict=True)]
 
 
 # The members of `Kind`, repeated here because reading a rule file must not import torch.

@@ -9,8 +9,8 @@ import pytest
 from support.rule_support import findings_of, plan_for, read, write
 from torch import nn
 
-from moegraft.injection.ktransformers import Paths, convert, read_their_rules
 from moegraft.injection.rules import read_rules
+from moegraft.injection.rules.ktransformers import Paths, convert, read_their_rules
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError, why_unusable
 from moegraft.operators.registry import load_registry
 from moegraft.rules import shipped_rules

@@ -221,7 +221,11 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
     for path in experts:
         tensors += _expert_tensors(path, skeleton.get_submodule(path), names, weights, choices)
     inside = tuple(f"{path}." for path in experts)
-    towers = [] if config is skeleton.config else _outside_language_model(skeleton)
+    towers: list[str] = []
+    if config is not skeleton.config:  # what is outside of the language model
+        own = [skeleton.get_decoder(), skeleton.get_output_embeddings(), mtp_layers(skeleton)]
+        prefixes = tuple(f"{path}." for path, module in skeleton.named_modules() if any(module is part for part in own))
+        towers = [parameter for parameter in skeleton.state_dict() if not parameter.startswith(prefixes)]
     for parameter, value in skeleton.state_dict().items():
         if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside) or parameter in towers:
             continue
@@ -240,12 +244,6 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
             first += rows
     choices.check_all_counted()
     return ExportPlan(config, tuple(tensors), tuple(towers), further)
-
-
-def _outside_language_model(skeleton: PreTrainedModel) -> list[str]:
-    parts = [skeleton.get_decoder(), skeleton.get_output_embeddings(), mtp_layers(skeleton)]
-    prefixes = tuple(f"{path}." for path, module in skeleton.named_modules() if any(module is part for part in parts))
-    return [parameter for parameter in skeleton.state_dict() if not parameter.startswith(prefixes)]
 
 
 def _expert_tensors(path: str, module: nn.Module, names: Names, weights: StoredWeights, choices: Choices) -> Iterator[ExportTensor]:

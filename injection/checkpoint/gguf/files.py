@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -115,31 +115,17 @@ class BlockTensor:
         """Return the codes of the matrix at `index`; None if it is in floating point."""
         if self.is_stored:
             return StoredBlocks(np.ascontiguousarray(self.data[index]), self.kept_type)
-        if self.block_type is BlockType.Q8_0:
-            blocks = _blocks(self.data[index], 2 + GROUP)
-            return Codes(_matrix(blocks[..., 2:].view(np.int8)), _scales(blocks), bits=8)
-        if self.block_type is BlockType.Q4_0:
-            blocks = _blocks(self.data[index], 2 + GROUP // 2)
+        if self.block_type not in (BlockType.Q8_0, BlockType.Q4_0):
+            return None
+        bits: Literal[4, 8] = 8 if self.block_type is BlockType.Q8_0 else 4
+        blocks = self.data[index].reshape(len(self.data[index]), -1, 2 + GROUP * bits // 8)  # (rows, groups, bytes): a float16 scale, codes
+        codes = blocks[..., 2:].view(np.int8)
+        if bits == 4:  # the low halves of the 16 bytes come first, then the high halves; code 8 is the value 0
             pairs = blocks[..., 2:]
-            # The low halves of the 16 bytes come first, then the high halves; code 8 is the value 0.
-            both = np.concatenate([pairs & 15, pairs >> 4], axis=-1).view(np.int8)
-            both -= 8
-            return Codes(_matrix(both), _scales(blocks), bits=4)
-        return None
-
-
-def _blocks(rows: NDArray[Any], block_bytes: int) -> NDArray[Any]:
-    """Return (rows, bytes) as (rows, groups, block_bytes)."""
-    return rows.reshape(rows.shape[0], -1, block_bytes)
-
-
-def _matrix(codes: NDArray[Any]) -> NDArray[np.int8]:
-    return np.ascontiguousarray(codes.reshape(codes.shape[0], -1))
-
-
-def _scales(blocks: NDArray[Any]) -> NDArray[np.float16]:
-    """Return the float16 at the start of each block, (rows, groups)."""
-    return np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+            codes = np.concatenate([pairs & 15, pairs >> 4], axis=-1).view(np.int8)
+            codes -= 8
+        scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+        return Codes(np.ascontiguousarray(codes.reshape(len(codes), -1)), scales, bits)
 
 
 PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

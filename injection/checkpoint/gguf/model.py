@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moegraft.injection.checkpoint.files import DTYPES, Conversion, Extent, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.gguf.families import change_of, family_of
-from moegraft.injection.checkpoint.gguf.files import FLOATS, WHOLE, BlockTensor, GgufFile, Index, find_parts, merge, open_file
+from moegraft.injection.checkpoint.gguf.files import FLOATS, WHOLE, BlockTensor, Index, find_parts, merge, open_file
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, missing_names
 from moegraft.operators.decode.mtp_layers import count_mtp_layers
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
@@ -100,15 +100,11 @@ class Plain(Stored):
         if self.columns is not None:
             return reordered(values, self.columns[::-1])
         if self.load is not None:
-            return self._loaded(values)
+            loaded = self.load(values)
+            if not bool(loaded.isfinite().all()):
+                raise CheckpointError(f"{self.parts[0].origin}: a value is out of the range of this tensor; download the file again")
+            return loaded
         return values.clone() if len(self.parts) == 1 and self.rows is None and first.block_type in FLOATS else values
-
-    def _loaded(self, values: torch.Tensor) -> torch.Tensor:
-        assert self.load is not None
-        loaded = self.load(values)
-        if not bool(loaded.isfinite().all()):
-            raise CheckpointError(f"{self.parts[0].origin}: a value is out of the range of this tensor; download the file again")
-        return loaded
 
     @property
     def is_matrix(self) -> bool:
@@ -197,15 +193,6 @@ def lazy(stored: Stored) -> LazyTensor:
     return LazyTensor(", ".join(tensor.name for tensor in stored.tensors[:2]), first.file, stored)
 
 
-def check_shape(tensor: BlockTensor, expected: tuple[int, ...]) -> None:
-    """
-    Raises:
-        CheckpointError: the tensor has another shape, ignoring dimensions of size 1.
-    """
-    if [size for size in tensor.shape if size != 1] != [size for size in expected if size != 1]:
-        raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, and the model has {expected}")
-
-
 class GgufExperts(WeightSource):
     """A `WeightSource` over one experts module; pieces are read from the mapped file."""
 
@@ -291,16 +278,9 @@ RENAMED = {
 
 
 class Names:
-    """The tensor names of one model's parameters, from the tables of the package `gguf`."""
+    """The tensor names of one model's parameters, from the tables of the package `gguf`; `further` is the number of its MTP layers."""
 
     def __init__(self, config: PretrainedConfig, further: int = 0) -> None:
-        """
-        Args:
-            further: how many MTP layers the model has.
-
-        Raises:
-            UnsupportedModelError: GGUF files of this family cannot be loaded.
-        """
         self._config = config
         self.layers, self._further = int(config.num_hidden_layers), further
         family = family_of(config)
@@ -354,32 +334,6 @@ def experts_name(layer: int, part: Part, *, fused: bool = False, expert: int | N
 
 
 logger = logging.getLogger(__name__)
-
-
-def log_converted(path: Path, tensors: Sequence[BlockTensor], dtype: torch.dtype) -> None:
-    """Log which of these tensors have blocks that are converted, and not kept as they are.
-
-    Args:
-        dtype: of what is not replaced.
-    """
-    converted = [tensor for tensor in tensors if tensor.is_stored]
-    if converted:
-        logger.warning(
-            "%s: %d tensors in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's weight "
-            "type (int8 for 'stored'), all others to %s; experts and linear layers without sparsity keep them unchanged if their "
-            "weights are 'stored' or have at least as many bits, such as int8",
-            path,
-            len(converted),
-            _kinds(converted),
-            converted[0].name,
-            str(dtype).removeprefix("torch."),
-        )
-
-
-def _kinds(tensors: Sequence[BlockTensor]) -> str:
-    return ", ".join(sorted({tensor.block_type.name for tensor in tensors}))
-
-
 EMBEDDINGS = "token_embd.weight"  # rows are looked up, and no kernel is needed
 
 
@@ -433,15 +387,11 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
         raise CheckpointError(f"{files[0].path}: this file has no tensors, only a vocabulary; give the file with the weights")
     for tensor in tensors.values():
         tensor.check_type()
-    _check_layers(files[0], architecture, config)
-    return GgufModel(files[0].path, tensors)
-
-
-def _check_layers(file: GgufFile, architecture: str, config: PretrainedConfig) -> None:
-    blocks = file.integer(f"{architecture}.block_count")
-    further = file.integer(f"{architecture}.nextn_predict_layers") or 0
+    blocks = files[0].integer(f"{architecture}.block_count")
+    further = files[0].integer(f"{architecture}.nextn_predict_layers") or 0
     if blocks is not None and blocks - further != config.num_hidden_layers:
-        raise CheckpointError(f"{file.path}: {blocks - further} layers, and the config has {config.num_hidden_layers}")
+        raise CheckpointError(f"{files[0].path}: {blocks - further} layers, and the config has {config.num_hidden_layers}")
+    return GgufModel(files[0].path, tensors)
 
 
 class GgufWeights:
@@ -466,7 +416,12 @@ class GgufWeights:
             if why_unsupported(module) is None:
                 self._find_experts(path, module)
         self._find_rest()
-        self._refuse_unknown()
+        unknown = [tensor for name, tensor in gguf.tensors.items() if name not in self._read and not self._names.ignored(name)]
+        if unknown:
+            more = f" (and {len(unknown) - 1} more tensors)" if len(unknown) > 1 else ""
+            raise CheckpointError(
+                f"{unknown[0].origin}: the model has no parameter for this tensor{more}; check that file and config are of the same model"
+            )
         self.tensors: Mapping[str, LazyTensor] = {name: lazy(stored) for name, stored in self._stored.items()}
         self.packed: Mapping[str, WeightSource] = {}
 
@@ -497,8 +452,19 @@ class GgufWeights:
         for path, of_module in weight_types.items():
             for tensors, weight_type in zip(self._matrices(path), (of_module.gate_up, of_module.down), strict=True):
                 unchanged |= {tensor.name for tensor in tensors if tensor.kept_type == weight_type}
-        tensors = [tensor for tensor in self._gguf.tensors.values() if tensor.name in self._read and tensor.name != EMBEDDINGS]
-        log_converted(self._gguf.path, [tensor for tensor in tensors if tensor.name not in unchanged], dtype)
+        others = self._read - unchanged - {EMBEDDINGS}
+        converted = [tensor for tensor in self._gguf.tensors.values() if tensor.name in others and tensor.is_stored]
+        if converted:
+            logger.warning(
+                "%s: %d tensors in %s, the first of them %s, are converted through float32: those of replaced modules to the rule's weight "
+                "type (int8 for 'stored'), all others to %s; experts and linear layers without sparsity keep them unchanged if their "
+                "weights are 'stored' or have at least as many bits, such as int8",
+                self._gguf.path,
+                len(converted),
+                ", ".join(sorted({tensor.block_type.name for tensor in converted})),
+                converted[0].name,
+                str(dtype).removeprefix("torch."),
+            )
 
     def _matrices(self, path: str) -> tuple[Sequence[BlockTensor], Sequence[BlockTensor]]:
         """Return the tensors of gate and up and those of down; for a linear layer, its tensor as both."""
@@ -525,7 +491,8 @@ class GgufWeights:
                 f"{self._gguf.path}: '{name}', the tensor of {parameter}, is missing; "
                 "the file is incomplete, or belongs to another model than the config"
             )
-        check_shape(tensor, expected)
+        if [size for size in tensor.shape if size != 1] != [size for size in expected if size != 1]:
+            raise CheckpointError(f"{tensor.origin}: shape {tensor.shape}, and the model has {expected}")
         self._read.add(name)
         return tensor
 
@@ -599,11 +566,3 @@ class GgufWeights:
         key = self._take(key_name, (heads, rank, config.qk_nope_head_dim), parameter)
         value = self._take(value_name, (heads, config.v_head_dim, rank), parameter)
         return SplitKeyValue(key, value, shape)
-
-    def _refuse_unknown(self) -> None:
-        unknown = [tensor for name, tensor in self._gguf.tensors.items() if name not in self._read and not self._names.ignored(name)]
-        if unknown:
-            more = f" (and {len(unknown) - 1} more tensors)" if len(unknown) > 1 else ""
-            raise CheckpointError(
-                f"{unknown[0].origin}: the model has no parameter for this tensor{more}; check that file and config are of the same model"
-            )

@@ -263,7 +263,8 @@ class Answerer:
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
         cache_ids = token_ids if images is None else images.cache_ids
         cache, cached_tokens = self.cache.take(cache_ids, images)
-        room = self._room(len(token_ids))
+        limit = self._loaded.context_tokens
+        room = self.max_new_tokens if limit is None else min(self.max_new_tokens, limit - len(token_ids))
         limits = {"stopping_criteria": [stop], "max_new_tokens": room}
         try:
             with stop.listening(self._loaded.model):
@@ -299,10 +300,6 @@ class Answerer:
             return_dict_in_generate=True,
             **self._arguments | arguments,
         )
-
-    def _room(self, prompt_tokens: int) -> int:
-        limit = self._loaded.context_tokens
-        return self.max_new_tokens if limit is None else min(self.max_new_tokens, limit - prompt_tokens)
 
     def _ending(self, streamer: AnswerStreamer, stop: StopRequest, room: int) -> Ending:
         if stop.requested:
@@ -353,7 +350,10 @@ def work_lines(model: PreTrainedModel) -> list[str]:
         lines.append(f"decode steps: {_steps(steps)}")
     if files:
         lines.append(f"experts in files: {_files(files)}")
-    return [*lines, *(f"{name}: {_named(figures)}" for name, figures in devices.items())]
+    for device, figures in devices.items():
+        parts = (f"{name} {value}" if name == "slots" else f"{name}: {value}" for name, value in figures.items())
+        lines.append(f"{device}: {', '.join(parts)}")
+    return lines
 
 
 def _steps(statistics: Mapping[str, object]) -> str:
@@ -394,7 +394,3 @@ def _drafts(statistics: Mapping[str, object]) -> str:
 def _number(value: object) -> float:
     assert isinstance(value, int | float), f"a figure, not {value!r}"
     return float(value)
-
-
-def _named(figures: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" if name == "slots" else f"{name}: {value}" for name, value in figures.items())

@@ -8,9 +8,9 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jinja2
 import torch
@@ -142,100 +142,82 @@ class Conversation:
             if any(message.pictures for message in messages):
                 raise PromptRefusedError("images need a chat template, which this model does not have")
             return Prompt(list(self._tokenizer(_joined(messages))["input_ids"]))
-        return encode_chat(self._tokenizer, [message.for_template() for message in messages], reader=self._reader)
+        return TemplatedChat(self._tokenizer, [message.for_template() for message in messages]).prompt(self._reader)
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    *,
-    continued: bool = False,
-    prompted: bool = True,
-    reader: ImageReader | str = "",
-) -> Prompt:
-    """Return the prompt of a chat whose next message is the assistant's, by the model's chat template.
+@dataclass(frozen=True, slots=True)
+class TemplatedChat:
+    """A chat in the form of the model's chat template, whose next message is the assistant's.
 
-    Args:
+    Attributes:
         messages: the content of each is a text, or a list of parts of the types `text` and `image`, which has a `Picture` as `image`.
         variables: of the template, such as `enable_thinking`.
         continued: whether the answer continues the last message instead.
         prompted: whether the template begins the answer, unless it is `continued`.
-        reader: of images; a text is the reason why there is none.
-
-    Raises:
-        PromptRefusedError: the template refuses the messages, or a variable has the name of an argument of `apply_chat_template`.
-        ImageError: the images cannot be used.
     """
-    pictures = pictures_of(messages)
-    if not pictures:
-        return Prompt(list(_templated(tokenizer, messages, tools, variables, continued, prompted, return_dict=True)["input_ids"]))
-    if isinstance(reader, str):
-        raise ImageError(f"images: {reader}")
-    images = reader.inputs(str(_templated(tokenizer, messages, tools, variables, continued, prompted, tokenize=False)), pictures)
-    return Prompt(images.token_ids, images=images)
 
+    tokenizer: PreTrainedTokenizerBase
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
+    prompted: bool = True
 
-def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Picture]:
-    """Return the pictures of messages, in order."""
-    parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
-    return [part["image"] for part in parts if part["type"] == "image"]
+    def prompt(self, reader: ImageReader | str = "") -> Prompt:
+        """Return the tokens of the chat; `reader` is of images, or the reason why there is none.
 
+        Raises:
+            PromptRefusedError: the template refuses the messages, or a variable has the name of an argument of `apply_chat_template`.
+            ImageError: the images cannot be used.
+        """
+        pictures = self._pictures()
+        if not pictures:
+            return Prompt(list(self._applied(return_dict=True)["input_ids"]))
+        if isinstance(reader, str):
+            raise ImageError(f"images: {reader}")
+        images = reader.inputs(str(self._applied(tokenize=False)), pictures)
+        return Prompt(images.token_ids, images=images)
 
-def answer_opening(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    *,
-    continued: bool = False,
-    prompted: bool = True,
-) -> str:
-    """Return what the chat template writes after the last message, such as a mark that begins the answer's reasoning.
+    def opening(self) -> str:
+        """Return what the chat template writes after the last message, such as a mark that begins the answer's reasoning.
 
-    It is found behind a mark of this call's own, so that no text of a message can be taken for it. Where the last message is
-    `continued`, its own text is part of it.
+        It is found behind a mark of this call's own, so that no text of a message can be taken for it. Where the last message is
+        `continued`, its own text is part of it.
 
-    Raises:
-        PromptRefusedError: as `encode_chat` does.
-    """
-    mark = uuid.uuid4().hex
-    marked = [dict(message) for message in messages]
-    last = len(marked) - (2 if continued else 1)
-    if last >= 0:
-        content = marked[last]["content"]
-        marked[last]["content"] = content + (mark if isinstance(content, str) else [{"type": "text", "text": mark}])
-    _, marker, opening = str(_templated(tokenizer, marked, tools, variables, continued, prompted, tokenize=False)).rpartition(mark)
-    return opening if marker or last < 0 else ""
+        Raises:
+            PromptRefusedError: as `prompt` does.
+        """
+        mark = uuid.uuid4().hex
+        marked = [dict(message) for message in self.messages]
+        last = len(marked) - (2 if self.continued else 1)
+        if last >= 0:
+            content = marked[last]["content"]
+            marked[last]["content"] = content + (mark if isinstance(content, str) else [{"type": "text", "text": mark}])
+        _, marker, opening = str(replace(self, messages=marked)._applied(tokenize=False)).rpartition(mark)
+        return opening if marker or last < 0 else ""
 
+    def _pictures(self) -> list[Picture]:
+        parts = (part for message in self.messages if isinstance(message["content"], list) for part in message["content"])
+        return [part["image"] for part in parts if part["type"] == "image"]
 
-def _templated(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any] | None,
-    continued: bool,
-    prompted: bool,
-    **form: bool,
-) -> Any:
-    given: Any = tokenizer
-    variables = variables or {}
-    if pictures_of(messages):  # templates look for the type of a part, and some also for its other names
-        messages = [
-            {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
-            if isinstance(message["content"], list)
-            else message
-            for message in messages
-        ]
-    form |= {"add_generation_prompt": prompted and not continued, "continue_final_message": continued}
-    if taken := sorted(variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
-        raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
-    try:
-        return given.apply_chat_template(list(messages), tools=tools or None, **form, **variables)
-    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        # Templates raise what Python does for messages and tools of a form that they do not expect.
-        raise PromptRefusedError(f"the model's chat template refuses this conversation: {error or type(error).__name__}") from error
+    def _applied(self, **form: bool) -> Any:
+        given: Any = self.tokenizer
+        messages = list(self.messages)
+        if self._pictures():  # templates look for the type of a part, and some also for its other names
+            messages = [
+                {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
+                if isinstance(message["content"], list)
+                else message
+                for message in messages
+            ]
+        form |= {"add_generation_prompt": self.prompted and not self.continued, "continue_final_message": self.continued}
+        if taken := sorted(self.variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
+            raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
+        try:
+            return given.apply_chat_template(messages, tools=self.tools or None, **form, **self.variables)
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+            # Templates raise what Python does for messages and tools of a form that they do not expect.
+            raise PromptRefusedError(f"the model's chat template refuses this conversation: {error or type(error).__name__}") from error
 
 
 def _joined(messages: list[Message]) -> str:
@@ -390,7 +372,10 @@ def _cache(
         raise ValueError("this model keeps no cache")
     if places != sorted({int(place) for place in places} & set(range(1, tokens + 1))):
         raise ValueError(f"checkpoints after {places} of {tokens} tokens")
-    cache = _one_token(model)
+    # Of one token, with the heads, sizes, dtypes and devices of the model's keys, values and states.
+    cache, call = new_cache(model), cast(Any, model)
+    with torch.no_grad():
+        call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
     checkpoints = []
     for place in places:
         _fill(cache, tensors, place, f"{place}:")
@@ -423,12 +408,3 @@ def _fill(cache: DynamicCache, tensors: dict[str, torch.Tensor], tokens: int, ch
             setattr(layer, kind, tensor.to(like.device))
         if sliding and kind == "keys":
             layer.cumulative_length = tokens
-
-
-@torch.no_grad()
-def _one_token(model: PreTrainedModel) -> DynamicCache:
-    """Return the cache of a token, which has the heads, sizes, dtypes and devices of the model's keys, values and states."""
-    call: Any = model
-    cache = new_cache(model)
-    call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
-    return cache

@@ -56,18 +56,18 @@ def why_not_appendable(model: PreTrainedModel) -> str | None:
     Tokens are appended to layers of attention in their dtype, to those with recurrent or convolution states, and to both in one.
     """
     cache, names = DynamicCache(config=model.config.get_text_config(decoder=True)), layer_types(model.config)
-    bad = [number for number, layer in enumerate(cache.layers) if not keeps_nothing(layer) and not _is_appendable(layer)]
+    bad = []
+    for number, layer in enumerate(cache.layers):
+        part = attention_part(layer)
+        appendable = part in APPENDABLE or (part is None and has_states(layer))
+        if not appendable and not keeps_nothing(layer):
+            bad.append(number)
     if bad:
         return name_layers(cache.layers, bad, names)[0]
     reason = why_not_split(model, cache, names)
     if reason is None and not all(passes_are_split(module) for module in model.modules() if moves_states(module)):
         return "its layers keep states, and moegraft has not loaded it"
     return reason
-
-
-def _is_appendable(layer: object) -> bool:
-    part = attention_part(layer)
-    return part in APPENDABLE or (part is None and has_states(layer))
 
 
 def chunk_size(model: PreTrainedModel, chunk_tokens: int) -> int:
@@ -90,7 +90,7 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     Returns:
         The cache; `cache` itself, None included, if no chunk was computed.
     """
-    computed = _tokens(cache)
+    computed = tokens_in(cache)
     if len(token_ids) - computed <= chunk_tokens:
         return cache
     chunk_tokens = chunk_size(model, chunk_tokens)
@@ -194,10 +194,6 @@ class PromptCache:
     def _of(self, cache: Cache | None) -> list[Checkpoint]:
         return [] if cache is None else self._checkpoints.get(cache, [])
 
-    def shared(self, token_ids: list[int]) -> int:
-        """Return how many tokens of a prompt the cache holds; its last token is never counted, as it has to be computed."""
-        return _shared_tokens(self._token_ids, token_ids[:-1])
-
     def take(self, token_ids: list[int], images: ImageInputs | None = None) -> tuple[DynamicCache | None, int]:
         """Return the cache cropped to tokens that it shares with a prompt, and their number.
 
@@ -208,7 +204,8 @@ class PromptCache:
         """
         cache, cached_ids = self._cache, self._token_ids
         self.drop()
-        shared = _shared_tokens(cached_ids, token_ids[:-1])
+        most = min(len(cached_ids), len(token_ids[:-1]))  # the last token has to be computed
+        shared = next((place for place in range(most) if cached_ids[place] != token_ids[place]), most)
         shared = shared if images is None else images.usable(shared)
         if cache is None or not shared:
             return None, 0
@@ -232,7 +229,7 @@ class PromptCache:
     def read_ahead(self, token_ids: list[int], cache: DynamicCache | None, chunk_tokens: int) -> DynamicCache | None:
         """Compute a prompt in chunks as `read_ahead` does, with the checkpoints that the model needs, the last near its end."""
         end = len(token_ids) - OPENING_TOKENS
-        computed = _tokens(cache)
+        computed = tokens_in(cache)
         saved = max([computed, *(checkpoint.tokens for checkpoint in self._of(cache))])
         if end - saved >= LEAST_TOKENS and self._needs_checkpoints(cache):
             cache = new_cache(self._model) if cache is None else cache
@@ -240,15 +237,15 @@ class PromptCache:
                 left = end - computed
                 step = left if not chunk_tokens or left <= chunk_tokens else min(chunk_tokens, left - LEAST_STATE_CHUNK)
                 read_ahead(self._model, token_ids[: computed + step + 2], cache, step)
-                if _tokens(cache) == computed:
+                if tokens_in(cache) == computed:
                     break
-                computed = _tokens(cache)
+                computed = tokens_in(cache)
                 self.checkpoint(cache, CHECKPOINT_TOKENS if computed < end else 0)
         return read_ahead(self._model, token_ids, cache, chunk_tokens)
 
     def checkpoint(self, cache: DynamicCache | None, least_tokens: int = CHECKPOINT_TOKENS) -> None:
         """Make a checkpoint of a cache that needs it, unless fewer than `least_tokens` tokens follow the latest one."""
-        tokens, before = _tokens(cache), self._of(cache)
+        tokens, before = tokens_in(cache), self._of(cache)
         if cache is not None and self._needs_checkpoints(cache) and tokens - (before[-1].tokens if before else 0) >= max(least_tokens, 1):
             self._add(cache, tokens)
 
@@ -300,7 +297,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _tokens(cache: DynamicCache | None) -> int:
+def tokens_in(cache: DynamicCache | None) -> int:
     return 0 if cache is None else cache.get_seq_length()
 
 
@@ -312,12 +309,3 @@ def _why_not_cropped(cache: Cache) -> str | None:
         return "a recurrent state"
     windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     return "a sliding window" if any(layer.cumulative_length >= layer.sliding_window for layer in windows) else None
-
-
-def _shared_tokens(cached: list[int], wanted: list[int]) -> int:
-    shared = 0
-    for mine, other in zip(cached, wanted, strict=False):
-        if mine != other:
-            break
-        shared += 1
-    return shared

@@ -134,12 +134,6 @@ class Typed:
     command: bool = False
 
 
-def prepare_editing() -> None:
-    """Enable line editing, a history and lines of any length in `input`, if the system has readline."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
-
-
 def read_typed() -> Typed:
     """Read the next message or command.
 
@@ -176,12 +170,10 @@ def _joined(line: str) -> str:
 
 def _line(mark: str) -> str:
     if sys.stdout.isatty():
-        return _checked(input(mark))
-    print(mark, end="", file=sys.stderr, flush=True)  # stdout is a file or pipe, for answers only
-    return _checked(input())
-
-
-def _checked(line: str) -> str:
+        line = input(mark)
+    else:
+        print(mark, end="", file=sys.stderr, flush=True)  # stdout is a file or pipe, for answers only
+        line = input()
     line.encode()  # some locales decode invalid bytes to lone surrogates, which tokenizers refuse
     return line
 
@@ -278,7 +270,8 @@ class Chat:
 
     def run(self) -> None:
         """Read and answer until the user leaves or the input ends."""
-        prepare_editing()
+        with contextlib.suppress(ImportError):  # line editing, a history and lines of any length in `input`
+            import readline  # noqa: F401
         self.terminal.notice(f"{self.loaded.name}, rules {self.loaded.rules}:")
         self._print_placement()
         self.terminal.notice("type a message; /help lists the commands")

@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
@@ -20,6 +18,7 @@ from moegraft.injection.cli.options import (
     ThreadsOption,
     TrustOption,
     VarOption,
+    option,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
 from moegraft.injection.texts import text_content
@@ -31,28 +30,24 @@ if TYPE_CHECKING:
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def calibrate(
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The thresholds file to write.")] = None,
+    out: Annotated[Path | None, option("--out -o", "FILE", "The thresholds file to write.")] = None,
     routing: Annotated[
-        Path | None,
-        typer.Option("--routing", metavar="FILE.npz", help="Record the routers' choices: a profile for expert caches and weights."),
+        Path | None, option("--routing", "FILE.npz", "Record the routers' choices: a profile for expert caches and weights.")
     ] = None,
     model: LoadedModelOption = None,
     rules: RulesOption = None,
-    text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Text like that of the model's later use; default: a short bundled one.")
-    ] = None,
+    text: Annotated[Path | None, option("--text", "FILE", "Text like that of the model's later use; default: a short bundled one.")] = None,
     target: Annotated[
-        list[float] | None,
-        typer.Option("--target", metavar="SHARE", help="Sparsity to try, such as 0.85; may be repeated; default: 0.5, 0.7 and 0.85."),
+        list[float] | None, option("--target", "SHARE", "Sparsity to try, such as 0.85; may be repeated; default: 0.5, 0.7 and 0.85.")
     ] = None,
     scope: Annotated[
         Literal["routed", "total"],
-        typer.Option("--scope", "--counts", help="The neurons that targets are a share of: the routed ones, or shared ones as well."),
+        option("--scope --counts", None, "The neurons that targets are a share of: the routed ones, or shared ones as well."),
     ] = "routed",
-    mode: Annotated[Literal["layer", "global"], typer.Option("--mode", help="Try one threshold per layer, or one for all.")] = "layer",
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = 65536,
-    window: Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens of one forward pass.")] = 512,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    mode: Annotated[Literal["layer", "global"], option("--mode", None, "Try one threshold per layer, or one for all.")] = "layer",
+    tokens: Annotated[int, option("--tokens", "N", "Tokens of the text to use.", min=1)] = 65536,
+    window: Annotated[int, option("--window", "N", "Tokens of one forward pass.", min=2)] = 512,
+    force: Annotated[bool, option("--force", None, "Overwrite existing files.")] = False,
     threads: ThreadsOption = 0,
     var: VarOption = None,
     gguf: GgufOption = None,
@@ -69,9 +64,9 @@ def calibrate(
     """
     if out is None and routing is None:
         raise OptionsError("nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both")
-    for option, path in (("--out", out), ("--routing", routing)):
+    for name, path in (("--out", out), ("--routing", routing)):
         if path is not None and path.exists() and not force:
-            raise OptionsError(f"{path} exists; give --force to overwrite it, or {option} with another FILE")
+            raise OptionsError(f"{path} exists; give --force to overwrite it, or {name} with another FILE")
     for path in (out, routing):
         if path is not None and not path.parent.is_dir():
             raise OptionsError(f"{path}: the folder {path.parent} does not exist; create it first")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError
+from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError, option
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 from moegraft.operators.errors import error_sentence, human_bytes
 
@@ -18,23 +17,15 @@ if TYPE_CHECKING:
     from moegraft.injection.estimate.measure import Measurements
 
 
-class Autoload(StrEnum):
-    on = "on"
-    off = "off"
-
-
 @user_errors(PROGRAM)
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
+        bool, option("--measure", None, "Measure memory, kernels and layers (about a minute) and save the rates for plan and init.")
     ] = False,
-    disk: Annotated[
-        Path | None,
-        typer.Option("--disk", metavar="FOLDER", help="With --measure, the disk of this folder as well, by a file of 1 GiB."),
-    ] = None,
+    disk: Annotated[Path | None, option("--disk", "FOLDER", "With --measure, the disk of this folder as well, by a file of 1 GiB.")] = None,
     autoload: Annotated[
-        Autoload | None,
-        typer.Option("--autoload", help="Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
+        Literal["on", "off"] | None,
+        option("--autoload", None, "Let programs that load a folder saved with rules do so without an import of moegraft, and exit."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -52,7 +43,7 @@ def doctor(
 
     terminal = open_terminal()
     if autoload is not None:
-        _switch_autoload(autoload is Autoload.on, terminal)
+        _switch_autoload(autoload == "on", terminal)
         return
     quiet_libraries()
     if disk is not None and not measure:
@@ -84,7 +75,7 @@ def _switch_autoload(on: bool, terminal: Terminal) -> None:
 
 
 def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
-    from moegraft.injection.estimate.measure import measure_network, save_network
+    from moegraft.injection.estimate.measure import measure_network, save
 
     network = measure_network()
     if network is None:
@@ -97,7 +88,7 @@ def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
         rows.append(("all", "", f"{network.all_us:.0f}", ""))
         terminal.write("\n".join(columns(rows, right=(0, 2, 3))) + "\n")
     try:
-        terminal.notice(f"saved in {save_network(network)}")
+        terminal.notice(f"saved in {save(network)}")
     except OSError as error:
         terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
 
@@ -151,7 +142,7 @@ def _save(measured: Measurements, terminal: Terminal) -> None:
 
 
 def _write(facts: Facts, problems: list[Problem], measured: Measurements | None, terminal: Terminal) -> None:
-    lines = columns([(name, value) for name, value in _rows(facts)])
+    lines = columns(_rows(facts))
     if measured is not None:
         lines += ["", *_measured_lines(measured)]
     else:

@@ -24,6 +24,7 @@ from moegraft.injection.cli.options import (
     OptionsError,
     RamOption,
     TrustOption,
+    option,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
@@ -33,8 +34,8 @@ from moegraft.operators.errors import human_bytes
 if TYPE_CHECKING:
     from moegraft.injection.candidates import Candidate
     from moegraft.injection.estimate.forecast import TargetMachine
-    from moegraft.injection.ktransformers import Outcome, Paths
     from moegraft.injection.meta_model import MetaModel
+    from moegraft.injection.rules.ktransformers import Outcome
 
 
 STANDARD_OUTPUT = Path("-")
@@ -49,11 +50,17 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
         typer.Exit: with 1, if nothing is written.
     """
     from moegraft.injection.cli.models import open_meta_model
-    from moegraft.injection.ktransformers import Paths, convert, diagnostics, file_text, read_their_rules
+    from moegraft.injection.rules.ktransformers import Paths, convert, diagnostics, file_text, read_their_rules
+    from moegraft.operators.structure import kinds
 
     rules = read_their_rules(source)
     meta_model = open_meta_model(ModelOptions(model, trust_remote_code=trust_remote_code)) if model is not None else None
-    outcomes = convert(rules, Paths.typical() if meta_model is None else _paths(meta_model))
+    paths = Paths.typical()
+    if meta_model is not None:
+        by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
+        experts, linears = (tuple(path for path, of in by_path.items() if kind in of) for kind in ("experts", "linear"))
+        paths = Paths(experts, linears)
+    outcomes = convert(rules, paths)
     text = file_text(outcomes, source, f"{model} ({meta_model.model_class})" if meta_model is not None else None)
     mapped = sum(outcome.operator not in (None, "default") for outcome in outcomes)
     checked = _check(text, meta_model) if mapped else ()
@@ -67,15 +74,6 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
         _write_converted(outcomes, findings, ok, output, text, terminal)
     if not ok:
         raise typer.Exit(FINDINGS)
-
-
-def _paths(meta_model: MetaModel) -> Paths:
-    from moegraft.injection.ktransformers import Paths
-    from moegraft.operators.structure import kinds
-
-    by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
-    experts, linears = (tuple(path for path, of in by_path.items() if kind in of) for kind in ("experts", "linear"))
-    return Paths(experts, linears)
 
 
 def _check(text: str, meta_model: MetaModel | None) -> tuple[Diagnostic, ...]:
@@ -139,25 +137,20 @@ CONTEXT = 4096
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def init(
     model: ModelOption = None,
-    output: Annotated[
-        Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="The file to write; - is standard output.")
-    ] = Path("rules.yaml"),
+    output: Annotated[Path, option("--output --out -o", "FILE", "The file to write; - is standard output.")] = Path("rules.yaml"),
     from_ktransformers_file: Annotated[
-        Path | None,
-        typer.Option("--from-ktransformers", metavar="FILE", help="Convert this KTransformers rule file; with --model, for that model."),
+        Path | None, option("--from-ktransformers", "FILE", "Convert this KTransformers rule file; with --model, for that model.")
     ] = None,
     goal: Annotated[
         Goal | None,
-        typer.Option("--goal", help="Fast answers (decode, the default), fast prompts (prefill), or the most exact that fits (quality)."),
+        option("--goal", None, "Fast answers (decode, the default), fast prompts (prefill), or the most exact that fits (quality)."),
     ] = None,
     ram: RamOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_bandwidth: GpuBandwidthOption = None,
     link_bandwidth: LinkBandwidthOption = None,
-    context: Annotated[
-        int | None, typer.Option("--context", metavar="N", min=1, help=f"Tokens of a sequence, prompt and answer; default: {CONTEXT}.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    context: Annotated[int | None, option("--context", "N", f"Tokens of a sequence, prompt and answer; default: {CONTEXT}.", min=1)] = None,
+    force: Annotated[bool, option("--force", None, "Overwrite an existing file.")] = False,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
@@ -174,7 +167,10 @@ def init(
         raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
-        _refuse_with_ktransformers({"goal": goal, **stated, "context": context, "gguf": gguf})
+        given = {"goal": goal, **stated, "context": context, "gguf": gguf}
+        names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+        if names:
+            raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
         from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
     else:
         options = ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code)
@@ -212,16 +208,6 @@ def _predict_and_write(
         _refuse(tried, terminal)
     if chosen is None:
         raise typer.Exit(FINDINGS)
-
-
-def _refuse_with_ktransformers(given: dict[str, object]) -> None:
-    """
-    Raises:
-        OptionsError: an option has no effect when a file is converted.
-    """
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
-    if names:
-        raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
 
 
 def _about(options: ModelOptions, context: int, meta_model: MetaModel, target: TargetMachine) -> list[str]:

@@ -21,6 +21,7 @@ from moegraft.injection.cli.options import (
     RulesArgument,
     TrustOption,
     VarOption,
+    option,
     parse_sizes,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
@@ -28,19 +29,21 @@ from moegraft.operators.errors import UnsupportedModelError, human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.estimate.forecast import DividedForecast, Forecast, TargetMachine
-    from moegraft.injection.estimate.memory import GpuMemory, PlannedModel
+    from moegraft.injection.estimate.memory import PlannedModel
     from moegraft.injection.estimate.training import TrainingLoad
     from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.planning import Plan
+
+GPU_FIGURES = ("count", "weights", "kv_cache", "reserve", "slots", "needed", "available", "experts_with_slot", "experts")
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
 def plan(
     rules: RulesArgument = None,
     model: ModelOption = None,
-    context: Annotated[int, typer.Option("--context", metavar="N", min=1, help="Tokens a sequence holds, prompt and answer.")] = 4096,
-    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens of a prompt, computed at once.")] = 512,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences at once.")] = 1,
+    context: Annotated[int, option("--context", "N", "Tokens a sequence holds, prompt and answer.", min=1)] = 4096,
+    prompt: Annotated[int, option("--prompt", "N", "Tokens of a prompt, computed at once.", min=1)] = 512,
+    batch: Annotated[int, option("--batch", "N", "Sequences at once.", min=1)] = 1,
     ram: RamOption = None,
     gpu_memory: GpuMemoryOption = None,
     gpu_bandwidth: GpuBandwidthOption = None,
@@ -48,16 +51,15 @@ def plan(
     var: VarOption = None,
     gguf: GgufOption = None,
     nodes: Annotated[
-        str | None, typer.Option("--nodes", metavar="N|SIZES", help="Machines that share the experts: their number, or each one's memory.")
+        str | None, option("--nodes", "N|SIZES", "Machines that share the experts: their number, or each one's memory.")
     ] = None,
     network: Annotated[
-        float | None,
-        typer.Option("--network", metavar="GBIT/S", min=0.01, help="Bandwidth between these machines; by default as measured, or 10."),
+        float | None, option("--network", "GBIT/S", "Bandwidth between these machines; by default as measured, or 10.", min=0.01)
     ] = None,
     train: Annotated[
-        bool, typer.Option("--train", help="Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
+        bool, option("--train", None, "Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
     ] = False,
-    rank: Annotated[int, typer.Option("--rank", metavar="R", min=1, help="Of these adapters, on all linear layers but the head.")] = 16,
+    rank: Annotated[int, option("--rank", "R", "Of these adapters, on all linear layers but the head.", min=1)] = 16,
     trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -86,7 +88,8 @@ def plan(
             raise typer.Exit(FINDINGS)
         return
     if nodes is not None:
-        memory = node_memory(nodes, target.available_bytes)
+        counted = nodes.strip().isdigit() and int(nodes) >= 1  # machines that are only counted have this one's memory
+        memory = (target.available_bytes,) * int(nodes) if counted else parse_sizes(nodes, "--nodes") or ()
         divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, store.load_network())
         _write_divided(divided, meta_model, planned, open_terminal(), as_json=json)
         if not divided.fits:
@@ -129,11 +132,7 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
 
 
 def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMachine, *, json: bool) -> bool:
-    """Write the figures of training; return whether the memory is enough.
-
-    Raises:
-        UnsupportedModelError: the rules have operators without a backward pass.
-    """
+    """Write the figures of training; return whether the memory is enough."""
     from moegraft.injection.estimate.forecast import tokens_text
     from moegraft.injection.estimate.training import training_forecast
 
@@ -167,17 +166,6 @@ def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMac
         lines.append(f"it does not fit: {needed} are needed and {free} are free; give fewer tokens in a step, or a smaller weight type")
     terminal.write("\n".join(lines) + "\n")
     return fits
-
-
-def node_memory(nodes: str, own: int) -> tuple[int, ...]:
-    """Return the memory of each machine of `--nodes`; machines that are only counted have this one's.
-
-    Raises:
-        OptionsError: the text is neither a number of machines nor a list of sizes.
-    """
-    if nodes.strip().isdigit() and int(nodes) >= 1:
-        return (own,) * int(nodes)
-    return parse_sizes(nodes, "--nodes") or ()
 
 
 def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan, terminal: Terminal, *, as_json: bool) -> None:
@@ -257,7 +245,7 @@ def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
         "load": asdict(figures.load),
         "memory_bytes": {**asdict(memory), **sums, "available": figures.available_bytes},
         "bytes_by_device": figures.bytes_by_device,
-        "gpu_bytes": _gpu_json(figures.gpu) if figures.gpu else None,
+        "gpu_bytes": {name: getattr(figures.gpu, name) for name in GPU_FIGURES} if figures.gpu else None,
         "gpu_rates": asdict(figures.gpu_rates) if figures.gpu_rates else None,
         "speed": asdict(figures.speed) if figures.speed else None,
         "no_speed": figures.no_speed,
@@ -266,9 +254,3 @@ def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
         "unloadable": meta_model.unloadable,
         "mtp_layers": {"stored_bytes": meta_model.mtp_bytes, "loaded": figures.plan.mtp},
     }
-
-
-def _gpu_json(gpu: GpuMemory) -> Json:
-    parts = {"weights": gpu.weights, "kv_cache": gpu.kv_cache, "reserve": gpu.reserve, "slots": gpu.slots}
-    sums = {"needed": gpu.needed, "available": gpu.available}
-    return {"count": gpu.count, **parts, **sums, "experts_with_slot": gpu.experts_with_slot, "experts": gpu.experts}

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from moegraft.injection.cli.options import (
     PROGRAM,
     GgufOption,
@@ -18,6 +16,7 @@ from moegraft.injection.cli.options import (
     OptionsError,
     ThreadsOption,
     TrustOption,
+    option,
 )
 from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_json
 from moegraft.injection.texts import text_content
@@ -36,35 +35,32 @@ FEW_TOKENS = 512  # llama.cpp refuses less than a context of as many
 
 @user_errors(PROGRAM)
 def quantize(
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.gguf", help="The file to write.")],
+    out: Annotated[Path, option("--out -o", "FILE.gguf", "The file to write.")],
     weights: Annotated[
         str,
-        typer.Option(
+        option(
             "--weights",
-            metavar="TYPES",
-            help="Types: Q4_K for all matrices, some by role and layers, as in Q4_K,down=Q6_K,down@0-3=Q8_0, or a YAML file with "
+            "TYPES",
+            "Types: Q4_K for all matrices, some by role and layers, as in Q4_K,down=Q6_K,down@0-3=Q8_0, or a YAML file with "
             "such a mapping.",
         ),
     ] = DEFAULT_TYPE,
     model: LoadedModelOption = None,
     imatrix: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--imatrix",
-            metavar="TEXT",
-            help="A text file like the model's later use: errors are weighted by what its tokens feed into each weight; "
+            "TEXT",
+            "A text file like the model's later use: errors are weighted by what its tokens feed into each weight; "
             "none: all count equally; default: a short bundled text.",
         ),
     ] = None,
     rules: Annotated[
-        str | None,
-        typer.Option(
-            "--rules", metavar="FILE", help="Rules that the model is run with over that text, where memory is short; default: cpu."
-        ),
+        str | None, option("--rules", "FILE", "Rules that the model is run with over that text, where memory is short; default: cpu.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of the text to use.")] = DEFAULT_TOKENS,
-    window: Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens of one forward pass.")] = 512,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    tokens: Annotated[int, option("--tokens", "N", "Tokens of the text to use.", min=1)] = DEFAULT_TOKENS,
+    window: Annotated[int, option("--window", "N", "Tokens of one forward pass.", min=2)] = 512,
+    force: Annotated[bool, option("--force", None, "Overwrite an existing file.")] = False,
     threads: ThreadsOption = 0,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,

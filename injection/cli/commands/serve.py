@@ -9,26 +9,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, parse_size, takes_options, talks_to_user
+from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, option, parse_size, takes_options, talks_to_user
 from moegraft.injection.cli.output import Terminal, importing, library_log, open_terminal, user_errors
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service
     from moegraft.operators.expert_group import ExpertGroup
 
-PANEL = "Server"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LOOPBACK_NAMES = ("127.0.0.1", "[::1]", "localhost")  # in a Host header
 SPARE_CONNECTIONS = 128  # beside those of requests that run or wait, for idle clients and the page
 SHUTDOWN_S = 5  # how long streams may take to end once their answers have ended
 
 
-def _option(name: str, metavar: str, about: str, **bounds: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=about, rich_help_panel=PANEL, **bounds)
+_option = partial(option, rich_help_panel="Server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +89,12 @@ class ServeOptions:
     ] = None
     batch_invariant: Annotated[
         bool,
-        typer.Option(
+        _option(
             "--batch-invariant",
-            help="Exactly the same answer whatever else is answered. Otherwise greedy texts may differ alone and beside others, as "
+            None,
+            "Exactly the same answer whatever else is answered. Otherwise greedy texts may differ alone and beside others, as "
             "rounding depends on the batch. Each token of each answer has a pass of its own: about a third of the tokens per second with "
             "8 clients.",
-            rich_help_panel=PANEL,
         ),
     ] = False
     served_model_name: Annotated[
@@ -113,10 +109,7 @@ class ServeOptions:
         list[str] | None,
         _option("--allow-origin", "ORIGIN", "Site whose pages may call the server, as https://example.org; may be repeated. '*': any."),
     ] = None
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Refuse parameters that would be ignored, as they have no effect here.", rich_help_panel=PANEL),
-    ] = False
+    strict: Annotated[bool, _option("--strict", None, "Refuse parameters that would be ignored, as they have no effect here.")] = False
     grace: Annotated[int, _option("--grace", "SECONDS", "Time for running answers to end when the server is stopped.", min=0)] = 10
 
     def __post_init__(self) -> None:

@@ -128,11 +128,7 @@ class AnswerGrammar:
 
 
 def _literal(field: Mapping[str, Any], key: str, captures: Mapping[str, str] | None = None) -> str:
-    """Return the text that a field's anchor stands for.
-
-    Raises:
-        ValueError: the anchor is a pattern that is not one text with optional white space before it, and with `captures` in it.
-    """
+    """Return the text that a field's anchor stands for: a pattern may have optional white space before it, and `captures` in it."""
     if key in field:
         given: str | list[str] = field[key]
         return given if isinstance(given, str) else given[0]

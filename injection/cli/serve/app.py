@@ -152,11 +152,6 @@ class Gate:
                 raise _queue_full(error) from None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """
-        Raises:
-            RequestError: the body is too long, or does not arrive.
-            ClientDisconnect: the client left.
-        """
         body, most = bytearray(), self._service.max_body
         try:
             async with asyncio.timeout(BODY_S):

@@ -42,7 +42,8 @@ class StopFilter:
             start, self.found = min(starts)
             safe, self._pending = self._pending[:start], ""
             return safe
-        keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        sizes = range(min(len(self._pending), max(map(len, self._stops), default=1) - 1), 0, -1)
+        keep = next((size for size in sizes if any(stop.startswith(self._pending[-size:]) for stop in self._stops)), 0)
         cut = len(self._pending) - keep
         safe, self._pending = self._pending[:cut], self._pending[cut:]
         return safe
@@ -51,11 +52,6 @@ class StopFilter:
         """Return the text that is held back, at the end of an answer."""
         pending, self._pending = self._pending, ""
         return pending
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 logger = logging.getLogger(__name__)

@@ -123,11 +123,6 @@ class SequencePool:
         return " ".join(f"{name}:{tensor.dtype}:{tuple(tensor.shape[1:])}" for name, tensor in tensors)
 
     @property
-    def recurrent(self) -> bool:
-        """Whether sequences have recurrent states, from which no token can be removed but those of a draft."""
-        return self._states is not None
-
-    @property
     def most_drafted(self) -> int | None:
         """The most sequences of a pass over drafts; None: any number."""
         return None if self._states is None else self._states.past_rows
@@ -135,7 +130,7 @@ class SequencePool:
     @property
     def least_part(self) -> int:
         """The fewest tokens of a prompt to compute in one pass, if it has as many."""
-        return LEAST_STATE_PART if self.recurrent else 1
+        return 1 if self._states is None else LEAST_STATE_PART
 
     def needed_bytes(self, tokens: int) -> int:
         return pages_of(tokens) * self._pool.page_bytes
@@ -275,7 +270,11 @@ class SequencePool:
         Args:
             multiple: checkpoints are after so many tokens, or a multiple of them.
         """
-        return (self._last_checkpoint(sequence, prompt_tokens, multiple) or prompt_tokens) - sequence.tokens
+        if self._states is not None and self._states.checkpoints and multiple and prompt_tokens >= LEAST_CHECKED_PROMPT:
+            last = _last_place(prompt_tokens, multiple)
+            if sequence.tokens + LEAST_STATE_PART <= last:
+                return last - sequence.tokens
+        return prompt_tokens - sequence.tokens
 
     def checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> None:
         """Save the states of a sequence that has a part of its prompt, if that is a place for a checkpoint."""
@@ -284,13 +283,6 @@ class SequencePool:
             return
         if at == _last_place(prompt_tokens, multiple) or at - max(sequence.checkpoints, default=0) >= CHECKPOINT_SPACING:
             self._save(sequence)
-
-    def _last_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
-        """Return where the last checkpoint of a prompt will be; 0 if there will be none any more."""
-        if self._states is None or not self._states.checkpoints or not multiple:
-            return 0
-        last = _last_place(prompt_tokens, multiple)
-        return last if sequence.tokens + LEAST_STATE_PART <= last and prompt_tokens >= LEAST_CHECKED_PROMPT else 0
 
     def _save(self, sequence: PagedSequence) -> None:
         """Add a checkpoint to a sequence, for which others may be dropped."""
@@ -394,8 +386,12 @@ class SequencePool:
         del self._promised[sequence]
         if self.streams is not None:
             self.streams.end(sequence)
-        if self._states is not None:
-            self._end_states(sequence, len(token_ids))
+        if self._states is not None:  # those of tokens that are not kept are lost
+            for at in [at for at in sequence.checkpoints if at > len(token_ids)]:
+                self._states.drop(sequence, at)
+            if self._most_prefix_pages > 0 and sequence.states_at == sequence.tokens <= len(token_ids):
+                self._save(sequence)
+            self._states.leave(sequence)
         self._pool.crop(sequence, len(token_ids))
         new = _Prefix(np.array(token_ids[: sequence.tokens], dtype=np.int64), sequence, scope)
         if not sequence.tokens or self._most_prefix_pages < 1:
@@ -423,15 +419,6 @@ class SequencePool:
             places = sorted(sequence.checkpoints)
             gaps = {at: at - before for before, at in zip([0, *places], places[:-2], strict=False)}
             self._states.drop(sequence, min(gaps, key=gaps.__getitem__))
-
-    def _end_states(self, sequence: PagedSequence, tokens: int) -> None:
-        """Take the place of a sequence, of which `tokens` tokens are kept, and leave it the checkpoints of these."""
-        assert self._states is not None, "the model has states"
-        for at in [at for at in sequence.checkpoints if at > tokens]:
-            self._states.drop(sequence, at)
-        if self._most_prefix_pages > 0 and sequence.states_at == sequence.tokens <= tokens:
-            self._save(sequence)
-        self._states.leave(sequence)
 
     def drop_prefixes(self) -> None:
         for prefix in self._prefixes[:]:
@@ -643,11 +630,7 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
 
 
 def _check_images(model: PreTrainedModel, pool: SequencePool, images: ImageInputs) -> None:
-    """Compare the logits of a token after a prompt with images, which is computed in parts, with those of the model's own cache.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compare the logits of a token after a prompt with images, which is computed in parts, with those of the model's own cache."""
     call: Any = model
     ids, token, device = images.token_ids, images.token_ids[-1:], model.device
     with torch.inference_mode():

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from moegraft.injection.cli.chat.prompt_cache import PromptCache, chunk_size, read_ahead
+from moegraft.injection.cli.chat.prompt_cache import PromptCache, chunk_size, read_ahead, tokens_in
 from moegraft.injection.cli.options import NEUTRAL
 from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
@@ -67,7 +67,7 @@ class SequentialDecoder:
         return CacheMemory(self._limit, self._promised(), sum(map(self._bytes, list(self._caches.values()))) + prefix, prefix)
 
     def _bytes(self, cache: DynamicCache | None) -> int:
-        return self._sizes.nbytes(_tokens(cache)) + self._prefix.checkpoint_bytes(cache) if cache is not None else 0
+        return self._sizes.nbytes(tokens_in(cache)) + self._prefix.checkpoint_bytes(cache) if cache is not None else 0
 
     def _promised(self) -> int:
         return sum(map(self.needed_bytes, self.jobs))
@@ -99,8 +99,8 @@ class SequentialDecoder:
         ids, rest = job.ask.token_ids, dict(list(self._caches.items())[1:])
         if not job.ask.max_tokens:
             job.finish("length")
-        elif self._chunk and job.ask.images is None and len(ids) - _tokens(cache) > self._chunk:
-            rest[job] = cache = read_ahead(self._model, ids[: _tokens(cache) + self._chunk + 1], cache, self._chunk)
+        elif self._chunk and job.ask.images is None and len(ids) - tokens_in(cache) > self._chunk:
+            rest[job] = cache = read_ahead(self._model, ids[: tokens_in(cache) + self._chunk + 1], cache, self._chunk)
             self._prefix.checkpoint(cache)
         else:
             self._answer(job, cache)
@@ -110,7 +110,7 @@ class SequentialDecoder:
         ids = job.ask.token_ids
         images = job.ask.images
         cache = self._prefix.read_ahead(ids, cache, self._chunk) if images is None else cache
-        beside = {} if images is None else images.generate_arguments(_tokens(cache))
+        beside = {} if images is None else images.generate_arguments(tokens_in(cache))
         prompt = torch.tensor([ids], device=self._model.device)
         injection = injection_of(self._model)
         answer = _Answer(job, lambda: injection is not None and injection.drafting, scores=self._captured)
@@ -146,10 +146,6 @@ class SequentialDecoder:
         """Drop the requests and caches, after a failure that may have left a cache incomplete."""
         self._prefix.drop()
         self._caches = {}
-
-
-def _tokens(cache: DynamicCache | None) -> int:
-    return 0 if cache is None else cache.get_seq_length()
 
 
 class _Answer(BaseStreamer):

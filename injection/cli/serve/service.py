@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from moegraft.injection.cli.chat.answer import end_tokens, pad_token
-from moegraft.injection.cli.chat.conversation import Conversation, Message, Prompt, PromptRefusedError, answer_opening, encode_chat
+from moegraft.injection.cli.chat.conversation import Conversation, Message, Prompt, PromptRefusedError, TemplatedChat
 from moegraft.injection.cli.chat.conversation import fingerprint as model_fingerprint
 from moegraft.injection.cli.images import MOST_IMAGES, MOST_PIXELS, ImageError, ImageInputs, read_url, sample_picture
 from moegraft.injection.cli.models import LoadedModel
@@ -45,7 +45,6 @@ from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.machine import version_of
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 MOST_SEED = (1 << 63) - 1
 MOST_BODY = 1 << 20  # bytes of a request
 MOST_IMAGE_BODY = 1 << 24  # where it may have images
@@ -244,10 +243,6 @@ class Service:
         return replay.captures(model) and replay.replayed > before
 
     def _prefix_files(self, pool: SequencePool, folder: Path) -> PrefixFiles:
-        """
-        Raises:
-            OptionsError: the folder cannot be used.
-        """
         limits = self.limits
         chunk = limits.prefill_chunk if limits.batch_invariant else None  # of which every bit depends there
         key = f"{model_fingerprint(self.loaded.model)} {pool.layout} {limits.batch_invariant} {chunk}"
@@ -264,7 +259,7 @@ class Service:
             return None
         try:
             content = [{"type": "image", "image": sample_picture()}, {"type": "text", "text": "1 2 3"}]
-            return encode_chat(self.loaded.tokenizer, [{"role": "user", "content": content}], reader=self.images).images
+            return TemplatedChat(self.loaded.tokenizer, [{"role": "user", "content": content}]).prompt(self.images).images
         except (PromptRefusedError, ImageError, ValueError) as error:
             self.images = f"a prompt with an image cannot be made ({error})"
             logger.warning("serve: images are refused: %s", self.images)
@@ -301,7 +296,7 @@ class Service:
         asks = [self._ask(request, prompt) for prompt in prompts]
         template = None if request.kind == "text" else self._response_template
         reasons = template is not None and any(name in template["fields"] for name in REASONING)
-        opening = "" if template is None or tokenizer.chat_template is None else self._by_template(answer_opening, request)
+        opening = "" if template is None or tokenizer.chat_template is None else self._templated(request).opening()
         made: list[Choice] = []
         form: Constraint | None = None
         for index, ask in enumerate(ask for ask in asks for _ in range(request.n)):
@@ -345,11 +340,7 @@ class Service:
         return None
 
     def _constraint(self, request: Request, reasoning: Reasoning) -> Constraint | None:
-        """Return the form that an answer has to follow, after its reasoning.
-
-        Raises:
-            RequestError: the form cannot be followed, or it is not known how a call of a tool is written.
-        """
+        """Return the form that an answer has to follow, after its reasoning."""
         form = request.form
         name = "grammar" if isinstance(form, str) else "text.format" if request.kind == "response" else "response_format"
         try:
@@ -423,11 +414,7 @@ class Service:
             raise RequestError(400, str(error), param=request.asked_by) from error
 
     def _with_pictures(self, request: Request) -> Request:
-        """Return the request with a picture in the place of each image's URL.
-
-        Raises:
-            ImageError: one cannot be read, or the model reads none.
-        """
+        """Return the request with a picture in the place of each image's URL."""
         parts = [part for message in request.messages if isinstance(message["content"], list) for part in message["content"]]
         urls = [part["url"] for part in parts if part["type"] == "image"]
         if not urls:
@@ -487,11 +474,11 @@ class Service:
         if request.continue_final_message and (request.messages[-1]["role"] != "assistant" or "tool_calls" in request.messages[-1]):
             message = "only text of the assistant can be continued, and the last message is not that alone"
             raise RequestError(400, f"{request.asked_by}: {message}", param=request.asked_by)
-        encode = partial(encode_chat, reader=self.images)
-        prompt = self._by_template(encode, request)
+        chat = self._templated(request)
+        prompt = chat.prompt(self.images)
         if not prompt.token_ids:
             raise PromptRefusedError("the prompt has no tokens in this model's vocabulary; give another one")
-        if request.tools and prompt.token_ids == self._by_template(encode, replace(request, tools=[])).token_ids:
+        if request.tools and prompt.token_ids == replace(chat, tools=None).prompt(self.images).token_ids:
             raise RequestError(400, "this model's chat template has no place for tools", param="tools")
         if request.tools and self._response_template is None:
             raise RequestError(
@@ -499,14 +486,13 @@ class Service:
             )
         return prompt
 
-    def _by_template(self, function: Callable[..., T], request: Request) -> T:
-        """Return what a function makes of a chat by its template."""
+    def _templated(self, request: Request) -> TemplatedChat:
         variables = dict(request.template_variables)
         if request.reasoning_effort is not None:
             off = {"enable_thinking": False, "thinking": False} if request.reasoning_effort == "none" else {}
             variables = {"reasoning_effort": request.reasoning_effort, **off, **variables}
         continued, prompted = request.continue_final_message, request.add_generation_prompt
-        return function(self.loaded.tokenizer, request.messages, request.tools, variables, continued=continued, prompted=prompted)
+        return TemplatedChat(self.loaded.tokenizer, request.messages, request.tools, variables, continued, prompted)
 
     def _ask(self, request: Request, prompt: Prompt) -> Ask:
         token_ids, context, limit = prompt.token_ids, self.loaded.context_tokens, self.limits.max_tokens

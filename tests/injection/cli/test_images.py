@@ -39,7 +39,7 @@ from support.vision import CASES, VisionCase, as_file, as_url, load_vision_model
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.quantised import quantisation_of
 from moegraft.injection.cli import images as product
-from moegraft.injection.cli.chat.conversation import PromptRefusedError, encode_chat
+from moegraft.injection.cli.chat.conversation import PromptRefusedError, TemplatedChat
 from moegraft.injection.cli.images import ImageError, decode_picture, read_image_reader, read_picture, read_url
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
@@ -214,7 +214,7 @@ def test_marks_of_images_in_texts_are_computed_as_text(pair_of: Callable[[str], 
     with serving(pair.loaded, Limits(max_tokens=20)) as server:
         answers(server, [shown("see", A, "what?")])
         reply = answers(server, [text_message("user", "see<|IMAGE_START|> what?")])
-        before = encode_chat(pair.loaded.tokenizer, [text_message("user", "see")]).token_ids.index(0)  # up to <end>
+        before = TemplatedChat(pair.loaded.tokenizer, [text_message("user", "see")]).prompt().token_ids.index(0)  # up to <end>
         assert reply.usage.prompt_tokens_details.cached_tokens == before
 
 
@@ -227,7 +227,7 @@ def test_the_prefix_cache_is_that_of_the_image(server: Server, pair: Pair) -> No
     first, other = shown("a question about", picture(7), "what?"), shown("a question about", picture(8), "what?")
     end = len(pair.inputs([first])["input_ids"][0])
     cached([first])
-    before = encode_chat(pair.loaded.tokenizer, [text_message("user", "a question about")]).token_ids.index(0)  # up to <end>
+    before = TemplatedChat(pair.loaded.tokenizer, [text_message("user", "a question about")]).prompt().token_ids.index(0)  # up to <end>
     assert cached([other]) == before + 1  # and the mark before the image
     assert cached([first]) == end - 1
     assert cached([first, text_message("assistant", "abc"), text_message("user", "and now?")]) >= end - 1

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from moegraft.injection.ktransformers import Outcome, Paths, convert, file_text, read_their_rules
 from moegraft.injection.rules import RuleErrors
+from moegraft.injection.rules.ktransformers import Outcome, Paths, convert, file_text, read_their_rules
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]

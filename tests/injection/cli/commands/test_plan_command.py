@@ -18,7 +18,7 @@ from typer.testing import Result
 from moegraft.injection.cli.options import OptionsError, parse_size
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.forecast import TargetMachine, Work, forecast, predict, work_of
-from moegraft.injection.estimate.measure import Link, Measurements, Network, save_network
+from moegraft.injection.estimate.measure import Link, Measurements, Network, save
 from moegraft.injection.estimate.memory import PlannedModel, Workload
 from moegraft.injection.meta_model import build_meta_model
 from moegraft.injection.planning import plan
@@ -254,7 +254,7 @@ def test_machines_that_share_the_experts_hold_them_all(
     assert 0 < sum(held) < alone["memory_bytes"]["weights"]
     slow = run_json(*arguments, "--nodes", "3", "--network", "0.01")["speed"]
     assert slow["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"]
-    save_network(Network((Link("there", 5000.0, 0.01),), 5000.0))
+    save(Network((Link("there", 5000.0, 0.01),), 5000.0))
     measured = run_json(*arguments, "--nodes", "3")["speed"]
     assert measured["prefill_tokens_s"] < found["speed"]["prefill_tokens_s"], "the saved measurement of the network is used"
     assert measured["decode_tokens_s"] < slow["decode_tokens_s"]

@@ -1,27 +1,156 @@
-"""`moegraft explain`: which rule takes which module, and what that costs; `moegraft diff`: what changes between two rule files."""
+"""`moegraft check`: the mistakes of rule files; `explain`: which rule takes which module, and what that costs; `diff`: what changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from moegraft.injection.cli.options import PROGRAM, GgufOption, JsonOption, ModelOption, ModelOptions, RulesArgument, TrustOption, VarOption
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, diagnostic_json, open_terminal, plural, user_errors, write_json
-from moegraft.injection.rules import Match
-from moegraft.operators.errors import human_bytes
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    GgufOption,
+    JsonOption,
+    ModelOption,
+    ModelOptions,
+    OptionsError,
+    RulesArgument,
+    TrustOption,
+    VarOption,
+    option,
+)
+from moegraft.injection.cli.output import (
+    FINDINGS,
+    USER_ERROR,
+    Json,
+    Terminal,
+    columns,
+    diagnostic_json,
+    open_terminal,
+    plural,
+    user_errors,
+    write_json,
+)
+from moegraft.injection.rules import Diagnostic, Match, RuleErrors, read_rules
+from moegraft.operators.errors import UnsupportedModelError, human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.meta_model import MetaModel
     from moegraft.injection.planning import Plan, Swap
-    from moegraft.injection.rules import Diagnostic, Rule, RuleFile
+    from moegraft.injection.rules import Rule, RuleFile
     from moegraft.injection.rules.matching import Assignment, ModelModules
     from moegraft.operators.registry import OperatorRegistry
 
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
 Outcome = Literal["won", "lost", "not tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The outcome for one file; `modules` and `bytes_by_device` are None without a model, and after an error."""
+
+    rules: str
+    findings: tuple[Diagnostic, ...]
+    readable: bool = True
+    modules: int | None = None
+    bytes_by_device: Mapping[str, int] | None = None
+
+    def severities(self) -> set[str]:
+        return {finding.severity for finding in self.findings}
+
+
+@user_errors(PROGRAM)
+def check(
+    rules: Annotated[list[str], typer.Argument(metavar="RULES", help="Rule files, or names of shipped ones.")],
+    model: Annotated[
+        str | None, option("--model", "NAME", "Check the rules for this model as well: hub id or folder; config.json is enough.")
+    ] = None,
+    var: VarOption = None,
+    gguf: GgufOption = None,
+    strict: Annotated[bool, option("--strict", None, "Warnings count as errors.")] = False,
+    trust_remote_code: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Check rule files, by themselves and with --model for that model. No weights are read.
+
+    Exit code 0: no errors; 1: errors; 2: a file or the model cannot be read, or the command is wrong.
+    """
+    if gguf is not None and model is None:
+        raise OptionsError(f"--gguf {gguf}: give --model, the folder or hub id that has the config of this file")
+    options = ModelOptions(model, var=var or [], gguf=gguf, trust_remote_code=trust_remote_code)
+    from moegraft.injection.cli.models import open_meta_model
+    from moegraft.operators.registry import load_registry
+
+    registry = load_registry()
+    meta_model = open_meta_model(options) if model is not None else None
+    checked = [_checked(file, options.vars(), meta_model, registry) for file in rules]
+    terminal = open_terminal()
+    if json:
+        write_json(terminal, _checked_json(checked, meta_model))
+    else:
+        _write_checked(checked, meta_model, terminal)
+    code = max(_exit_code(outcome, strict=strict) for outcome in checked)
+    if code:
+        raise typer.Exit(code)
+
+
+def _checked(file: str, variables: Mapping[str, object], meta_model: MetaModel | None, registry: OperatorRegistry) -> Checked:
+    from moegraft.injection.planning import plan
+
+    try:
+        rule_file = read_rules(file, vars=variables, registry=registry)
+        if meta_model is None:
+            return Checked(file, rule_file.notices)
+        planned = plan(meta_model, rule_file, registry=registry)
+    except RuleErrors as error:
+        return Checked(file, error.diagnostics, readable=Path(error.diagnostics[0].position.file).is_file())
+    return Checked(file, planned.notices, True, len(planned.swaps), planned.bytes_by_device)
+
+
+def _exit_code(checked: Checked, *, strict: bool) -> int:
+    if not checked.readable:
+        return USER_ERROR
+    severities = checked.severities()
+    return FINDINGS if "error" in severities or (strict and "warning" in severities) else 0
+
+
+def _write_checked(checked: list[Checked], meta_model: MetaModel | None, terminal: Terminal) -> None:
+    from moegraft.injection.planning import bytes_text
+
+    for outcome in checked:
+        for finding in outcome.findings:
+            terminal.write(f"{finding}\n")
+        if "error" in outcome.severities():
+            continue
+        taken = ""
+        if outcome.modules is not None and meta_model is not None:
+            sizes = bytes_text(outcome.bytes_by_device or {})
+            taken = f"; it replaces {plural(outcome.modules, 'module')} of {meta_model.model_class}, which then holds {sizes}"
+        terminal.write(f"{outcome.rules}: no errors{taken}\n")
+    if meta_model is not None and meta_model.unloadable is not None:
+        terminal.notice(f"notice: {meta_model.unloadable}")
+
+
+def _checked_json(checked: list[Checked], meta_model: MetaModel | None) -> Json:
+    files = [
+        {
+            "rules": outcome.rules,
+            "ok": "error" not in outcome.severities(),
+            "diagnostics": [diagnostic_json(finding) for finding in outcome.findings],
+            "modules": outcome.modules,
+            "bytes_by_device": outcome.bytes_by_device,
+        }
+        for outcome in checked
+    ]
+    return {
+        "ok": all(file["ok"] for file in files),
+        "files": files,
+        "model_class": meta_model.model_class if meta_model else None,
+        "unloadable": meta_model.unloadable if meta_model else None,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +166,8 @@ class Trial:
 def explain(
     rules: RulesArgument = None,
     model: ModelOption = None,
-    module: Annotated[
-        str | None, typer.Option("--module", metavar="PATH", help="Show for this module only why each rule takes it or does not.")
-    ] = None,
-    each: Annotated[bool, typer.Option("--each", help="Print a line for each module instead of one for a run of layers.")] = False,
+    module: Annotated[str | None, option("--module", "PATH", "Show for this module only why each rule takes it or does not.")] = None,
+    each: Annotated[bool, option("--each", None, "Print a line for each module instead of one for a run of layers.")] = False,
     var: VarOption = None,
     gguf: GgufOption = None,
     trust_remote_code: TrustOption = False,
@@ -88,57 +215,41 @@ class Explanation:
         return ((rule, taken) for rule, taken in pairs if rule.operator is None and taken)
 
     def trials(self, module: str) -> list[Trial]:
-        """Return the outcome of each rule on one module.
+        """Return the outcome of each rule on one module, in the order of the rules.
 
         Raises:
             UnsupportedModelError: the model has no such module.
         """
-        from difflib import get_close_matches
-
-        from moegraft.operators.errors import UnsupportedModelError
-
         if module not in set(self.modules):
             near = get_close_matches(module, list(self.modules), n=1, cutoff=0.4)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise UnsupportedModelError(f"{self.modules.model_class} has no module {module!r}{hint}")
-        return _trials(module, self.rules.rules, self.assignment, self.modules)
-
-
-def _trials(path: str, rules: Sequence[Rule], assignment: Assignment, modules: ModelModules) -> list[Trial]:
-    """Try every rule on the module at `path`, in the order of the rules."""
-    outer = _outer(path, assignment)
-    closed = next((index for index, taken in outer.items() if not rules[index].recursive), None)
-    if closed is not None:
-        reason = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
-        return [Trial(rule, "not tried", reason) for rule in rules]
-    trials: list[Trial] = []
-    first: Rule | None = None
-    for index, rule in enumerate(rules):
-        misses = _why_not(rule.match, path, modules)
-        if first is not None:
-            also = "does not match" if misses else "matches as well"
-            trials.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
-        elif misses:
-            trials.append(Trial(rule, "lost", "; ".join(misses)))
-        else:
-            first = rule
-            trials.append(_matching(rule, path in assignment.taken[index], outer.get(index)))
-    return trials
-
-
-def _matching(rule: Rule, taken: bool, outer: str | None) -> Trial:
-    """Return the trial of the first rule that matches; it loses only inside a module that the rule replaces as a whole."""
-    if not taken:
-        return Trial(rule, "lost", f"matches, but the module is inside {outer}, which this rule replaces as a whole")
-    note = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
-    return Trial(rule, "won", f"the first rule that matches{note}")
-
-
-def _outer(path: str, assignment: Assignment) -> dict[int, str]:
-    """Return the innermost module around `path` that each rule takes, by the rule's index."""
-    parts = path.split(".")
-    around = {".".join(parts[:length]) for length in range(len(parts))} if path else set()
-    return {index: max(inside, key=len) for index, taken in enumerate(assignment.taken) if (inside := around.intersection(taken))}
+        rules, assignment, parts = self.rules.rules, self.assignment, module.split(".")
+        around = {".".join(parts[:length]) for length in range(len(parts))} if module else set()
+        # The innermost module around this one that each rule takes, by the rule's index.
+        outer = {index: max(inside, key=len) for index, taken in enumerate(assignment.taken) if (inside := around.intersection(taken))}
+        closed = next((index for index, taken in outer.items() if not rules[index].recursive), None)
+        if closed is not None:
+            reason = f"the module is inside {outer[closed]}, which rule '{rules[closed].id}' takes with recursive: false"
+            return [Trial(rule, "not tried", reason) for rule in rules]
+        trials: list[Trial] = []
+        first: Rule | None = None
+        for index, rule in enumerate(rules):
+            misses = _why_not(rule.match, module, self.modules)
+            if first is not None:
+                also = "does not match" if misses else "matches as well"
+                trials.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
+            elif misses:
+                trials.append(Trial(rule, "lost", "; ".join(misses)))
+            elif module in assignment.taken[index]:
+                first = rule
+                note = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
+                trials.append(Trial(rule, "won", f"the first rule that matches{note}"))
+            else:
+                first = rule
+                reason = f"matches, but the module is inside {outer.get(index)}, which this rule replaces as a whole"
+                trials.append(Trial(rule, "lost", reason))
+        return trials
 
 
 def _why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
@@ -162,7 +273,6 @@ def _why_not(match: Match, path: str, modules: ModelModules) -> list[str]:
 def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegistry) -> Explanation:
     """Apply rules to a model; errors are among the findings."""
     from moegraft.injection.planning import plan, planned_model
-    from moegraft.injection.rules import RuleErrors
     from moegraft.injection.rules.matching import ModelModules, assign
 
     modules = ModelModules(planned_model(meta_model, rules, registry).skeleton)
@@ -265,7 +375,6 @@ def diff(
     """
     from moegraft.injection.cli.models import open_meta_model
     from moegraft.injection.planning import plan
-    from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
