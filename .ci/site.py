@@ -80,7 +80,7 @@ API = {
             ("injection/rules/reading.py", "read_rules"),
             ("injection/planning.py", "plan"),
             ("injection/grafting.py", "graft"),
-            ("injection/grafting.py", "load"),
+            ("injection/loading.py", "load"),
             ("injection/injected.py", "new_cache"),
         ],
     ),

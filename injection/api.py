@@ -16,8 +16,9 @@ from typing import Any, Literal, overload
 import torch
 from transformers import PreTrainedModel
 
-from moegraft.injection.grafting import graft, load
+from moegraft.injection.grafting import graft
 from moegraft.injection.injected import injection_of, new_cache
+from moegraft.injection.loading import load
 from moegraft.injection.meta_model import MetaModel, build_meta_model, folder_rules, parse_dtype
 from moegraft.injection.parallel import Processes, check_distributed_config, process_count, report_to_others, report_whole_model
 from moegraft.injection.planning import Plan, plan

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from moegraft.injection.grafting import CheckpointLoader
 from moegraft.injection.injected import injection_of
+from moegraft.injection.loading import CheckpointLoader
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.rules import RuleFile

@@ -172,7 +172,7 @@ class MoegraftQuantizer(HfQuantizer):
         self._grafted = grafted
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        from moegraft.injection.grafting import load
+        from moegraft.injection.loading import load
 
         grafted, self._grafted = self._grafted, None
         assert grafted is not None, "grafted before the weights are loaded"
@@ -251,7 +251,7 @@ def _link_weights(stock: Path, folder: Path) -> None:
 
 def _write_packed(injection: Injection, stock: Path, folder: Path) -> None:
     from moegraft.injection.checkpoint.packed import PackedModule, write_packed
-    from moegraft.injection.grafting import keys_taken
+    from moegraft.injection.loading import keys_taken
     from moegraft.injection.meta_model import build_meta_model
     from moegraft.operators.thresholds import weights_hash
 

@@ -198,7 +198,7 @@ def traced(rules: Path) -> list[tuple[str, int]]:
 
 
 def test_the_walk_from_a_rule_to_the_swapped_module_is_the_real_one(tmp_path: Path) -> None:
-    """In at most 9 files with 6 returns. A function is read at its first call; one of at most two statements where it is called."""
+    """In at most 10 files with 5 returns. A function is read at its first call; one of at most two statements where it is called."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         "version: 1\nvars: {weights: int8}\nrules:\n- id: experts\n  match: {kind: experts, layers: '0-1', name: mlp}\n"
@@ -212,12 +212,12 @@ def test_the_walk_from_a_rule_to_the_swapped_module_is_the_real_one(tmp_path: Pa
         if (of_injection or file in documented) and sizes[file][line] > 2 and visits[-1:] != [file]:
             visits.append(file)
     walk = list(dict.fromkeys(visits))
-    assert walk == documented and len(walk) <= 9
-    assert len(visits) - len(walk) <= 6, f"returns to earlier files: {visits}"
+    assert walk == documented and len(walk) <= 10
+    assert len(visits) - len(walk) <= 5, f"returns to earlier files: {visits}"
 
 
 def test_the_paths_to_the_experts_are_short_and_real(tmp_path: Path) -> None:
-    """From the README to the experts on the CPU in at most 7 files, and on a GPU in at most 13."""
+    """From the README to the experts on the CPU in at most 8 files, and on a GPU in at most 14."""
     rules = tmp_path / "rules.yaml"
     for text, path in zip(("{}", "{gpu: emulated, cache: {slots: 3}, schedule: on_demand}"), documented_walks()[1:], strict=True):
         rules.write_text(f"- match: {{kind: experts}}\n  replace: {{class: hybrid_experts, kwargs: {text}}}\n")
@@ -225,4 +225,4 @@ def test_the_paths_to_the_experts_are_short_and_real(tmp_path: Path) -> None:
         # What has no function of Python that the emulated device calls.
         others = {file for file in path if file.endswith((".md", ".cpp")) or file.startswith("operators/kernels/")}
         assert set(path) - others <= called and all((ROOT / file).is_file() for file in others)
-    assert len(documented_walks()[1]) <= 7 and len(documented_walks()[2]) <= 13 - 5
+    assert len(documented_walks()[1]) <= 8 and len(documented_walks()[2]) <= 14 - 6
