@@ -272,21 +272,25 @@ def speeds() -> str:
         return f"{min(found):.2f}" if found else "-"
 
     def rates(weights: str, phase: str, *peers: str) -> str:
-        """Return moegraft's rate beside the first peer, and the peers'."""
-        rows = [found[peer, weights, phase] for peer in peers if (peer, weights, phase) in found]
-        return " / ".join(f"{float(rate):.0f}" for rate in (rows[0]["ours_tokens_s"], *(row["peer_tokens_s"] for row in rows)))
+        """Return moegraft's rate beside the first peer, and its ratios to the peers', of ik_llama.cpp in the faster order of weights."""
+        ratios = []
+        for peer in peers:
+            rows = [found[name, weights, phase] for name in (peer, f"{peer}-rtr") if (name, weights, phase) in found]
+            if rows:
+                ratios.append(f"{min(float(row['ratio']) for row in rows):.2f}")
+        return f"{float(found[peers[0], weights, phase]['ours_tokens_s']):.0f}; {' / '.join(ratios)}"
 
     body = [
         *(
             [
-                f"decode, tokens/s after {tokens} tokens, moegraft / llama.cpp",
-                *(rates(each, f"decode after {tokens}", "llama.cpp") for each in formats),
+                f"decode after {tokens} tokens, tokens/s; times llama.cpp's / ik_llama.cpp's",
+                *(rates(each, f"decode after {tokens}", "llama.cpp", "ik_llama.cpp") for each in formats),
             ]
             for tokens in (8, 2048)
         ),
         [
-            "prompt of 512, tokens/s, moegraft / llama.cpp / transformers",
-            *(rates(each, "prompt of 512", "llama.cpp", "stock") for each in formats),
+            "prompt of 512, tokens/s; times llama.cpp's / ik_llama.cpp's / transformers'",
+            *(rates(each, "prompt of 512", "llama.cpp", "ik_llama.cpp", "stock") for each in formats),
         ],
         *(
             [
@@ -422,7 +426,7 @@ def expert_deferral() -> str:
 def demo_speed() -> str:
     rows = read("demo_speed")
     names = {"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"}
-    caption = "The bundled model, which is so small that Python takes as much time as the experts:"
+    caption = "The bundled model, which is so small that stock transformers decodes it at the speed of Python:"
     return f"{caption}\n\n{listed(rows, names)}\n\n{provenance(rows)}"
 
 
