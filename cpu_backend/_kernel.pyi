@@ -339,7 +339,7 @@ class Runtime:
         matrix_tokens: the tokens of an expert, or of a linear layer's input, from which on the matrix kernel computes; by default a
             measured number for each weight type, and 0 for never. What a token gets depends on the kernel (by about 1 % with integer
             weights) but not on the tokens beside it: with 0 or 1 it does not depend on the batch.
-        node_groups: the number of groups of cores that count as memory nodes (NUMA), of which no memory is placed; by default that of the
+        node_groups: the number of groups of cores that count as memory nodes (NUMA) without memory of their own; by default that of the
             environment variable MOEGRAFT_NODES, or else the system's own nodes, and one where a node has fewer cores than its share of the
             threads.
 

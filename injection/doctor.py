@@ -65,6 +65,8 @@ class Facts:
         default_isa: the instruction set that is used unless MOEGRAFT_ISA forces another.
         forced_isa: the value of MOEGRAFT_ISA; None if it is not set.
         quota_cores: the cores that a container's CPU quota allows; None without a quota.
+        kernel_nodes: the memory nodes over which the kernel shares out its threads, or the groups of cores of MOEGRAFT_NODES.
+        forced_nodes: the value of MOEGRAFT_NODES; None if it is not set.
         memory_limit_bytes: a container's limit; None without a limit.
         pinned_limit_bytes: the memory that a process may lock; None without a limit.
         gpu_device: whether the system has an NVIDIA device, whether or not PyTorch can use it.
@@ -89,6 +91,7 @@ class Facts:
     omp_num_threads: str | None
     numa_nodes: int
     kernel_nodes: int
+    forced_nodes: str | None
     total_bytes: int
     available_bytes: int
     memory_limit_bytes: int | None
@@ -97,12 +100,16 @@ class Facts:
     gpu_device: bool
     gpus: tuple[Gpu, ...]
 
+    @property
+    def divides_weights(self) -> bool:
+        return self.kernel_nodes > 1 and not self.forced_nodes
+
 
 def gather() -> Facts:
     """Collect all facts and run the kernel's self-test, which takes well below a second.
 
     Raises:
-        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
+        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have, or MOEGRAFT_NODES is no number.
     """
     machine, kernel = probe_machine(), kernel_in_use()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -127,6 +134,7 @@ def gather() -> Facts:
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         kernel_nodes=kernel.memory_nodes,
+        forced_nodes=os.environ.get("MOEGRAFT_NODES"),
         total_bytes=psutil.virtual_memory().total,
         available_bytes=machine.available_bytes,
         memory_limit_bytes=int(memory_limit) if memory_limit.isdigit() else None,
@@ -256,7 +264,7 @@ def _cpu_and_memory(facts: Facts) -> Iterator[Problem]:
             f"the container's quota is {facts.quota_cores:g} of {facts.cores} cores",
             f"the kernel uses {facts.kernel_threads} threads by default; give the container more CPUs for more speed",
         )
-    if facts.kernel_nodes > 1:
+    if facts.divides_weights:
         yield Problem(
             "notice",
             f"weights are divided over {facts.kernel_nodes} NUMA nodes, which has been tested on machines with one alone",

@@ -133,7 +133,7 @@ class KernelInUse:
 def kernel_in_use() -> KernelInUse:
     """
     Raises:
-        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have.
+        MoegraftError: MOEGRAFT_ISA names an instruction set that this CPU or build does not have, or MOEGRAFT_NODES is no number.
     """
     runtime = open_runtime(threads=0)
     return KernelInUse(runtime.isa, runtime.matrix_tokens, Runtime.default_isa(), runtime.threads, runtime.memory_nodes)

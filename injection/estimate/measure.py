@@ -424,9 +424,10 @@ def save(figures: Measurements | Network) -> Path:
 
 def _saved(kind: type[T], read: Callable[[dict[str, Any]], T]) -> T | None:
     """Return what `read` makes of figures that `save` wrote; None if there are none that are valid here."""
+    made_with = _made_with(kind)
     try:
         data = json.loads(user_cache(_FILES[kind]).read_text(encoding="utf-8"))
-        return read(data["measured"]) if data["made_with"] == _made_with(kind) else None
+        return read(data["measured"]) if data["made_with"] == made_with else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -458,4 +459,5 @@ def _made_with(kind: type) -> object:
     gpus = [gpu.name for gpu in probe_machine().gpus]
     kernel = kernel_in_use()
     versions = {name: version_of(name) for name in ("moegraft", "torch", "transformers")}
-    return {"cpu": cpu_info("model name"), "threads": kernel.threads, "isa": kernel.isa, "gpus": gpus, **versions}
+    nodes = {"memory_nodes": kernel.memory_nodes} if kernel.memory_nodes > 1 else {}
+    return {"cpu": cpu_info("model name"), "threads": kernel.threads, **nodes, "isa": kernel.isa, "gpus": gpus, **versions}

@@ -1,13 +1,10 @@
-// Memory nodes that the machine of the test lacks: nodes of a folder, the policies that placing pages asks the system for, and the order in
-// which workers take units. Linked with --wrap=syscall. Prints each check that fails.
+// Memory nodes that the machine of the test lacks: nodes of a folder, the cores on which placing pages touches them, and the order in which
+// workers take units. Linked with --wrap=sched_setaffinity. Prints each check that fails.
 #include "core/machine.h"
 
-#include <linux/mempolicy.h>
-#include <sys/syscall.h>
+#include <sched.h>
 
-#include <cstdarg>
 #include <cstdio>
-#include <cstring>
 #include <set>
 #include <vector>
 
@@ -15,13 +12,15 @@
 
 namespace {
 
-struct Policy {
-  int mode;
-  unsigned long nodes;
-};
-std::vector<Policy> policies;  // that were set
-Policy current = {MPOL_INTERLEAVE, 3};  // as under numactl --interleave=all
+std::vector<std::vector<int>> bound;  // the cores to which this thread was bound, in order
 int failures = 0;
+
+std::vector<int> cores_in(const cpu_set_t& set) {
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &set)) cores.push_back(core);
+  return cores;
+}
 
 void check(bool right, const char* what) {
   if (right) return;
@@ -31,20 +30,8 @@ void check(bool right, const char* what) {
 
 }  // namespace
 
-extern "C" long __wrap_syscall(long number, ...) {
-  va_list arguments;
-  va_start(arguments, number);
-  if (number == SYS_get_mempolicy) {
-    *va_arg(arguments, int*) = current.mode;
-    *va_arg(arguments, unsigned long*) = current.nodes;
-  } else if (number == SYS_set_mempolicy) {
-    current.mode = va_arg(arguments, int);
-    current.nodes = *va_arg(arguments, unsigned long*);
-    policies.push_back(current);
-  } else {
-    check(false, "an unexpected system call");
-  }
-  va_end(arguments);
+extern "C" int __wrap_sched_setaffinity(pid_t, std::size_t, const cpu_set_t* set) {
+  bound.push_back(cores_in(*set));
   return 0;
 }
 
@@ -77,15 +64,14 @@ void check_system(const char* folder) {
 
   std::vector<unsigned char> memory(10 * 6000, 7);  // parts that end within pages
   nodes.place(reinterpret_cast<std::byte*>(memory.data()), 10, 6000);
-  check(policies.size() == 4, "a policy for each node, and the earlier one after it");
-  if (policies.size() != 4) return;
-  check(policies[0].mode == MPOL_PREFERRED && policies[0].nodes == 1, "the first node's pages");
-  check(policies[2].mode == MPOL_PREFERRED && policies[2].nodes == 1ul << 2, "the second node's pages");
-  for (const int after : {1, 3}) check(policies[after].mode == MPOL_INTERLEAVE && policies[after].nodes == 3, "the thread's own policy");
+  cpu_set_t earlier;
+  sched_getaffinity(0, sizeof earlier, &earlier);
+  const std::vector<int> own = cores_in(earlier);
+  check(bound == std::vector<std::vector<int>>({nodes[0].cores, own, nodes[1].cores, own}), "on each node's cores, and then on its own");
   for (const unsigned char byte : memory) check(byte == 7, "contents that placing changed");
-  policies.clear();
-  MemoryNodes::groups(1).place(reinterpret_cast<std::byte*>(memory.data()), 10, 6000);
-  check(policies.empty(), "one node needs no policy");
+  bound.clear();
+  for (const int groups : {1, 2}) MemoryNodes::groups(groups).place(reinterpret_cast<std::byte*>(memory.data()), 10, 6000);
+  check(bound.empty(), "nodes without memory of their own");
 }
 
 // Takes all units as workers that are equally fast, or as one that is alone: each takes its node's until none is left.

@@ -68,6 +68,11 @@ def test_a_variable_overrides_the_system(monkeypatch: pytest.MonkeyPatch) -> Non
             Runtime(2)
 
 
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match="expected PackedExperts or a PackedLinear"):
+        Runtime(1).divide(3)  # type: ignore[arg-type]
+
+
 def test_a_caller_keeps_its_cores() -> None:
     before = os.sched_getaffinity(0)
     outputs(Runtime(2, node_groups=2), "int8", 4)
@@ -111,7 +116,7 @@ def test_pages_and_units_of_nodes_that_this_machine_lacks(tmp_path: Path) -> Non
     program = tmp_path / "memory_nodes"
     core = [CSRC / "core" / f"{name}.cpp" for name in ("machine", "thread_pool", "openmp")]
     sources = [Path(__file__).with_name("memory_nodes.cpp"), *core]
-    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}", "-Wl,--wrap=syscall"]
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}", "-Wl,--wrap=sched_setaffinity"]
     subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program), "-ldl"], check=True)
     done = subprocess.run([str(program), str(nodes)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")

@@ -177,7 +177,8 @@ void bind_runtime(py::module_& module) {
       .def("divide", "weights",
            [](PyRuntime& self, py::handle weights) {
              if (py::isinstance<PyExperts>(weights)) weights.cast<PyExperts&>().experts->divide(self.get().nodes());
-             else weights.cast<PackedLinear&>().divide(self.get().nodes());
+             else if (py::isinstance<PackedLinear>(weights)) weights.cast<PackedLinear&>().divide(self.get().nodes());
+             else throw py::type_error("divide: expected PackedExperts or a PackedLinear");
            })
       .def_static("available_isas", "", [] { return available_isas(); })
       .def_static("compiled_isas", "", [] { return compiled_isas(); })

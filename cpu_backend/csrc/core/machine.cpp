@@ -10,17 +10,13 @@
 #include <utility>
 
 #if defined(__linux__)
-#include <linux/mempolicy.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace moegraft {
 namespace {
 
 constexpr std::size_t kPage = 4096;  // at least: with larger pages, each is touched several times
-constexpr int kMostNodes = 1024;
 
 std::string first_line(const std::string& path) {
   std::ifstream file(path);
@@ -71,34 +67,33 @@ int quota_cores() {
   return tightest;
 }
 
-// While it lives, pages that this thread writes to first are on one node.
-class PreferredNode {
+// While it lives, this thread runs on a node's cores. Pages that it writes to first are then there, unless a memory policy (numactl) asks for
+// others; setting a policy here would need a right that containers lack.
+class OnNode {
  public:
-  explicit PreferredNode(int node) {
+  explicit OnNode(const MemoryNode& node) {
 #if defined(__linux__)
-    if (node < 0 || node >= kMostNodes) return;
-    saved_ = syscall(SYS_get_mempolicy, &mode_, earlier_, kMostNodes, nullptr, 0) == 0;
-    unsigned long chosen[kWords] = {};
-    chosen[node / kBits] = 1ul << (node % kBits);
-    if (saved_) (void)syscall(SYS_set_mempolicy, MPOL_PREFERRED, chosen, kMostNodes);
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    for (const int core : node.cores) CPU_SET(core, &cores);
+    moved_ = sched_getaffinity(0, sizeof earlier_, &earlier_) == 0 && sched_setaffinity(0, sizeof cores, &cores) == 0;
 #else
     (void)node;
 #endif
   }
-  ~PreferredNode() {
+  ~OnNode() {
 #if defined(__linux__)
-    if (saved_) (void)syscall(SYS_set_mempolicy, mode_, earlier_, kMostNodes);
+    if (moved_) (void)sched_setaffinity(0, sizeof earlier_, &earlier_);
 #endif
   }
-  PreferredNode(const PreferredNode&) = delete;
-  PreferredNode& operator=(const PreferredNode&) = delete;
+  OnNode(const OnNode&) = delete;
+  OnNode& operator=(const OnNode&) = delete;
 
  private:
-  static constexpr int kBits = 8 * sizeof(unsigned long);
-  static constexpr int kWords = kMostNodes / kBits;
-  int mode_ = 0;
-  unsigned long earlier_[kWords] = {};
-  bool saved_ = false;
+#if defined(__linux__)
+  cpu_set_t earlier_;
+  bool moved_ = false;
+#endif
 };
 
 }  // namespace
@@ -162,14 +157,14 @@ MemoryNodes MemoryNodes::for_threads(int threads) const {
 }
 
 void MemoryNodes::place(std::byte* first, int parts, std::size_t part_bytes) const {
-  if (count() == 1) return;
+  if (!have_memory()) return;
   for (int node = 0; node < count(); ++node) {
-    const PreferredNode preferred((*this)[node].number);
+    const OnNode there((*this)[node]);
     const auto begin = reinterpret_cast<std::uintptr_t>(first + part_bytes * static_cast<std::size_t>(first_part(parts, node, count())));
     const auto end = reinterpret_cast<std::uintptr_t>(first + part_bytes * static_cast<std::size_t>(first_part(parts, node + 1, count())));
     // Adding nothing writes to the page and not to its bytes, which another thread may be writing.
     for (std::uintptr_t byte = begin; byte < end; byte = (byte / kPage + 1) * kPage)
-      __atomic_fetch_or(reinterpret_cast<unsigned char*>(byte), 0, __ATOMIC_RELAXED);
+      __atomic_fetch_or(reinterpret_cast<volatile unsigned char*>(byte), 0, __ATOMIC_RELAXED);
   }
 }
 

@@ -20,7 +20,7 @@ int default_threads();
 // There is one copy of the weights in all. As rows are divided in the down projection too, no sums are added across nodes, and results are
 // to the bit those of one node; nodes exchange activations instead, which are as small.
 struct MemoryNode {
-  int number;              // the system's; -1: memory is not placed
+  int number;              // the system's; -1: it has no memory of its own
   std::vector<int> cores;  // of it that this process may use
 };
 
@@ -38,6 +38,8 @@ class MemoryNodes {
   MemoryNodes for_threads(int threads) const;
 
   int count() const { return static_cast<int>(nodes_.size()); }
+  // Whether there are several, each with memory of its own.
+  bool have_memory() const { return count() > 1 && nodes_[0].number >= 0; }
   const MemoryNode& operator[](int node) const { return nodes_[static_cast<std::size_t>(node)]; }
 
   // `count` parts of equal size are divided in ranges that begin here and end where the next node's begins.
@@ -46,8 +48,8 @@ class MemoryNodes {
     return static_cast<int>((static_cast<long long>(part + 1) * nodes - 1) / count);
   }
 
-  // Places pages that were not written to: every page of `parts` parts of `part_bytes` bytes from `first` on. A page across a boundary goes
-  // to the lower node. Where the system refuses, pages are where their first writer is, which costs speed alone.
+  // Writes first to every page of `parts` parts of `part_bytes` bytes from `first` on, each from a core of its node, where the system then puts
+  // it. A page across a boundary goes to the lower node. Nodes without memory of their own change nothing.
   void place(std::byte* first, int parts, std::size_t part_bytes) const;
 
  private:

@@ -31,8 +31,8 @@ namespace moegraft {
 
 class Runtime {
  public:
-  // threads 0: default_threads(). matrix_tokens: see kernels_for. node_groups: groups of cores that count as memory nodes, of which nothing
-  // is placed; 0: those of MOEGRAFT_NODES, or else the system's nodes. Throws std::invalid_argument, std::system_error.
+  // threads 0: default_threads(). matrix_tokens: see kernels_for. node_groups: groups of cores that count as memory nodes without memory
+  // of their own; 0: those of MOEGRAFT_NODES, or else the system's nodes. Throws std::invalid_argument, std::system_error.
   Runtime(int threads, const std::string& isa, bool share_threads = true, std::optional<int> matrix_tokens = std::nullopt,
           int node_groups = 0);
   ~Runtime();

@@ -159,14 +159,23 @@ class Phase {
   template <class NodeOf>
   void reset_by_node(int units, const NodeOf& node_of) {
     if (nodes_ == 1) return reset(units);
-    order_.resize(static_cast<std::size_t>(units));
-    int next = 0;
-    for (int node = 0, worker = 0; node < nodes_; ++node) {
-      const int first = next, workers = first_worker(node + 1) - worker;
-      for (int unit = 0; unit < units; ++unit)
-        if (node_of(unit) == node) order_[static_cast<std::size_t>(next++)] = unit;
+    ends_.assign(static_cast<std::size_t>(nodes_), 0);
+    units_nodes_.clear();
+    for (int unit = 0; unit < units; ++unit) {
+      units_nodes_.push_back(node_of(unit));
+      ++ends_[static_cast<std::size_t>(units_nodes_.back())];
+    }
+    for (int node = 0, worker = 0, first = 0; node < nodes_; ++node) {
+      const int count = ends_[static_cast<std::size_t>(node)], workers = first_worker(node + 1) - worker;
       for (int i = 0; i < workers; ++i, ++worker)
-        share_out(worker, first + first_unit(next - first, i, workers), first + first_unit(next - first, i + 1, workers));
+        share_out(worker, first + first_unit(count, i, workers), first + first_unit(count, i + 1, workers));
+      ends_[static_cast<std::size_t>(node)] = first;
+      first += count;
+    }
+    order_.resize(static_cast<std::size_t>(units));
+    for (int unit = 0; unit < units; ++unit) {
+      const int node = units_nodes_[static_cast<std::size_t>(unit)];
+      order_[static_cast<std::size_t>(ends_[static_cast<std::size_t>(node)]++)] = unit;
     }
     begin(units);
   }
@@ -179,7 +188,7 @@ class Phase {
   void wait(Upcoming& upcoming) const;
   // Where a worker begins that takes units of its own range.
   static int first_unit(int units, int worker, int workers) { return static_cast<int>(static_cast<long long>(units) * worker / workers); }
-  int first_unit(int worker) const { return unit_at(cursors_[static_cast<std::size_t>(worker)].first); }  // `units` where it has none
+  int first_unit(int worker) const { return unit_at(cursors_[static_cast<std::size_t>(worker)].first); }  // of others where it has none
 
  private:
   struct alignas(64) Cursor {
@@ -197,6 +206,7 @@ class Phase {
   std::vector<Cursor> cursors_;
   const int nodes_;
   std::vector<int> order_;  // of the units by node; empty: as they are
+  std::vector<int> ends_, units_nodes_;  // while they are sorted
   std::atomic<int> done_{0};
   int units_ = 0;
 };

@@ -94,12 +94,17 @@ void ExpertsJob::prepare(const ExpertsBatch& batch, const ExpertsScratch& scratc
   for (int worker = 0; worker < workers_; ++worker)
     scratch.workers[worker].reserve((whole_lines(gathered_words_) + 2 * rows_ * kBlockRows + sums) * 4);
   phases_.encode->reset(batch.tokens);
-  const int nodes = phases_.rows->nodes();
-  phases_.neurons->reset_by_node(static_cast<int>(neuron_starts_.size()) * neuron_groups_,
-                                 [&](int unit) { return MemoryNodes::node_of_part(unit % neuron_groups_, neuron_groups_, nodes); });
-  phases_.rows->reset_by_node((layout_.down_blocks + unit_blocks_ - 1) / unit_blocks_, [&](int unit) {
-    return MemoryNodes::node_of_part(unit * unit_blocks_, layout_.down_blocks, nodes);  // where it begins: most of it
-  });
+  const int neurons = static_cast<int>(neuron_starts_.size()) * neuron_groups_;
+  const int rows = (layout_.down_blocks + unit_blocks_ - 1) / unit_blocks_, nodes = phases_.rows->nodes();
+  if (experts_.frames() == nullptr) {
+    phases_.neurons->reset_by_node(neurons,
+                                   [&](int unit) { return MemoryNodes::node_of_part(unit % neuron_groups_, neuron_groups_, nodes); });
+    // Where a unit begins: it may end on the next node.
+    phases_.rows->reset_by_node(rows, [&](int unit) { return MemoryNodes::node_of_part(unit * unit_blocks_, layout_.down_blocks, nodes); });
+  } else {  // frames are divided over no nodes, and set the order of the units
+    phases_.neurons->reset(neurons);
+    phases_.rows->reset(rows);
+  }
   for (int worker = 0; worker < workers_; ++worker) starts_[static_cast<std::size_t>(worker)] = {first_neurons(worker), first_rows(worker)};
 }
 

@@ -115,7 +115,7 @@ PackedExperts::PackedExperts(const ExpertsShape& shape, const GateSpec& gate, We
 }
 
 void PackedExperts::divide(const MemoryNodes& nodes) {
-  if (nodes.count() == 1 || memory_.data() == nullptr || kind_ == LayoutKind::kSparse) return;
+  if (!nodes.have_memory() || memory_.data() == nullptr || kind_ == LayoutKind::kSparse) return;
   nodes_ = nodes;
   memory_.prepare_ranges(layout_.down_block_bytes * static_cast<std::size_t>(layout_.down_blocks / nodes.count()));
 }
@@ -252,7 +252,7 @@ std::size_t PackedLinear::bytes_for(int rows, int cols, WeightType type) {
 }
 
 void PackedLinear::divide(const MemoryNodes& nodes) {
-  if (nodes.count() == 1) return;
+  if (!nodes.have_memory()) return;
   const std::size_t bytes = block_bytes(type_, cols_);
   memory_.prepare_ranges(bytes * static_cast<std::size_t>(blocks() / nodes.count()));
   nodes.place(memory_.data(), blocks(), bytes);

@@ -163,7 +163,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("kernel", _kernel_text(facts)),
         ("prompts", _prompts_text(facts)),
         ("cores", _cores_text(facts)),
-        ("NUMA nodes", f"{facts.numa_nodes}{', over which weights are divided' if facts.kernel_nodes > 1 else ''}"),
+        ("NUMA nodes", f"{facts.numa_nodes}{', over which weights are divided' if facts.divides_weights else ''}"),
         ("memory", _memory_text(facts)),
         (
             "GPUs",

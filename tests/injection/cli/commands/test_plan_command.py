@@ -25,6 +25,7 @@ from moegraft.injection.planning import plan
 from moegraft.injection.rules import read_rules
 from moegraft.operators.base import Rate
 from moegraft.operators.cache_form import KvCache, LayerCache, kv_cache
+from moegraft.operators.errors import MoegraftError
 from moegraft.operators.registry import load_registry
 
 Run = Callable[..., Result]
@@ -147,6 +148,15 @@ def test_measured_rates_give_a_speed(experts_rules: Path, run_json: RunJson, run
     assert "rough: other programs ran" in run("plan", experts_rules, "--model", config_folder).stdout
     unknown = run_json("plan", experts_rules, "--model", config_folder, "--var", "weights=int4")
     assert unknown["no_speed"] == "no rate is measured for experts, int4"
+
+
+def test_a_wrong_variable_is_no_missing_measurement(monkeypatch: pytest.MonkeyPatch, cache_home: None) -> None:
+    store.save(Measurements(2.0, {"int8": EVEN}, {"float32": EVEN}, 1.0, 0.0))
+    monkeypatch.setenv("MOEGRAFT_NODES", "both")
+    with pytest.raises(MoegraftError, match="MOEGRAFT_NODES is 'both'"):
+        store.load()
+    monkeypatch.setenv("MOEGRAFT_NODES", "2")
+    assert store.load() is None  # rates of one node are not those of two
 
 
 def test_too_little_memory_is_refused_with_what_would_fit(
