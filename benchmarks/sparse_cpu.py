@@ -50,7 +50,7 @@ def opened(weights: str, layers: int, *, sparse: bool) -> Iterator[tuple[PreTrai
     model = injected(model, rules, threads=torch.get_num_threads())
     thresholds: dict[float, dict[str, float]] = {}
     if sparse:
-        made = collect(model, found, [tokens(CALIBRATION_TOKENS, 3)[0]]).layers
+        made = collect(model, found, [tokens(CALIBRATION_TOKENS, 3)[0]])
         by_share = {path: dict(zip(SHARES[1:], quantiles(layer.bins, SHARES[1:]), strict=True)) for path, layer in made.items()}
         thresholds = {share: {path: found.get(share, 0.0) for path, found in by_share.items()} for share in SHARES}
     try:

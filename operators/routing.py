@@ -165,7 +165,7 @@ class Router:
             weight = next(rows, None)
             if weight is None:
                 raise UnsupportedModelError(f"{self.path}: its router {type(self.module).__name__} has no row of weights for each expert")
-            return F.linear(tokens, weight.to(tokens.dtype)).topk(self.top_k(), dim=-1).indices
+            return F.linear(tokens, weight[: self.num_experts].to(tokens.dtype)).topk(self.top_k(), dim=-1).indices
         if self._windowed is None:
             # (T, H) is tried first: nearly all routers accept it, and some gather along a wrong axis when given (1, T, H).
             try:

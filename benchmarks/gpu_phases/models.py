@@ -28,6 +28,7 @@ from harness.models import VOCABULARY, RandomExperts, config_of, injected, move_
 from harness.rounds import alternate, percentiles
 from harness.texts import held_out, pieces
 from harness.work_floor import SHAPES as WORK_SHAPES
+from support.engine_rig import busy_ms
 from torch.profiler import ProfilerActivity, schedule
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, StoppingCriteria
 
@@ -187,7 +188,7 @@ def busy(model: PreTrainedModel, run: Callable[[], object]) -> dict[str, float]:
     engine.timings.collect()
     took_ms = engine.device.now_ms() - start_ms
     engine.timings.timeline = None
-    return {f"{lane.lower()}_busy": round(timeline.busy_ms(lane) / took_ms, 3) if took_ms else 0.0 for lane in ("CPU", "GPU", "link")}
+    return {f"{lane.lower()}_busy": round(busy_ms(timeline, lane) / took_ms, 3) if took_ms else 0.0 for lane in ("CPU", "GPU", "link")}
 
 
 def measure(model: PreTrainedModel, tokens: int, new_tokens: int, rounds: int) -> list[dict[str, object]]:
@@ -540,7 +541,7 @@ def sparse(session: Session) -> Iterator[Row]:
     model = injected(model, SPARSE_RULES)
     states = sparse_layers(model)
     tokens = torch.randint(0, VOCABULARY, (64 if few else 512,), generator=torch.Generator().manual_seed(3))
-    bins = {path: layer.bins for path, layer in collect(model, found, [tokens]).layers.items()}
+    bins = {path: layer.bins for path, layer in collect(model, found, [tokens]).items()}
 
     def seconds(share: float, requests: int, given: int, made: int) -> tuple[float, float]:
         """Return the seconds of generating, and the share of routed neurons that was left out."""

@@ -21,6 +21,7 @@ from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import LayerStep, Prediction, ScheduleName, Scheduler
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
+from moegraft.operators.timeline import Timeline
 from support.emulated import HostSlotLayers
 from support.kernel_cases import Layer, make_batch, make_layer, make_stored_layer
 from support.transfer_harness import make_device
@@ -118,3 +119,12 @@ def engine_rig(setting: Setting, dtype: torch.dtype = torch.float32) -> Iterator
         yield rig
     finally:
         rig.engine.close()
+
+
+def busy_ms(timeline: Timeline, lane: str) -> float:
+    """Return the time that spans of a lane cover, overlaps counted once."""
+    covered, end_ms = 0.0, float("-inf")
+    for span in sorted((span for span in timeline.spans if span.lane == lane), key=lambda span: span.start_ms):
+        covered += max(0.0, span.end_ms - max(span.start_ms, end_ms))
+        end_ms = max(end_ms, span.end_ms)
+    return covered

@@ -7,19 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.engine_rig import LAYERS, Setting, engine_rig
+from support.engine_rig import LAYERS, Setting, busy_ms, engine_rig
 
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.timeline import LANES, Timeline, chrome_trace, round_spans, write_trace
-
-
-def busy_ms(timeline: Timeline, lane: str) -> float:
-    """Return the time that spans of a lane cover, overlaps counted once."""
-    covered, end_ms = 0.0, float("-inf")
-    for span in sorted((span for span in timeline.spans if span.lane == lane), key=lambda span: span.start_ms):
-        covered += max(0.0, span.end_ms - max(span.start_ms, end_ms))
-        end_ms = max(end_ms, span.end_ms)
-    return covered
 
 
 def test_every_lane_has_spans(tmp_path: Path) -> None:
