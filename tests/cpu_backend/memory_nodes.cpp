@@ -5,10 +5,12 @@
 #include <sched.h>
 
 #include <cstdio>
+#include <cstring>
 #include <set>
 #include <vector>
 
 #include "core/thread_pool.h"
+#include "experts/packed_weights.h"
 
 namespace {
 
@@ -74,6 +76,36 @@ void check_system(const char* folder) {
   check(bound.empty(), "nodes without memory of their own");
 }
 
+// Packed weights that are divided have the bytes of those that are not, and their pages are touched on both nodes.
+void check_weights(const char* folder) {
+  using namespace moegraft;
+  const MemoryNodes nodes = MemoryNodes::of_system(folder);
+  constexpr int kRows = 1000;
+  for (const ExpertsShape& shape : {ExpertsShape{3, 544, 200, true, false}, ExpertsShape{2, 64, 32, false, false}}) {
+    PackedExperts whole(shape, GateSpec{}, {WeightType::kInt8, WeightType::kInt8}), divided(shape, GateSpec{}, whole.types());
+    PackedLinear whole_linear(kRows, shape.hidden, WeightType::kInt8), divided_linear(kRows, shape.hidden, WeightType::kInt8);
+    divided.divide(nodes);
+    divided_linear.divide(nodes);
+    check(bound.size() == 4, "rows of a linear layer, on both nodes");
+    bound.clear();
+    for (PackedExperts* experts : {&whole, &divided})
+      for (int expert = 0; expert < shape.num_experts; ++expert)
+        for (const Part part : {Part::kGate, Part::kUp, Part::kDown}) {
+          if (part == Part::kGate && !shape.gated) continue;
+          std::vector<float> rows(static_cast<std::size_t>(shape.hidden) * static_cast<std::size_t>(shape.intermediate));
+          for (std::size_t i = 0; i < rows.size(); ++i)
+            rows[i] = static_cast<float>((i * 37 + static_cast<std::size_t>(expert)) % 101) - 50.0f;
+          experts->pack(expert, part, {rows.data(), WeightType::kFloat32, experts->rows_of(part), experts->cols_of(part)});
+        }
+    check(static_cast<int>(bound.size()) == 4 * shape.num_experts * (shape.gated ? 3 : 2), "each matrix of an expert, on both nodes");
+    check(std::memcmp(whole.data(), divided.data(), whole.bytes()) == 0, "the bytes of experts");
+    const std::vector<float> rows(static_cast<std::size_t>(kRows) * static_cast<std::size_t>(shape.hidden), 1.5f);
+    for (PackedLinear* linear : {&whole_linear, &divided_linear}) linear->pack({rows.data(), WeightType::kFloat32, kRows, shape.hidden});
+    check(std::memcmp(whole_linear.block(0), divided_linear.block(0), whole_linear.bytes()) == 0, "the bytes of a linear layer");
+    bound.clear();
+  }
+}
+
 // Takes all units as workers that are equally fast, or as one that is alone: each takes its node's until none is left.
 void check_units(int workers, int nodes, int outer, int inner, bool alone) {
   moegraft::Phase phase(workers, nodes);
@@ -107,6 +139,7 @@ int main(int, char** arguments) {
   check_lists();
   check_parts();
   check_system(arguments[1]);
+  check_weights(arguments[1]);
   for (const int workers : {1, 2, 3, 8})
     for (const int nodes : {1, 2, 3})
       for (const int inner : {1, 2, 7, 24})

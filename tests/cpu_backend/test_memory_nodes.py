@@ -114,9 +114,10 @@ def test_pages_and_units_of_nodes_that_this_machine_lacks(tmp_path: Path) -> Non
         (nodes / f"node{number}" / "cpulist").write_text(f"{text}\n")
     (nodes / "online").write_text("0-2\n")
     program = tmp_path / "memory_nodes"
-    core = [CSRC / "core" / f"{name}.cpp" for name in ("machine", "thread_pool", "openmp")]
-    sources = [Path(__file__).with_name("memory_nodes.cpp"), *core]
-    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CSRC}", "-Wl,--wrap=sched_setaffinity"]
+    core = [CSRC / "core" / f"{name}.cpp" for name in ("machine", "memory", "thread_pool", "openmp", "types")]
+    experts = [CSRC / "experts" / f"{name}.cpp" for name in ("packed_weights", "block_layout", "frames", "routing")]
+    sources = [Path(__file__).with_name("memory_nodes.cpp"), *core, *experts, *sorted((CSRC / "formats").glob("*.cpp"))]
+    flags = ["-std=c++17", "-O0", "-ffunction-sections", "-pthread", f"-I{CSRC}", "-Wl,--wrap=sched_setaffinity,--gc-sections"]
     subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program), "-ldl"], check=True)
     done = subprocess.run([str(program), str(nodes)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
