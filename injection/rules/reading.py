@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +75,7 @@ def read_rules(
         source, text = "rules", json.dumps(source, indent=1, default=str)  # which is YAML
     headers = _read_chain(_find(source, findings) if text is None else Path(source), findings, text)
     variables = _merge_vars(headers, vars or {}, findings)
+    _report_unused(headers, findings)
     rules: list[Rule] = []
     requires: list[Requirement] = []
     shares: ShareRule | None = None
@@ -168,12 +169,20 @@ def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header
 
 
 @dataclass(frozen=True, slots=True)
+class Variable:
+    """One entry of `vars`."""
+
+    value: Value
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """The top level of a file, before variables are substituted."""
 
     position: Position
     extends: ScalarNode | None
-    vars: Mapping[str, Value]
+    vars: Mapping[str, Variable]
     requires: Node | None
     parallel: Node | None
     rules: Node | None
@@ -200,13 +209,13 @@ def _read_header(node: Node, findings: Findings) -> Header:
     return Header(node.position, extends, variables, node.get("requires"), node.get("parallel"), node.get("rules"))
 
 
-def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
+def _read_vars(node: Node | None, findings: Findings) -> dict[str, Variable]:
     if node is None:
         return {}
     if not isinstance(node, MappingNode):
         findings.error(node.position, f"vars must be a mapping of names to values, not {node}")
         return {}
-    variables: dict[str, Value] = {}
+    variables: dict[str, Variable] = {}
     for entry in node:
         if not NAME.fullmatch(entry.key):
             findings.error(entry.position, f"{shown(entry.key)} is no valid variable name: use letters, digits and _")
@@ -215,14 +224,14 @@ def _read_vars(node: Node | None, findings: Findings) -> dict[str, Value]:
         elif isinstance(entry.value.value, str) and "${" in entry.value.value:
             findings.error(entry.value.position, f"variable '{entry.key}' refers to another variable; only values outside vars may do that")
         else:
-            variables[entry.key] = entry.value.value
+            variables[entry.key] = Variable(entry.value.value, entry.position)
     return variables
 
 
 def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:
     merged: dict[str, Value] = {}
     for header in reversed(headers):
-        merged.update(header.vars)
+        merged.update((name, variable.value) for name, variable in header.vars.items())
     for name, value in given.items():
         if name not in merged:
             known = did_you_mean(str(name), merged) or "; it has no vars"
@@ -235,6 +244,24 @@ def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings
         else:
             merged[name] = value
     return merged
+
+
+def _report_unused(headers: Sequence[Header], findings: Findings) -> None:
+    """Report variables of files that extend others which nothing uses: a misspelt one would leave the inherited value as it is."""
+    used = {name for header in headers for node in (header.requires, header.parallel, header.rules) for name in _references(node)}
+    for header in headers[:-1]:
+        for name, variable in header.vars.items():
+            if name not in used:
+                findings.error(variable.position, f"no rule uses variable {shown(name)}{did_you_mean(name, sorted(used)) or ': remove it'}")
+
+
+def _references(node: Node | None) -> Iterator[str]:
+    """Yield the names of all `${name}` in a node."""
+    if isinstance(node, ScalarNode):
+        yield from _REFERENCE.findall(node.value) if isinstance(node.value, str) else ()
+    elif node is not None:
+        for inner in node.items if isinstance(node, ListNode) else (entry.value for entry in node):
+            yield from _references(inner)
 
 
 def _substitute(node: Node, variables: Mapping[str, Value], findings: Findings) -> Node:

@@ -107,6 +107,28 @@ def test_variables_that_are_given_wrongly(given: dict[str, object], message: str
     assert found.message == message
 
 
+def test_a_misspelt_variable_of_a_file_that_extends_another_is_an_error(tmp_path: Path) -> None:
+    """It would leave the inherited value as it is."""
+    used = "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {note: 'with ${cache}'}}\n"
+    write(tmp_path, f"vars: {{cache: 1, unused: 2}}\nrules:\n{used}", "base.yaml")
+    (found,) = findings_of(lambda: read(write(tmp_path, "extends: base.yaml\nvars: {cache: 2, cahce: 3}\n", "first.yaml")))
+    assert found.message == "no rule uses variable 'cahce'; did you mean 'cache'?"
+    assert (Path(found.position.file).name, found.position.line, found.position.column) == ("first.yaml", 2, 18)
+    (found,) = findings_of(lambda: read(write(tmp_path, "extends: base.yaml\nvars: {xyz: 3}\n", "second.yaml")))
+    assert found.message == "no rule uses variable 'xyz'; known are: cache"
+    write(tmp_path, f"rules:\n{RULE}", "plain.yaml")
+    (found,) = findings_of(lambda: read(write(tmp_path, "extends: plain.yaml\nvars: {xyz: 3}\n", "third.yaml")))
+    assert found.message == "no rule uses variable 'xyz': remove it"
+
+
+def test_a_variable_may_serve_a_rule_that_is_replaced(tmp_path: Path) -> None:
+    used = "- id: one\n  match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {alpha: '${alpha}'}}\n"
+    write(tmp_path, f"vars: {{alpha: 0.5}}\nrules:\n{used}", "base.yaml")
+    other = "- id: one\n  match: {kind: experts}\n  replace: {class: default}\n"
+    path = write(tmp_path, f"extends: base.yaml\nvars: {{alpha: 0.25}}\nrules:\n{other}", "child.yaml")
+    assert read(path).vars == {"alpha": 0.25}
+
+
 def test_the_other_suffix_is_a_near_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, RULE, "mine.yaml")
     monkeypatch.chdir(tmp_path)
