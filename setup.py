@@ -69,7 +69,7 @@ UNITS = {
     # Weights are quantised to the same codes on every CPU: ARM64's compilers would fuse products and sums.
     "core": (
         [f"{folder}/*.cpp" for folder in ("core", "scheduler", "program", "sparse", "ops")]
-        + ["experts/frames.cpp", "experts/job.cpp", "experts/packed_weights.cpp"]
+        + ["experts/cache_policy.cpp", "experts/frames.cpp", "experts/job.cpp", "experts/packed_weights.cpp"]
         + ["recurrent/jobs.cpp", "simd/isa.cpp", "simd/matrix_check.cpp"],
         ["-O1", "-ftree-vectorize", "-ffp-contract=off"],
     ),

@@ -26,8 +26,9 @@ from harness.routing import MIXTURES, record, synthetic_trace
 from harness.texts import held_out
 from matplotlib.axes import Axes
 
+from moegraft.cpu_backend import CachePolicy
 from moegraft.injection.demo import demo_path
-from moegraft.operators.offload.cache import CacheOptions, CachePolicy, StaticProfile, make_policy
+from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.routing_trace import Trace, joined
 
 GUIDES = ("README.md", "rules/README.md", "rules/guide/options.md", "rules/guide/formats.md")
@@ -81,7 +82,7 @@ def policy(name: str, trace: Trace) -> CachePolicy:
         case "min":
             return Belady(used_by_step(trace, 1))
         case "static":
-            return StaticProfile(trace.part(0, trace.num_tokens // WARM).loads())
+            return CachePolicy("static", trace.num_layers, trace.num_experts, profile=trace.part(0, trace.num_tokens // WARM).loads())
     return make_policy(OPTIONS[name], trace.num_layers, trace.num_experts, trace.top_k)
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from moegraft.cpu_backend._kernel import (
     LAYOUT_VERSION,
+    CachePolicy,
     ExpertFrames,
     ExpertsShape,
     GateSpec,
@@ -46,6 +47,7 @@ class Runtime(_Runtime):
 
 __all__ = [
     "LAYOUT_VERSION",
+    "CachePolicy",
     "ExpertFrames",
     "ExpertsShape",
     "GateSpec",

@@ -138,12 +138,52 @@ class PackedExperts:
     def unpack(self, expert: int, part: str) -> NDArray[np.float32]:
         """Return the matrix that the kernel computes with, (rows, cols), dequantised without further rounding."""
 
+class CachePolicy:
+    """Ranks the experts of each layer by how much a cache should keep them, from the routing that it has observed.
+
+    Args:
+        policy: `mrs`, HybriMoE's Minus Recent Score (section IV-D, eq. 3), applied for each token: `S = alpha * TopP(s) + (1 - alpha) * S`;
+            `lru`, the latest use; `lfu`, the uses since the start, of equals the latest; `score_frequency`, the average of `mrs` and a
+            slower one of uses, each divided by its mean in the layer; `static`, the uses in `profile`.
+        alpha, frequency_alpha: the newest token's weight in the average of scores and in that of uses.
+        top_p: how many of a token's largest scores count; 0: all.
+        profile: (layers, num_experts) integers, for `static` only.
+
+    Raises:
+        ValueError: an unknown policy, or arguments out of their ranges.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        layers: int,
+        num_experts: int,
+        *,
+        alpha: float = 0.1,
+        frequency_alpha: float = 0.01,
+        top_p: int = 0,
+        profile: NDArray[np.int64] | None = None,
+    ) -> None: ...
+    def update(self, layers: Sequence[int], scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+        """Observe one step of N layers, whose T tokens are in their order.
+
+        The scores of a token that are not all finite do not count.
+
+        Args:
+            scores: (N, T, E), the scores of the layers' routers.
+            chosen: (N, T, K), the experts that are computed; -1 for a padded slot.
+        """
+    def priority(self, layer: int) -> NDArray[np.float64]:
+        """Return (E,), larger: keep; comparable among layers. Read-only, and valid until the next update."""
+    def priorities(self) -> NDArray[np.float64]:
+        """Return `priority` of all layers, (L, E)."""
+
 class ExpertFrames:
     """Host memory for the experts of all layers of a model that lie in files: each frame holds one expert.
 
     The experts that a layer computes with are read first, in several pieces at once and past the page cache; then those that the next
-    layer's router chooses for this layer's hidden states, of many tokens for some of them. Experts stay by a fast average of their routing
-    weights (as HybriMoE's MRS) and a slow one of their uses, compared among all layers.
+    layer's router chooses for this layer's hidden states, of many tokens for some of them. A cache policy ranks the experts of all layers
+    together; its scores are the routing weights of the experts that a token uses.
 
     Args:
         readers: threads that read, and so requests at once.
@@ -173,11 +213,15 @@ class ExpertFrames:
         Args:
             choice_bias: (E,) float32, added to the sigmoid of logits for the choice.
         """
-    def open(self, nbytes: int) -> None:
+    def open(self, nbytes: int, policy: CachePolicy | None = None) -> None:
         """Allocate frames in so much memory and start the readers; called again, nothing happens.
 
+        Args:
+            policy: for as many layers, and at least as many experts as each has; it must not be used otherwise from now on. By default
+                `score_frequency`.
+
         Raises:
-            ValueError: fewer than `least_frames` fit.
+            ValueError: fewer than `least_frames` fit; the policy is for other layers or fewer experts.
             MemoryError: the memory cannot be allocated.
         """
     @property

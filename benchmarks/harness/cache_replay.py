@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.cache import CachePolicy, Ids, Priority, Scores
+from moegraft.cpu_backend import CachePolicy
+from moegraft.operators.offload.cache import Ids, Priority, Scores
 from moegraft.operators.routing_trace import NO_EXPERT, Trace
 
 Mask = NDArray[np.bool_]
@@ -85,7 +86,7 @@ def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> Repla
             if settings.prefetch:
                 cache.prefetch(layer, trace.predicted[0, tokens, layer], used[step, layer])
             cache.access(layer, used[step, layer])
-            policy.update(layer, trace.scores[tokens, layer], trace.chosen[tokens, layer])
+            policy.update([layer], trace.scores[None, tokens, layer], trace.chosen[None, tokens, layer])
             cache.admit(layer, used[step, layer])
     return counts
 
@@ -197,8 +198,8 @@ class Belady:
             self._next[step] = np.where(used[step], step, self._next[step + 1])
         self._step = np.zeros(layers, dtype=np.int64)
 
-    def update(self, layer: int, scores: Scores, chosen: Ids) -> None:
-        self._step[layer] += 1
+    def update(self, layers: list[int], scores: Scores, chosen: Ids) -> None:
+        self._step[layers] += 1
 
     def priority(self, layer: int) -> Priority:
         """Return minus the position of the next use in the order of all layers' steps."""

@@ -19,7 +19,7 @@ from support.virtual_device import VirtualDevice
 
 from harness.routing import ModelShape
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
-from moegraft.operators.offload.cache import CacheOptions, CachePolicy, make_policy
+from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.deferral import DECODE_TOKENS
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Work
@@ -120,7 +120,7 @@ class Simulation:
         self.device = VirtualDevice(machine, bits_per_weight=bits_per_weight)
         self.machine = machine
         store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes(bits_per_weight))
-        policy: CachePolicy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
+        policy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
         slots, admission = _slots(model, ratio, system), "bypass" if system.cache.bypasses else "always"
         timings = TimingRecorder(self.device)
         cache = open_expert_cache(

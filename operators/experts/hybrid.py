@@ -93,7 +93,7 @@ class HybridExpertsOptions:
             changes the model's answers.
         gpu: where experts run in addition to the CPU: `none`; `auto`, the GPUs that the rest of the model is on; `cuda:N`, or several
             separated by commas. Without a GPU everything runs on the CPU, which is logged.
-        cache: which experts have a slot on the GPU, and how many.
+        cache: which experts have a slot on the GPU, and how many; its policy also chooses those that stay in `memory`.
         schedule: which device computes which expert: `two_threshold`, near-optimal by measured costs; `greedy`, HybriMoE's
             simulation; `on_demand`, all on the GPU; `fixed`, resident experts on the GPU and the rest on the CPU; `layer_map`, whole
             layers on one device; `all_cpu`.
@@ -279,7 +279,8 @@ class HybridExperts(Operator):
         if options.memory is not None:
             weight_type = _packed_as(str(options.weights), context.dtype)
             each = PackedExperts.expert_bytes_for(layout.shape, weight_type, sparse=sparsity is not None)
-            operator._framed = context.framed_layers, context.framed_layers.join(options.memory, len(experts), each)
+            layers = context.framed_layers
+            operator._framed = layers, layers.join(options.memory, options.cache.of_policy, len(experts), each)
         return operator
 
     @property

@@ -19,8 +19,8 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.interrupts import Uninterrupted
-from moegraft.operators.offload.cache import CachePolicy
 from moegraft.operators.offload.costs import CostModel
 from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event, Work
 from moegraft.operators.offload.executors import CallExecutor
@@ -247,7 +247,7 @@ class Engine:
         if draft is None:
             self.verification_prefetcher.verified(step)
             if step.scores is not None:  # a draft's tokens come again, with all their experts
-                self.policy.update(step.layer, step.scores, step.chosen)
+                self.policy.update([step.layer], step.scores[None], step.chosen[None])
         elif self.prefetcher.options.policy != "none":
             self.verification_prefetcher.drafted(step, draft)
             return

@@ -15,6 +15,7 @@ import torch
 from moegraft.cpu_backend import ExpertFrames, PackedExperts
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError, human_bytes
 from moegraft.operators.machine import probe_machine
+from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.options import parse_bytes
 from moegraft.operators.routing import Router
 
@@ -46,23 +47,23 @@ class FramedLayers:
     """The layers of one model whose experts share frames, in the model's order."""
 
     def __init__(self) -> None:
-        self._memory: str | None = None
+        self._memory: tuple[str, CacheOptions] | None = None
         self._layers: list[tuple[PackedExperts, InFile] | None] = []
         self._frames: ExpertFrames | None = None
         self._numbers: dict[int, int] = {}  # of layers in the frames
 
-    def join(self, memory: str, num_experts: int, expert_bytes: int) -> int:
+    def join(self, memory: str, policy: CacheOptions, num_experts: int, expert_bytes: int) -> int:
         """Return the number of a layer; called in the model's order, before weights are read.
 
         Raises:
-            UnsupportedModelError: layers have different budgets.
+            UnsupportedModelError: layers have different budgets or cache policies.
             NotEnoughMemoryError: the budget is too small for a layer.
         """
-        if self._memory not in (None, memory):
-            raise UnsupportedModelError(
-                f"memory is one budget for the experts of all layers, and the rules give {self._memory} and {memory}"
-            )
-        self._memory = memory
+        before, _ = self._memory = self._memory or (memory, policy)
+        if before != memory:
+            raise UnsupportedModelError(f"memory is one budget for the experts of all layers, and the rules give {before} and {memory}")
+        if self._memory != (memory, policy):
+            raise UnsupportedModelError("one cache policy ranks the experts of all layers in memory, and the rules give several")
         least = ExpertFrames.least_bytes_for(num_experts, expert_bytes)
         if memory != "auto" and parse_bytes(memory) < least:
             raise NotEnoughMemoryError(
@@ -89,15 +90,17 @@ class FramedLayers:
         for number, packed, stored in layers:
             self._numbers[number] = frames.add(packed, str(stored.path), stored.offset, stored.checksums)
         assert self._memory is not None, "a layer has joined"
+        memory, options = self._memory
         free = probe_machine().available_bytes
-        budget = budget_bytes(self._memory, free)
+        budget = budget_bytes(memory, free)
         least = frames.least_frames * frames.frame_bytes
         if budget < least:
             raise NotEnoughMemoryError(
-                f"memory: {self._memory}: {human_bytes(budget)} of {human_bytes(free)} that are free, and the experts of a layer, with "
+                f"memory: {memory}: {human_bytes(budget)} of {human_bytes(free)} that are free, and the experts of a layer, with "
                 f"those that are being read, take {human_bytes(least)}"
             )
-        frames.open(budget)
+        most = max(packed.shape.num_experts for _, packed, _ in layers)
+        frames.open(budget, make_policy(options, len(layers), most, top_k=most))  # scores are those of a token's experts alone
         self._frames = frames
         every, size = sum(packed.shape.num_experts for _, packed, _ in layers), sum(packed.nbytes for _, packed, _ in layers)
         logger.info(

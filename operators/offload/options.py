@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -55,6 +55,11 @@ class ExpertCacheOptions(CacheOptions):
             parse_bytes(self.gpu_memory)
         if self.context < 1:
             raise ValueError(f"context is a number of tokens, not {self.context}")
+
+    @property
+    def of_policy(self) -> CacheOptions:
+        """The options of the policy alone."""
+        return CacheOptions(**{field.name: getattr(self, field.name) for field in fields(CacheOptions)})
 
     def per_layer(self, num_experts: int) -> int | None:
         """Return the slots of a layer if the options determine them; None if memory does."""

@@ -382,7 +382,7 @@ class StepGraph:
             return
         engine = self._engine
         layers = np.flatnonzero(routed.scored)
-        engine.policy.update_layers(layers, routed.scores[layers], routed.chosen[layers])
+        engine.policy.update(layers.tolist(), routed.scores[layers], routed.chosen[layers])
         missed = self._marked(np.where(routed.on_cpu, routed.chosen, -1))
         engine.statistics.count_layers(self._marked(routed.chosen).sum(axis=1), missed.sum(axis=1))
         engine.statistics.deferred += int(self._marked(routed.later).sum())

@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from support import import_benchmark
 from support.routing_traces import random_trace
 
-from moegraft.operators.offload.cache import (
-    CachePolicy,
-    LeastFrequentlyUsed,
-    LeastRecentlyUsed,
-    MinusRecentScore,
-    ScoreAndFrequency,
-    StaticProfile,
-)
+from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.routing_trace import Trace
 
 _cache_replay = import_benchmark("harness.cache_replay")
@@ -82,11 +75,11 @@ def test_no_cache_that_layers_share_misses_less(seed: int, capacity: int, bypass
 
 
 POLICIES: dict[str, Callable[[Trace], CachePolicy]] = {
-    "lru": lambda trace: LeastRecentlyUsed(trace.num_layers, trace.num_experts),
-    "lfu": lambda trace: LeastFrequentlyUsed(trace.num_layers, trace.num_experts),
-    "mrs": lambda trace: MinusRecentScore(trace.num_layers, trace.num_experts, 0.3, 4),
-    "score_frequency": lambda trace: ScoreAndFrequency(trace.num_layers, trace.num_experts, 0.3, 4),
-    "static": lambda trace: StaticProfile(trace.loads()),
+    "lru": lambda trace: CachePolicy("lru", trace.num_layers, trace.num_experts),
+    "lfu": lambda trace: CachePolicy("lfu", trace.num_layers, trace.num_experts),
+    "mrs": lambda trace: CachePolicy("mrs", trace.num_layers, trace.num_experts, alpha=0.3, top_p=4),
+    "score_frequency": lambda trace: CachePolicy("score_frequency", trace.num_layers, trace.num_experts, alpha=0.3, top_p=4),
+    "static": lambda trace: CachePolicy("static", trace.num_layers, trace.num_experts, profile=trace.loads()),
 }
 
 

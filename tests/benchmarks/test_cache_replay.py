@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from support import import_benchmark
 from support.routing_traces import random_trace
 
-from moegraft.operators.offload.cache import (
-    CachePolicy,
-    Ids,
-    LeastFrequentlyUsed,
-    LeastRecentlyUsed,
-    MinusRecentScore,
-    Priority,
-    Scores,
-    StaticProfile,
-)
+from moegraft.cpu_backend import CachePolicy
+from moegraft.operators.offload.cache import Ids, Priority, Scores
 from moegraft.operators.routing_trace import Trace
 
 _cache_replay = import_benchmark("harness.cache_replay")
@@ -64,7 +56,7 @@ def loop_replay(trace: Trace, policy: CachePolicy, setting: ReplaySettings) -> R
                 counts.prefetched_in_use += len(fetched & active)
                 counts.accesses += len(active)
                 counts.hits += len(active & cache)
-            policy.update(layer, trace.scores[first : first + size, layer], trace.chosen[first : first + size, layer])
+            policy.update([layer], trace.scores[None, first : first + size, layer], trace.chosen[None, first : first + size, layer])
             before = set(cache)
             if active - cache:
                 cache |= active
@@ -92,10 +84,10 @@ SETTINGS = st.builds(
 def test_replay_equals_the_loop(seed: int, setting: ReplaySettings, name: str) -> None:
     trace = random_trace(25, layers=3, seed=seed, padded=0.1)
     policies = {
-        "lru": lambda: LeastRecentlyUsed(3, 6),
-        "lfu": lambda: LeastFrequentlyUsed(3, 6),
-        "mrs": lambda: MinusRecentScore(3, 6, 0.3, 4),
-        "profile": lambda: StaticProfile(trace.loads()),
+        "lru": lambda: CachePolicy("lru", 3, 6),
+        "lfu": lambda: CachePolicy("lfu", 3, 6),
+        "mrs": lambda: CachePolicy("mrs", 3, 6, alpha=0.3, top_p=4),
+        "profile": lambda: CachePolicy("static", 3, 6, profile=trace.loads()),
     }
     assert replay(trace, policies[name](), setting) == loop_replay(trace, policies[name](), setting)
 
@@ -134,7 +126,7 @@ def test_a_replay_matches_hand_computed_counts() -> None:
 
 def test_predictions_are_needed_to_prefetch() -> None:
     with pytest.raises(ValueError, match="prefetch needs a trace with predictions"):
-        replay(random_trace(4, depths=0), LeastRecentlyUsed(2, 6), ReplaySettings(2, prefetch=1))
+        replay(random_trace(4, depths=0), CachePolicy("lru", 2, 6), ReplaySettings(2, prefetch=1))
 
 
 @pytest.mark.parametrize("wrong", [{"capacity": -1}, {"prefetch": -1}, {"warm_tokens": -1}, {"tokens_per_step": 0}])

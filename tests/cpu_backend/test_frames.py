@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from support.kernel_cases import Layer, make_batch, make_layer
 
-from moegraft.cpu_backend import ExpertFrames, PackedExperts, Runtime
+from moegraft.cpu_backend import CachePolicy, ExpertFrames, PackedExperts, Runtime
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 2, 96, 64
 LEAST = EXPERTS + 6  # frames: a layer, four readers and two copies
@@ -42,7 +42,15 @@ class Stored:
 
 
 def store(
-    folder: Path, layers: int, frames: int, *, weight_type: str = "int8", sparse: bool = False, offset: int = 64, checked: bool = True
+    folder: Path,
+    layers: int,
+    frames: int,
+    *,
+    weight_type: str = "int8",
+    sparse: bool = False,
+    offset: int = 64,
+    checked: bool = True,
+    policy: CachePolicy | None = None,
 ) -> Stored:
     """Write layers of random experts, `offset` bytes in front of each, and open frames for them."""
     made = [make_layer(weight_type, EXPERTS, HIDDEN, INTERMEDIATE, sparse=sparse, seed=number) for number in range(layers)]
@@ -61,7 +69,7 @@ def store(
         checksums = [zlib.crc32(expert) for expert in layer.packed.buffer.reshape(EXPERTS, -1)] if checked else []
         held.add(experts, str(path), begin, checksums)
         packed.append(experts)
-    held.open(frames * held.frame_bytes)
+    held.open(frames * held.frame_bytes, policy)
     assert held.least_frames == LEAST
     return Stored(path, made, packed, offsets, held)
 
@@ -112,6 +120,33 @@ def test_frequent_experts_stay(tmp_path: Path, runtimes: dict[str, Runtime]) -> 
             runtime.forward(stored.packed[layer], x, chosen, weights, out)
     for layer in range(4):
         assert layer in stored.frames.residents(layer)
+
+
+@pytest.mark.parametrize("name", ["mrs", "lru", "lfu", "score_frequency", "static"])
+def test_experts_stay_by_the_rank_of_the_policy(name: str, tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
+    """Compared with a loop that evicts one expert at a time, of all layers the lowest."""
+    rng = np.random.default_rng(3)
+    profile = rng.permutation(4 * EXPERTS).reshape(4, EXPERTS) if name == "static" else None
+    policy, expected = (CachePolicy(name, 4, EXPERTS, alpha=0.2, frequency_alpha=0.05, profile=profile) for _ in range(2))
+    stored = store(tmp_path, 4, LEAST, policy=policy)
+    runtime = next(iter(runtimes.values()))
+    x, out = np.ones((1, HIDDEN), np.float32), np.empty((1, HIDDEN), np.float32)
+    resident: set[tuple[int, int]] = set()
+    hits = 0
+    for step in range(400):
+        layer, chosen = step % 4, int(EXPERTS * rng.random() ** 2)
+        weight = np.float32(rng.uniform(0.1, 1))
+        runtime.forward(stored.packed[layer], x, np.array([[chosen]]), np.array([[weight]]), out)
+        scores = np.zeros((1, 1, EXPERTS), np.float32)
+        scores[0, 0, chosen] = weight
+        expected.update([layer], scores, np.array([[[chosen]]]))
+        hits += (layer, chosen) in resident
+        if (layer, chosen) not in resident and len(resident) == LEAST:
+            ranks = expected.priorities()
+            resident.remove(min(resident, key=lambda place: ranks[place]))
+        resident.add((layer, chosen))
+    assert {(layer, expert) for layer in range(4) for expert in stored.frames.residents(layer)} == resident
+    assert stored.frames.counts()["resident"] == hits
 
 
 def test_a_router_predicts_the_next_layer(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
@@ -273,5 +308,8 @@ def test_refusals(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     small.add(layer.packed, str(path), 64)
     with pytest.raises(ValueError, match=r"holds \d+ experts; a layer and what is read ahead need 18, that is \d+ bytes"):
         small.open(ExpertFrames.least_bytes_for(EXPERTS, layer.packed.expert_bytes) - 1)
+    for layers, experts in ((2, EXPERTS), (1, EXPERTS - 1)):
+        with pytest.raises(ValueError, match=f"the cache policy is for {layers} layers of {experts} experts, and there are 1 of 12"):
+            small.open(LEAST * small.frame_bytes, CachePolicy("lru", layers, experts))
     with pytest.raises(ValueError, match="readers is 0"):
         ExpertFrames(0)

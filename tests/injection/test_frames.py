@@ -16,6 +16,7 @@ from moegraft.injection.demo import demo_path
 from moegraft.operators import machine
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, RuleFileError, UnsupportedModelError
 from moegraft.operators.routing import router_of
+from moegraft.operators.routing_trace import record_trace
 
 RULES = """
 version: 1
@@ -145,16 +146,34 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load(tmp_path, f"{cache}, memory: auto")
 
 
-def test_one_budget_for_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["policy: lru", "policy: mrs, alpha: 0.5", "policy: static, profile: '{profile}'"])
+def test_the_policy_of_the_cache_ranks_experts_in_memory(policy: str, tmp_path: Path) -> None:
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'")
+    record_trace(mapped, [prompt(30)[0]], "prompt").save(tmp_path / "trace.npz")
+    policy = policy.format(profile=tmp_path / "trace.npz")
+    model = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {least(mapped)}, cache: {{{policy}}}")
+    for expected, found in zip(outputs(mapped), outputs(model), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("memory: 1GiB", "memory: 2GiB"), "one budget for the experts of all layers, and the rules give 1GiB and 2GiB"),
+        (("memory: 1GiB, cache: {policy: lru}", "memory: 1GiB"), "one cache policy ranks the experts of all layers in memory"),
+    ],
+)
+def test_one_budget_for_a_model(options: tuple[str, str], message: str, tmp_path: Path) -> None:
     build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         "version: 1\nrules:\n"
         + "".join(
             f"- match: {{kind: experts, layers: '{layer}'}}\n  replace: {{class: hybrid_experts, kwargs: "
-            f"{{weights: int8, cache_dir: '{tmp_path}/cache', memory: {memory}}}}}\n"
-            for layer, memory in ((1, "1GiB"), (2, "2GiB"))
+            f"{{weights: int8, cache_dir: '{tmp_path}/cache', {each}}}}}\n"
+            for layer, each in enumerate(options, 1)
         )
     )
-    with pytest.raises(MoegraftError, match="one budget for the experts of all layers, and the rules give 1GiB and 2GiB"):
+    with pytest.raises(MoegraftError, match=message):
         optimize_and_load(tmp_path / "model", rules, progress=False)

@@ -96,6 +96,10 @@ struct PyFrames {
   pybind11::list routers;
 };
 
+struct PyPolicy {
+  std::shared_ptr<CachePolicy> policy;
+};
+
 struct PyNorm {
   PyNorm(const std::string& type_name, int cols_of_row, float epsilon, float weight_offset, bool rounds_first);
   void set_gate(const std::string& function, int group, bool first, bool wide);
@@ -181,7 +185,7 @@ struct RouterCall {
 void route(Runtime& runtime, const PyRouter& router, const RouterCall& call);
 
 void bind_specs(pybind11::module_& module);  // GateSpec, ExpertsShape
-void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear, ExpertFrames
+void bind_weights(pybind11::module_& module);  // PackedExperts, PackedLinear, CachePolicy, ExpertFrames
 void bind_ops(pybind11::module_& module);  // NormSpec, RouterSpec
 void bind_scheduler(pybind11::module_& module);  // Planner, check_problem
 void bind_program(pybind11::module_& module);  // Program, Pace

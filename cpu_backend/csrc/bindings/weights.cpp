@@ -257,6 +257,67 @@ void set_router(PyFrames& self, int layer, const py::object& weight, const py::o
   self.frames->set_router(layer, std::move(router));
 }
 
+// Rows of ranks, read-only and valid until the policy's next update.
+py::array_t<double> rank_view(const py::object& self, const double* ranks, const std::vector<py::ssize_t>& shape) {
+  py::array_t<double> view(shape, ranks, self);
+  view.attr("flags").attr("writeable") = false;
+  return view;
+}
+
+void check_layer(const CachePolicy& policy, int layer) {
+  if (layer < 0 || layer >= policy.layers()) raise_value_error("CachePolicy: there is no layer " + std::to_string(layer));
+}
+
+// One step of `layers`. The GIL is kept, as an update takes microseconds and threads ask for ranks at any time.
+void update_policy(PyPolicy& self, const std::vector<std::int64_t>& layers, const py::array& scores_of_step,
+                   const py::array& choices_of_step) {
+  CachePolicy& policy = *self.policy;
+  const auto scores = py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(scores_of_step);
+  const auto chosen = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>::ensure(choices_of_step);
+  const auto count = static_cast<py::ssize_t>(layers.size());
+  if (!scores || !chosen || scores.ndim() != 3 || chosen.ndim() != 3 || scores.shape(0) != count || chosen.shape(0) != count ||
+      scores.shape(2) != policy.experts() || chosen.shape(1) != scores.shape(1))
+    raise_value_error("CachePolicy.update: expected scores (layers, tokens, " + std::to_string(policy.experts()) +
+                      ") and choices (layers, tokens, experts per token), found " + shape_text(scores_of_step) + " and " +
+                      shape_text(choices_of_step));
+  for (const std::int64_t layer : layers) check_layer(policy, static_cast<int>(layer));
+  for (std::size_t i = 0; i < layers.size(); ++i)
+    policy.update(static_cast<int>(layers[i]), static_cast<int>(scores.shape(1)), static_cast<int>(chosen.shape(2)),
+                  scores.data() + static_cast<py::ssize_t>(i) * scores.shape(1) * scores.shape(2),
+                  chosen.data() + static_cast<py::ssize_t>(i) * chosen.shape(1) * chosen.shape(2));
+}
+
+void bind_policy(py::module_& module) {
+  Binder(py::class_<PyPolicy>(module, "CachePolicy"))
+      .constructor(
+          "policy, layers, num_experts, *, alpha=0.1, frequency_alpha=0.01, top_p=0, profile=None",
+          [](const std::string& name, int layers, int experts, double alpha, double frequency_alpha, int top_p, const py::object& profile) {
+            const PolicyOptions options = {parse_policy(name), alpha, frequency_alpha, top_p};
+            auto policy = std::make_shared<CachePolicy>(options, layers, experts);
+            if (profile.is_none() == (options.kind == PolicyKind::kStatic))
+              raise_value_error("CachePolicy: 'static' needs a profile, and only it takes one");
+            if (!profile.is_none()) {
+              const auto uses = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>::ensure(profile);
+              if (!uses || uses.ndim() != 2 || uses.shape(0) != layers || uses.shape(1) != experts)
+                raise_value_error("CachePolicy: the profile must have the shape (layers, num_experts)");
+              policy->set_static(uses.data());
+            }
+            return std::make_unique<PyPolicy>(PyPolicy{std::move(policy)});
+          })
+      .def("update", "layers, scores, chosen", &update_policy)
+      .def("priority", "layer",
+           [](const py::object& self, int layer) {
+             CachePolicy& policy = *self.cast<PyPolicy&>().policy;
+             check_layer(policy, layer);
+             return rank_view(self, policy.ranks(layer), {policy.experts()});
+           })
+      .def("priorities", "", [](const py::object& self) {
+        CachePolicy& policy = *self.cast<PyPolicy&>().policy;
+        for (int layer = 0; layer < policy.layers(); ++layer) (void)policy.ranks(layer);
+        return rank_view(self, policy.ranks(), {policy.layers(), policy.experts()});
+      });
+}
+
 void bind_frames(py::module_& module) {
   Binder(py::class_<PyFrames>(module, "ExpertFrames"))
       .constructor("readers=4", [](int readers) { return std::make_unique<PyFrames>(readers); })
@@ -267,7 +328,10 @@ void bind_frames(py::module_& module) {
                   })
       .def("add", "experts, path, offset, checksums=()", &add_layer)
       .def("set_router", "layer, weight, choice_bias=None", &set_router)
-      .def("open", "nbytes", [](PyFrames& self, std::uint64_t nbytes) { self.frames->open(nbytes); })
+      .def("open", "nbytes, policy=None",
+           [](PyFrames& self, std::uint64_t nbytes, const py::object& policy) {
+             self.frames->open(nbytes, policy.is_none() ? nullptr : policy.cast<PyPolicy&>().policy);
+           })
       .property("frames", [](PyFrames& self) { return self.frames->frames(); })
       .property("frame_bytes", [](PyFrames& self) { return self.frames->frame_bytes(); })
       .property("least_frames", [](PyFrames& self) { return self.frames->least_frames(); })
@@ -390,6 +454,7 @@ PyExperts::PyExperts(const ExpertsShape& shape, const GateSpec& gate, const std:
       buffer(buffer_or_none) {}
 
 void bind_weights(py::module_& module) {
+  bind_policy(module);
   bind_frames(module);
   bind_experts(module);
   bind_linear(module);

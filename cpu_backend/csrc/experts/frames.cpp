@@ -17,6 +17,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "core/float_conversion.h"
@@ -26,7 +27,6 @@ namespace moegraft {
 namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;  // drives give their bandwidth from about 256 KiB on; smaller pieces end sooner
-constexpr double kScoreGain = 0.1, kUseGain = 0.01;   // of the newest token: as offload/cache.py's ScoreAndFrequency
 constexpr double kPrecisionGain = 0.02;
 constexpr double kLeastPrecision = 0.3;  // below, what is read in vain costs more than what comes early saves; an estimate
 #ifdef O_DIRECT
@@ -211,11 +211,18 @@ int ExpertFrames::least_frames() const {
   return least_frames_for(most, reader_count_);
 }
 
-void ExpertFrames::open(std::size_t bytes) {
+void ExpertFrames::open(std::size_t bytes, std::shared_ptr<CachePolicy> policy) {
   if (is_open()) return;
   if (layers_.empty()) throw std::invalid_argument("no layer has experts in files");
   std::size_t all = 0;
-  for (const auto& layer : layers_) all += static_cast<std::size_t>(layer->file.count);
+  int most = 0;
+  for (const auto& layer : layers_) all += static_cast<std::size_t>(layer->file.count), most = std::max(most, layer->file.count);
+  const int layers = static_cast<int>(layers_.size());
+  if (policy == nullptr) policy = std::make_shared<CachePolicy>(PolicyOptions{}, layers, most);
+  if (policy->layers() != layers || policy->experts() < most)
+    throw std::invalid_argument("the cache policy is for " + std::to_string(policy->layers()) + " layers of " +
+                                std::to_string(policy->experts()) + " experts, and there are " + std::to_string(layers) + " of " +
+                                std::to_string(most));
   const std::size_t least = static_cast<std::size_t>(least_frames());
   const std::size_t count = std::min(bytes / frame_bytes_, std::max(all, least));
   if (count < least)
@@ -223,6 +230,7 @@ void ExpertFrames::open(std::size_t bytes) {
                                 " experts; a layer and what is read ahead need " + std::to_string(least) + ", that is " +
                                 std::to_string(least * frame_bytes_) + " bytes");
   memory_ = AlignedMemory(count * frame_bytes_);
+  policy_ = std::move(policy);
 #ifdef MADV_DONTFORK
   // Reads go on while a child is alive, and would copy pages that it shares.
   (void)madvise(memory_.data(), memory_.size(), MADV_DONTFORK);
@@ -242,32 +250,16 @@ int ExpertFrames::pieces_of(const Layer& layer, int expert) const {
   return static_cast<int>((begin_of(layer, expert) % kAlignment + layer.file.bytes + kPiece - 1) / kPiece);
 }
 
-// The ranks of a layer's experts after a step: a fast average of their weights and a slow one of their uses, each by its mean.
-void ExpertFrames::observe(Layer& layer, const Routing& routing, int tokens) {
-  const auto count = static_cast<std::size_t>(layer.file.count);
-  const auto average = [&](double gain, double Entry::* field, const auto& value) {
-    const double keep = std::pow(1.0 - gain, tokens);
-    for (std::size_t e = 0; e < count; ++e) layer.entries[e].*field *= keep;
-    gains_.resize(static_cast<std::size_t>(tokens));
-    double each = gain;
-    for (std::size_t t = gains_.size(); t-- > 0; each *= 1.0 - gain) gains_[t] = each;
-    for (const Segment& segment : routing.segments())
-      for (int i = 0; i < segment.pairs; ++i) {
-        const Pair& pair = routing.pairs()[static_cast<std::size_t>(segment.first_pair + i)];
-        layer.entries[static_cast<std::size_t>(segment.expert)].*field += gains_[static_cast<std::size_t>(pair.token)] * value(pair);
-      }
-  };
-  // A weight that is not finite would stay in the average for ever.
-  average(kScoreGain, &Entry::score, [](const Pair& pair) { return std::isfinite(pair.weight) ? std::abs(double{pair.weight}) : 0.0; });
-  average(kUseGain, &Entry::uses, [](const Pair&) { return 1.0; });
-  double scores = 0, uses = 0;
-  for (std::size_t e = 0; e < count; ++e) scores += layer.entries[e].score, uses += layer.entries[e].uses;
-  const double score_scale = scores > 0 ? static_cast<double>(count) / scores : 0.0,
-               use_scale = uses > 0 ? static_cast<double>(count) / uses : 0.0;
-  for (std::size_t e = 0; e < count; ++e) {
-    Entry& each = layer.entries[e];
-    each.rank = each.score * score_scale + each.uses * use_scale;
-  }
+// The policy sees the weights of the experts that tokens use, where the slots of a GPU have all scores of a router.
+void ExpertFrames::observe(int number, const Routing& routing, int tokens) {
+  policy_->begin(number, tokens);
+  for (const Segment& segment : routing.segments())
+    for (int i = 0; i < segment.pairs; ++i) {
+      const Pair& pair = routing.pairs()[static_cast<std::size_t>(segment.first_pair + i)];
+      policy_->use(segment.expert, pair.token);
+      policy_->score(segment.expert, pair.token, std::abs(double{pair.weight}));
+    }
+  policy_->end();
 }
 
 void ExpertFrames::learn_precision(Layer& layer) {
@@ -308,6 +300,7 @@ bool ExpertFrames::take_frames(std::vector<int>& frames, std::size_t count, bool
   }
   if (count == 0) return true;
   struct Candidate {
+    bool expected;  // these go last
     double rank;
     int frame;
   };
@@ -318,11 +311,12 @@ bool ExpertFrames::take_frames(std::vector<int>& frames, std::size_t count, bool
     if (key.layer < 0) continue;
     const Entry& held = entry(key);
     if (held.state != State::kReady || held.pins > 0 || (held.expected && !for_demand)) continue;
-    candidates.push_back({held.rank + (held.expected ? 1e9 : 0.0), static_cast<int>(frame)});
+    candidates.push_back({held.expected, policy_->rank(key.layer, key.expert), static_cast<int>(frame)});
   }
   const std::size_t taken = std::min(count, candidates.size());
-  std::partial_sort(candidates.begin(), candidates.begin() + static_cast<std::ptrdiff_t>(taken), candidates.end(),
-                    [](const Candidate& a, const Candidate& b) { return a.rank != b.rank ? a.rank < b.rank : a.frame < b.frame; });
+  std::partial_sort(
+      candidates.begin(), candidates.begin() + static_cast<std::ptrdiff_t>(taken), candidates.end(),
+      [](const Candidate& a, const Candidate& b) { return std::tie(a.expected, a.rank, a.frame) < std::tie(b.expected, b.rank, b.frame); });
   for (std::size_t i = 0; i < taken; ++i) {
     evict(candidates[i].frame);
     frames.push_back(candidates[i].frame);
@@ -363,7 +357,7 @@ void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
                                       return true;
                                     }),
                      predictions_.end());
-  observe(layer, routing, call.tokens);
+  observe(number, routing, call.tokens);
   const std::vector<Segment>& segments = routing.segments();
   const auto is_first = [&](std::size_t i) { return i == 0 || segments[i].expert != segments[i - 1].expert; };
   for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -457,9 +451,7 @@ void ExpertFrames::expect_all(int number) {
   const Layer& layer = *layers_[static_cast<std::size_t>(number)];
   std::vector<int> experts(static_cast<std::size_t>(layer.file.count));
   std::iota(experts.begin(), experts.end(), 0);
-  std::stable_sort(experts.begin(), experts.end(), [&](int a, int b) {
-    return layer.entries[static_cast<std::size_t>(a)].rank > layer.entries[static_cast<std::size_t>(b)].rank;
-  });
+  std::stable_sort(experts.begin(), experts.end(), [&](int a, int b) { return policy_->rank(number, a) > policy_->rank(number, b); });
   expect(number, experts);
 }
 

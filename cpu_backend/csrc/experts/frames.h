@@ -24,6 +24,7 @@
 
 #include "core/memory.h"
 #include "core/types.h"
+#include "experts/cache_policy.h"
 #include "experts/routing.h"
 
 namespace moegraft {
@@ -77,8 +78,9 @@ class ExpertFrames {
   // Returns the number of the layer; before open(). Throws std::runtime_error where the file cannot be opened or is too short.
   int add(ExpertsInFile file);
   void set_router(int layer, RouterRows router);
-  // Divides memory into frames and starts the readers. Throws std::invalid_argument where it is too small, std::bad_alloc.
-  void open(std::size_t bytes);
+  // Divides memory into frames, whose experts `policy` ranks from now on, and starts the readers; null: one with its defaults. Throws
+  // std::invalid_argument where the memory is too small or the policy is for fewer experts, std::bad_alloc.
+  void open(std::size_t bytes, std::shared_ptr<CachePolicy> policy = nullptr);
   bool is_open() const { return readers_running_; }
   int frames() const { return static_cast<int>(frames_.size()); }
   static std::size_t frame_bytes_for(std::size_t expert_bytes) { return (expert_bytes + 2 * kAlignment - 1) / kAlignment * kAlignment; }
@@ -121,7 +123,6 @@ class ExpertFrames {
     int copies = 0;  // of the pins, those of copy()
     int next_piece = 0, pieces_left = 0;
     int error = 0;  // of errno; -1: the file is too short
-    double score = 0, uses = 0, rank = 0;
   };
 
   struct Layer {
@@ -146,7 +147,7 @@ class ExpertFrames {
   Entry& entry(Key key) const { return layers_[static_cast<std::size_t>(key.layer)]->entries[static_cast<std::size_t>(key.expert)]; }
   std::uint64_t begin_of(const Layer& layer, int expert) const;  // of its bytes in the file
   int pieces_of(const Layer& layer, int expert) const;
-  void observe(Layer& layer, const Routing& routing, int tokens);
+  void observe(int layer, const Routing& routing, int tokens);
   void learn_precision(Layer& layer);
   bool take_frames(std::vector<int>& frames, std::size_t count, bool for_demand);
   void evict(int frame);
@@ -174,9 +175,9 @@ class ExpertFrames {
 
   struct Shared;  // what a forked child must not destroy
   std::unique_ptr<Shared> shared_;
+  std::shared_ptr<CachePolicy> policy_;
   std::deque<Key> demands_, predictions_;  // with a frame, and of the latter those that have none yet
   std::vector<Key> pinned_;
-  std::vector<double> gains_;
   Question question_;
   std::uint64_t demand_number_ = 0;
   double precision_ = 0.7;  // until measured

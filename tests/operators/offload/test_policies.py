@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,26 +15,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.routing_traces import random_trace
 
-from moegraft.operators.offload.cache import (
-    CacheOptions,
-    CachePolicy,
-    LeastFrequentlyUsed,
-    LeastRecentlyUsed,
-    MinusRecentScore,
-    ScoreAndFrequency,
-    make_policy,
-)
+from moegraft.cpu_backend import CachePolicy
+from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.routing_trace import Trace, TraceError
 
 LAYERS, EXPERTS, TOP_K = 2, 7, 3
 Make = Callable[[], CachePolicy]
 MADE: dict[str, Make] = {
-    "lru": lambda: LeastRecentlyUsed(LAYERS, EXPERTS),
-    "lfu": lambda: LeastFrequentlyUsed(LAYERS, EXPERTS),
-    "mrs": lambda: MinusRecentScore(LAYERS, EXPERTS, alpha=0.3, top_p=4),
-    "mrs of all scores": lambda: MinusRecentScore(LAYERS, EXPERTS, alpha=0.3),
-    "mrs of the last token": lambda: MinusRecentScore(LAYERS, EXPERTS, alpha=1.0, top_p=4),
-    "score_frequency": lambda: ScoreAndFrequency(LAYERS, EXPERTS, alpha=0.3, top_p=4, frequency_alpha=0.1),
+    "lru": lambda: CachePolicy("lru", LAYERS, EXPERTS),
+    "lfu": lambda: CachePolicy("lfu", LAYERS, EXPERTS),
+    "mrs": lambda: CachePolicy("mrs", LAYERS, EXPERTS, alpha=0.3, top_p=4),
+    "mrs of all scores": lambda: CachePolicy("mrs", LAYERS, EXPERTS, alpha=0.3),
+    "mrs of the last token": lambda: CachePolicy("mrs", LAYERS, EXPERTS, alpha=1.0, top_p=4),
+    "score_frequency": lambda: CachePolicy("score_frequency", LAYERS, EXPERTS, alpha=0.3, top_p=4, frequency_alpha=0.1),
 }
 
 
@@ -48,8 +40,12 @@ def play(policy: CachePolicy, trace: Trace, steps: list[int]) -> None:
     first = 0
     for tokens in steps:
         for layer in range(LAYERS):
-            policy.update(layer, trace.scores[first : first + tokens, layer], trace.chosen[first : first + tokens, layer])
+            update(policy, layer, trace.scores[first : first + tokens, layer], trace.chosen[first : first + tokens, layer])
         first += tokens
+
+
+def update(policy: CachePolicy, layer: int, scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> None:
+    policy.update([layer], scores[None], chosen[None])
 
 
 def loop_mrs(trace: Trace, layer: int, alpha: float, top_p: int) -> list[float]:
@@ -113,10 +109,10 @@ class TestAgainstLoops:
 
 
 def test_the_papers_equation_by_hand() -> None:
-    policy = MinusRecentScore(1, 4, alpha=0.5, top_p=2)
+    policy = CachePolicy("mrs", 1, 4, alpha=0.5, top_p=2)
     no_experts = np.full((1, 1), -1)
-    policy.update(0, np.array([[0.5, 0.3, 0.15, 0.05]], np.float32), no_experts)
-    policy.update(0, np.array([[0.1, 0.2, 0.3, 0.4]], np.float32), no_experts)
+    update(policy, 0, np.array([[0.5, 0.3, 0.15, 0.05]], np.float32), no_experts)
+    update(policy, 0, np.array([[0.1, 0.2, 0.3, 0.4]], np.float32), no_experts)
     np.testing.assert_allclose(policy.priority(0), [0.125, 0.075, 0.15, 0.2], rtol=1e-6)
 
 
@@ -139,7 +135,7 @@ def test_batched_tokens_equal_sequential_ones(name: str, seed: int, cuts: list[i
 def test_a_long_prompt_equals_its_tokens() -> None:
     """Tokens of negligible weight are skipped: with alpha 0.1, 3,000 tokens are more than count."""
     trace = trace_of(3000)
-    together, apart = (MinusRecentScore(LAYERS, EXPERTS, alpha=0.1, top_p=4) for _ in range(2))
+    together, apart = (CachePolicy("mrs", LAYERS, EXPERTS, alpha=0.1, top_p=4) for _ in range(2))
     play(together, trace, [3000])
     play(apart, trace, [1] * 3000)
     np.testing.assert_allclose(together.priority(1), apart.priority(1), rtol=0, atol=1e-12)
@@ -149,7 +145,7 @@ def test_a_long_prompt_equals_its_tokens() -> None:
 class TestWhatAllOwe:
     def test_layers_are_independent(self, name: str) -> None:
         trace, policy = trace_of(5), MADE[name]()
-        policy.update(0, trace.scores[:, 0], trace.chosen[:, 0])
+        update(policy, 0, trace.scores[:, 0], trace.chosen[:, 0])
         assert not policy.priority(1).any()
         assert policy.priority(0).any()
 
@@ -157,7 +153,7 @@ class TestWhatAllOwe:
         trace, policy = trace_of(5), MADE[name]()
         play(policy, trace, [5])
         before = policy.priority(0).copy()
-        policy.update(0, trace.scores[:0, 0], trace.chosen[:0, 0])
+        update(policy, 0, trace.scores[:0, 0], trace.chosen[:0, 0])
         np.testing.assert_array_equal(policy.priority(0), before)
 
     def test_inputs_are_not_modified(self, name: str) -> None:
@@ -171,29 +167,50 @@ class TestWhatAllOwe:
         trace, policy = trace_of(6), MADE[name]()
         play(policy, trace, [5])
         broken = np.full((1, EXPERTS), np.nan, np.float32)
-        policy.update(0, broken, trace.chosen[5:6, 0])
+        update(policy, 0, broken, trace.chosen[5:6, 0])
         assert np.isfinite(policy.priority(0)).all()
-        policy.update(0, trace.scores[5:6, 0], trace.chosen[5:6, 0])
+        update(policy, 0, trace.scores[5:6, 0], trace.chosen[5:6, 0])
         assert np.isfinite(policy.priority(0)).all()
 
     def test_the_ranking_is_read_only(self, name: str) -> None:
         trace, policy = trace_of(5), MADE[name]()
         play(policy, trace, [5])
-        shown = policy.priority(0)
-        before = shown.copy()
-        if shown.flags.writeable:
-            shown[:] = 0
-        np.testing.assert_array_equal(policy.priority(0), before)
+        for shown in (policy.priority(0), policy.priorities()):
+            with pytest.raises(ValueError, match="read-only"):
+                shown[:] = 0
 
 
 def test_lru_compares_layers() -> None:
-    policy = LeastRecentlyUsed(2, 4)
+    policy = CachePolicy("lru", 2, 4)
     scores = np.zeros((1, 4), np.float32)
-    policy.update(0, scores, np.array([[3]]))
-    policy.update(1, scores, np.array([[0]]))
+    update(policy, 0, scores, np.array([[3]]))
+    update(policy, 1, scores, np.array([[0]]))
     assert policy.priority(1)[0] > policy.priority(0)[3] > policy.priority(1)[1]
-    policy.update(0, scores, np.array([[2]]))
+    update(policy, 0, scores, np.array([[2]]))
     assert policy.priority(0)[2] > policy.priority(1)[0]
+
+
+def test_calls_that_are_wrong() -> None:
+    policy = CachePolicy("mrs", 2, 4)
+    scores, chosen = np.zeros((1, 3, 4), np.float32), np.zeros((1, 3, 2), np.int64)
+    for layers, wrong in (([2], scores), ([-1], scores), ([0, 1], scores), ([0], scores[:, :, :3]), ([0], scores[:, :2]), ([0], scores[0])):
+        with pytest.raises(ValueError, match="CachePolicy"):
+            policy.update(layers, wrong, chosen)
+    with pytest.raises(ValueError, match="there is no layer 2"):
+        policy.priority(2)
+    profile = np.zeros((2, 4), np.int64)
+    for arguments in ({"policy": "mru"}, {"policy": "static"}, {"profile": profile}, {"alpha": 0.0}, {"frequency_alpha": float("nan")},
+                      {"policy": "static", "profile": profile[:1]}, {"layers": 0}):  # fmt: skip
+        with pytest.raises(ValueError, match=r"policy|CachePolicy"):
+            CachePolicy(**{"policy": "mrs", "layers": 2, "num_experts": 4, **arguments})  # type: ignore[arg-type]
+
+
+def test_ids_of_no_expert_are_padding() -> None:
+    policy, other = (CachePolicy("lfu", 1, 4) for _ in range(2))
+    scores = np.zeros((2, 4), np.float32)
+    update(policy, 0, scores, np.array([[1, -1], [2, 4]]))
+    update(other, 0, scores, np.array([[1], [2]]))
+    np.testing.assert_array_equal(policy.priority(0), other.priority(0))
 
 
 class TestOptions:
@@ -233,7 +250,8 @@ class TestOptions:
     def test_top_p_is_twice_top_k_unless_given(self) -> None:
         trace = trace_of(30)
         for options, top_p in ((CacheOptions(policy="mrs"), 2 * TOP_K), (CacheOptions(policy="mrs", top_p=1), 1)):
-            made, expected = make_policy(options, LAYERS, EXPERTS, TOP_K), MinusRecentScore(LAYERS, EXPERTS, options.alpha, top_p)
+            made = make_policy(options, LAYERS, EXPERTS, TOP_K)
+            expected = CachePolicy("mrs", LAYERS, EXPERTS, alpha=options.alpha, top_p=top_p)
             play(made, trace, [30])
             play(expected, trace, [30])
             np.testing.assert_array_equal(made.priority(0), expected.priority(0))
@@ -254,22 +272,6 @@ class TestOptions:
             make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), 3, EXPERTS, TOP_K)
 
 
-def test_ranks_that_are_asked_for_within_an_update_are_not_kept() -> None:
-    """As an expert lands on another thread."""
-    policy = ScoreAndFrequency(2, 4, 0.5)
-    update = policy._scores.update
-
-    def interrupted(*step: Any) -> None:
-        policy.priority(0)
-        update(*step)
-
-    policy._scores.update = interrupted  # type: ignore[method-assign]
-    policy.update(0, np.random.default_rng(0).random((1, 4)).astype(np.float32), np.array([[1, 2]]))
-    np.testing.assert_array_equal(policy.priority(0), policy.priorities()[0])
-    policy.update_layers(np.array([0]), np.random.default_rng(1).random((1, 1, 4)).astype(np.float32), np.array([[[3, 2]]]))
-    np.testing.assert_array_equal(policy.priority(0), policy.priorities()[0])
-
-
 @pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
 @pytest.mark.parametrize("tokens", [1, 4, 300])  # 300: more than the average remembers
 @pytest.mark.parametrize("top_p", [None, 3, 100])
@@ -283,9 +285,9 @@ def test_layers_updated_together_rank_as_one_by_one(policy: str, tokens: int, to
         scores[1, 0, 0] = np.nan if policy == "mrs" and tokens == 4 else 0.5  # is not learnt
         chosen = np.argsort(-scores, axis=2)[..., :2]
         chosen[0, 0, 1] = -1  # padded
-        together.update_layers(layers, scores, chosen)
+        together.update(layers.tolist(), scores, chosen)
         for number, layer in enumerate(layers.tolist()):
-            one_by_one.update(layer, scores[number], chosen[number])
+            update(one_by_one, layer, scores[number], chosen[number])
     for layer in range(5):
         np.testing.assert_allclose(together.priority(layer), one_by_one.priority(layer), rtol=1e-5, atol=1e-9)
         np.testing.assert_allclose(together.priorities()[layer], together.priority(layer), rtol=1e-12)
