@@ -693,6 +693,9 @@ def grid_points() -> dict[str, NDArray[np.uint64]]:
     """Return the points of each weight type's grid: the magnitudes of 4 or 8 columns in the bytes of a number, the first in the lowest."""
 
 def default_threads() -> int: ...
+def crc32(data: NDArray[np.uint8]) -> int:
+    """Return the CRC-32 of contiguous bytes, as `zlib.crc32` does, by the CPU's instructions for it. Threads may run it at once."""
+
 def select_isa(features: set[str], wanted: str = "") -> tuple[str, dict[str, int]]:
     """Return `Runtime.isa` and `Runtime.matrix_tokens` for a CPU with these features: avx2, avx512, vnni, bf16, amx, tile_permission.
 

@@ -12,6 +12,7 @@ import torch
 
 from moegraft.cpu_backend import LAYOUT_VERSION as LAYOUT_VERSION
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
+from moegraft.cpu_backend import crc32 as crc32
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.reference import reference_experts
 from moegraft.operators.weight_formats import FORMATS, STORED_FORMATS

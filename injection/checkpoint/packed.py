@@ -8,7 +8,6 @@ the form of its bytes, the dtype of the weights that they were packed from, and 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from moegraft.injection.checkpoint.files import DTYPES, INDEX, MTP_FILE, LazyTensor
 from moegraft.operators.atomic_file import new_file, write_file
-from moegraft.operators.cpu import LAYOUT_VERSION
+from moegraft.operators.cpu import LAYOUT_VERSION, crc32
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weights import PackedWeights, Part, WeightSource
 
@@ -133,7 +132,7 @@ def _write(path: Path, entries: Sequence[_Entry], modules: Sequence[PackedModule
 
 def _checksums(array: NDArray[np.uint8]) -> list[int]:
     with ThreadPoolExecutor(CHECK_THREADS) as pool:
-        return list(pool.map(zlib.crc32, (array[begin : begin + CHUNK_BYTES] for begin in range(0, len(array), CHUNK_BYTES))))
+        return list(pool.map(crc32, (array[begin : begin + CHUNK_BYTES] for begin in range(0, len(array), CHUNK_BYTES))))
 
 
 class StoredPacked(WeightSource):

@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts
+from moegraft.cpu_backend import LAYOUT_VERSION, PackedExperts, crc32
 from moegraft.operators.atomic_file import NotNeededError, new_file, sweep
 from moegraft.operators.errors import NotEnoughMemoryError, error_sentence, human_bytes
 from moegraft.operators.layout import ExpertsLayout
@@ -38,7 +38,7 @@ from moegraft.operators.offload.frames import InFile
 logger = logging.getLogger(__name__)
 MAGIC = b"moegraft-experts"
 HEADER_BYTES = 1 << 16  # a whole number of pages, so that the mapping behind it is aligned
-CHECK_THREADS = 4  # crc32 runs at 1-3 GB/s per thread; several threads also overlap reads from disk
+CHECK_THREADS = 4  # they overlap reads from disk
 
 Fill = Callable[[PackedExperts], None]
 
@@ -188,7 +188,7 @@ def _map(file: BinaryIO, key: CacheKey, layout: ExpertsLayout, *, writable: bool
 def _checksums(packed: PackedExperts) -> list[int]:
     blocks = packed.buffer.reshape(-1, packed.expert_bytes)
     with ThreadPoolExecutor(CHECK_THREADS) as pool:
-        return list(pool.map(zlib.crc32, blocks))
+        return list(pool.map(crc32, blocks))
 
 
 def _header(key: CacheKey, checksums: list[int]) -> bytes:

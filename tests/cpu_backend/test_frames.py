@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from support.kernel_cases import Layer, make_batch, make_layer
 
-from moegraft.cpu_backend import CachePolicy, ExpertFrames, PackedExperts, Runtime
+from moegraft.cpu_backend import CachePolicy, ExpertFrames, PackedExperts, Runtime, crc32
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 2, 96, 64
 LEAST = EXPERTS + 6  # frames: a layer, four readers and two copies
@@ -313,3 +313,16 @@ def test_refusals(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
             small.open(LEAST * small.frame_bytes, CachePolicy("lru", layers, experts))
     with pytest.raises(ValueError, match="readers is 0"):
         ExpertFrames(0)
+
+
+def test_checksums_are_those_of_zlib() -> None:
+    """Every length around the blocks that are computed at once, and every alignment."""
+    data = np.random.default_rng(0).integers(0, 256, 1 << 17, np.uint8)
+    for length in [*range(300), 4095, 4096 + 17, len(data) - 64]:
+        for start in (0, 1, 7, 63):
+            part = data[start : start + length]
+            assert crc32(part) == zlib.crc32(part), (start, length)
+    with pytest.raises(TypeError, match="uint8"):
+        crc32(np.zeros(3, np.float32))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="data"):
+        crc32(data[::2])

@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/functions.h"
+#include "core/crc32.h"
 #include "core/machine.h"
 #include "core/runtime.h"
 #include "simd/isa.h"
@@ -277,6 +278,15 @@ PYBIND11_MODULE(_kernel, module) {
              return names;
            })
       .def("default_threads", "", [] { return default_threads(); })
+      .def("crc32", "data",
+           [](const py::array& data) {
+             require_layout(data, "data", 1);
+             require_dtype(data, "data", 'u', 1, "uint8");
+             const auto* const bytes = static_cast<const std::byte*>(data.data());
+             const auto count = static_cast<std::size_t>(data.nbytes());
+             py::gil_scoped_release release;
+             return crc32(bytes, count);
+           })
       .def("select_isa", "features, wanted=''",
            [](const py::object& features, const std::string& wanted) {
              const Kernels& kernels = select_kernels(cpu_with(features), wanted);

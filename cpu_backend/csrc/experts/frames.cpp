@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
@@ -20,6 +19,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/crc32.h"
 #include "core/float_conversion.h"
 #include "core/thread_pool.h"
 
@@ -38,38 +38,6 @@ constexpr int kMostPredictedTokens = 32;
 constexpr int kShort = -1;  // an error: the file ends too soon
 constexpr int kDamaged = -2;
 constexpr auto kSpinForExpert = std::chrono::microseconds{20};  // a piece takes hundreds
-
-// CRC-32 as zlib's, eight bytes at a time.
-class Crc32 {
- public:
-  static std::uint32_t of(const std::byte* data, std::size_t bytes) {
-    static const Crc32 tables;
-    const auto& t = tables.tables_;
-    std::uint32_t crc = 0xffffffffu;
-    for (; bytes >= 8; bytes -= 8, data += 8) {
-      std::uint32_t low, high;
-      std::memcpy(&low, data, 4);
-      std::memcpy(&high, data + 4, 4);
-      low ^= crc;
-      crc = t[7][low & 255] ^ t[6][(low >> 8) & 255] ^ t[5][(low >> 16) & 255] ^ t[4][low >> 24] ^ t[3][high & 255] ^
-            t[2][(high >> 8) & 255] ^ t[1][(high >> 16) & 255] ^ t[0][high >> 24];
-    }
-    for (; bytes > 0; --bytes, ++data) crc = t[0][(crc ^ static_cast<std::uint32_t>(*data)) & 255] ^ (crc >> 8);
-    return ~crc;
-  }
-
- private:
-  Crc32() {
-    for (std::uint32_t i = 0; i < 256; ++i) {
-      std::uint32_t crc = i;
-      for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320u : 0u);
-      tables_[0][i] = crc;
-    }
-    for (std::size_t k = 1; k < 8; ++k)
-      for (std::size_t i = 0; i < 256; ++i) tables_[k][i] = tables_[0][tables_[k - 1][i] & 255] ^ (tables_[k - 1][i] >> 8);
-  }
-  std::array<std::array<std::uint32_t, 256>, 8> tables_{};
-};
 
 float widened(const void* values, ActivationType type, std::size_t at) {
   if (type == ActivationType::kFloat32) return static_cast<const float*>(values)[at];
@@ -594,7 +562,7 @@ void ExpertFrames::finish(std::unique_lock<std::mutex>& lock, Key key) {
       memory_.data() + frame_bytes_ * static_cast<std::size_t>(each.frame) + begin_of(layer, key.expert) % kAlignment;
   if (each.error == 0 && !each.verified && !layer.file.checksums.empty()) {
     lock.unlock();
-    const bool right = Crc32::of(data, layer.file.bytes) == layer.file.checksums[static_cast<std::size_t>(key.expert)];
+    const bool right = crc32(data, layer.file.bytes) == layer.file.checksums[static_cast<std::size_t>(key.expert)];
     lock.lock();
     if (!right) each.error = kDamaged;
     each.verified = right;
