@@ -106,7 +106,10 @@ def plan(
 
 
 def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None:
-    memory, load = figures.memory, figures.load
+    from moegraft.operators.cpu import kernel_in_use
+
+    memory, load, kernel = figures.memory, figures.load, kernel_in_use()
+    divided = kernel.memory_nodes > 1
     exact = "" if figures.cache.exact else ", from the config's numbers of heads"
     rows = [
         ("weights", human_bytes(memory.weights), ""),
@@ -116,6 +119,7 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
         *([("experts", human_bytes(memory.frames), f"of {human_bytes(figures.framed_bytes)} in files")] if figures.framed_bytes else []),
         ("running", human_bytes(memory.running), f"with about {human_bytes(memory.activations)} for a prompt of {load.prompt:,} tokens"),
         ("free", human_bytes(figures.available_bytes), ""),
+        ("threads", f"{kernel.threads}", f"on {kernel.memory_nodes} memory nodes, with a part of each matrix in memory" if divided else ""),
     ]
     lines = [f"{meta_model.model_class} by {figures.plan.files[0]}", *columns(rows, right=(1,)), *_gpu_lines(figures, exact)]
     lines += speed_lines(figures)
@@ -237,7 +241,9 @@ def speed_lines(figures: Forecast) -> list[str]:
 
 def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
     """Return all figures, in bytes and tokens per second."""
-    memory = figures.memory
+    from moegraft.operators.cpu import kernel_in_use
+
+    memory, kernel = figures.memory, kernel_in_use()
     sums = {"at_rest": memory.at_rest, "peak_loading": memory.peak_loading, "running": memory.running, "needed": memory.needed}
     return {
         "ok": figures.fits,
@@ -247,6 +253,8 @@ def as_json(figures: Forecast, meta_model: MetaModel) -> Json:
         "bytes_by_device": figures.bytes_by_device,
         "gpu_bytes": {name: getattr(figures.gpu, name) for name in GPU_FIGURES} if figures.gpu else None,
         "gpu_rates": asdict(figures.gpu_rates) if figures.gpu_rates else None,
+        "threads": kernel.threads,
+        "memory_nodes": kernel.memory_nodes,
         "speed": asdict(figures.speed) if figures.speed else None,
         "no_speed": figures.no_speed,
         "rough": figures.rough,

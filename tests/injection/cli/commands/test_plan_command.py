@@ -25,6 +25,7 @@ from moegraft.injection.planning import plan
 from moegraft.injection.rules import read_rules
 from moegraft.operators.base import Rate
 from moegraft.operators.cache_form import KvCache, LayerCache, kv_cache
+from moegraft.operators.cpu import kernel_in_use
 from moegraft.operators.errors import MoegraftError
 from moegraft.operators.registry import load_registry
 
@@ -148,6 +149,18 @@ def test_measured_rates_give_a_speed(experts_rules: Path, run_json: RunJson, run
     assert "rough: other programs ran" in run("plan", experts_rules, "--model", config_folder).stdout
     unknown = run_json("plan", experts_rules, "--model", config_folder, "--var", "weights=int4")
     assert unknown["no_speed"] == "no rate is measured for experts, int4"
+
+
+def test_memory_nodes_are_shown(
+    run: Run, run_json: RunJson, experts_rules: Path, config_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEGRAFT_NODES", "2")
+    nodes = run_json("plan", experts_rules, "--model", config_folder)["memory_nodes"]
+    assert nodes == kernel_in_use().memory_nodes
+    shown = run("plan", experts_rules, "--model", config_folder).stdout
+    assert ("on 2 memory nodes, with a part of each matrix in memory" in shown) == (nodes == 2)
+    monkeypatch.setenv("MOEGRAFT_NODES", "1")
+    assert "memory nodes" not in run("plan", experts_rules, "--model", config_folder).stdout
 
 
 def test_a_wrong_variable_is_no_missing_measurement(monkeypatch: pytest.MonkeyPatch, cache_home: None) -> None:
