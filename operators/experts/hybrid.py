@@ -226,7 +226,7 @@ class HybridExperts(Operator):
             unfit = why_unfit(name, columns)
             if unfit is not None:
                 return unfit
-        return None
+        return options.cache.why_unfit(layout.num_experts)
 
     @classmethod
     def traits(cls, options: HybridExpertsOptions) -> Traits:

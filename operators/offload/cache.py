@@ -6,6 +6,7 @@ The policies are native (`moegraft.cpu_backend.CachePolicy`): the slots of a GPU
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import CachePolicy
+from moegraft.operators.errors import error_sentence
 from moegraft.operators.routing_trace import Trace, TraceError
 
 Scores = NDArray[np.float32]
@@ -50,6 +52,18 @@ class CacheOptions:
         if (self.policy == "static") != (self.profile is not None):
             raise ValueError("policy 'static' needs 'profile', and only it takes one")
 
+    def why_unfit(self, num_experts: int) -> str | None:
+        """Return why the profile cannot serve layers of so many experts; None where it can, or where there is none."""
+        if self.profile is None:
+            return None
+        try:
+            found = _uses(self.profile).shape[1]
+        except (OSError, TraceError) as error:
+            return f"{error_sentence(error)}; moegraft calibrate --routing FILE records a profile"
+        return (
+            None if found == num_experts else f"{self.profile}: a profile of layers with {found} experts, where this one has {num_experts}"
+        )
+
     @property
     def bypasses(self) -> bool:
         """Whether a miss stays out of the cache unless it ranks above a resident expert."""
@@ -62,10 +76,19 @@ def make_policy(options: CacheOptions, layers: int, num_experts: int, top_k: int
     Raises:
         OSError, TraceError: the profile cannot be read, or is for another model.
     """
-    uses = None
-    if options.profile is not None:
-        uses = Trace.load(options.profile).loads()
-        if uses.shape != (layers, num_experts):
-            raise TraceError(f"{options.profile}: expected a profile of {(layers, num_experts)} layers and experts, found {uses.shape}")
+    uses = None if options.profile is None else _uses(options.profile)
+    if uses is not None and uses.shape != (layers, num_experts):
+        raise TraceError(f"{options.profile}: expected a profile of {(layers, num_experts)} layers and experts, found {uses.shape}")
     weights = {"alpha": options.alpha, "frequency_alpha": options.frequency_alpha}
     return CachePolicy(options.policy, layers, num_experts, **weights, top_p=options.top_p or TOP_P_FACTOR * top_k, profile=uses)
+
+
+def _uses(profile: Path) -> NDArray[np.int64]:
+    """Return how often each expert is used in a recorded trace, (L, E)."""
+    status = profile.stat()
+    return _uses_of_version(profile, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=1)  # each layer of a plan asks for it
+def _uses_of_version(profile: Path, changed_ns: int, size: int) -> NDArray[np.int64]:
+    return Trace.load(profile).loads()

@@ -103,10 +103,15 @@ class FramedLayers:
         frames.open(budget, make_policy(options, len(layers), most, top_k=most))  # scores are those of a token's experts alone
         self._frames = frames
         every, size = sum(packed.shape.num_experts for _, packed, _ in layers), sum(packed.nbytes for _, packed, _ in layers)
-        logger.info(
-            "memory holds %d of %d experts (%s of %s); the others are read from %s as they are needed",
-            min(frames.frames, every), every, human_bytes(frames.frames * frames.frame_bytes), human_bytes(size), layers[0][2].path.parent,
-        )  # fmt: skip
+        folder = layers[0][2].path.parent
+        if frames.frames >= every:
+            logger.info(
+                "memory has room for all %d experts (%s), which are read from %s as they are needed", every, human_bytes(size), folder
+            )
+            return
+        held = human_bytes(frames.frames * frames.frame_bytes)
+        text = "memory holds %d of %d experts (%s of %s); the others are read from %s as they are needed"
+        logger.info(text, frames.frames, every, held, human_bytes(size), folder)
 
     def set_router(self, number: int, router: Router) -> None:
         """Predict a layer by its router, if that is a matrix with a row for each expert."""

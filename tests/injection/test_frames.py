@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.families import build_model, case_of, prompt
+from support.routing_traces import random_trace
 from transformers import PreTrainedModel
 
 from moegraft.cpu_backend import ExpertFrames
@@ -112,10 +113,27 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_what_memory_holds_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
     with caplog.at_level(logging.INFO):
-        load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: auto")
+        model = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: auto", model=demo_path())
+        assert any("memory has room for all" in line and "experts" in line for line in caplog.messages)
+        caplog.clear()
+        load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {least(model)}", model=demo_path())
     assert any("memory holds" in line and "the others are read from" in line for line in caplog.messages)
+
+
+def test_a_profile_that_is_not_there_is_found_before_loading(tmp_path: Path) -> None:
+    stock = build_model(case_of("qwen3_moe"))
+    stock.save_pretrained(tmp_path / "model")
+    options = f"cache_dir: '{tmp_path}/cache', memory: auto, cache: {{policy: static, profile: trace.npz}}"
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:5:.*trace\.npz: No such file or directory; moegraft calibrate --routing"):
+        load(tmp_path, options)
+    (tmp_path / "trace.npz").write_bytes(b"no trace")
+    with pytest.raises(RuleFileError, match=r"trace\.npz: not a routing trace: not a complete \.npz file; moegraft calibrate"):
+        load(tmp_path, options)
+    random_trace(4, 3, 5, 2).save(tmp_path / "trace.npz")
+    with pytest.raises(RuleFileError, match=r"a profile of layers with 5 experts, where this one has \d+"):
+        load(tmp_path, options)
+    assert not (tmp_path / "cache").exists(), "nothing was packed"
 
 
 def test_a_router_of_more_experts_predicts_nothing(tmp_path: Path) -> None:
