@@ -144,14 +144,14 @@ _LEADING_ZERO = re.compile(r"[-+]?0[0-9]")
 
 @dataclass(frozen=True, slots=True)
 class ScalarNode:
-    """One value; `variable` is the name of the `${...}` that it comes from, for messages."""
+    """One value; `origin` is the `${...}` that it comes from, for messages, with its place where that is another file."""
 
     value: Value
     position: Position
-    variable: str | None = None
+    origin: str | None = None
 
     def __str__(self) -> str:
-        origin = f" (from ${{{self.variable}}})" if self.variable else ""
+        origin = f" (from {self.origin})" if self.origin else ""
         if isinstance(self.value, str):
             return f"text {shown(self.value)}{origin}"
         return f"{plain_text(self.value)}{origin}"

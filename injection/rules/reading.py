@@ -89,7 +89,8 @@ def read_rules(
         rules += [rule for rule in own if not (rule.named and rule.id in taken)]
     findings.raise_errors()
     files = tuple(header.position.file for header in headers)
-    return RuleFile(tuple(rules), variables, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
+    values = {name: variable.value for name, variable in variables.items()}
+    return RuleFile(tuple(rules), values, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
 
 
 def check_syntax(source: str | os.PathLike[str]) -> None:
@@ -104,7 +105,7 @@ def check_syntax(source: str | os.PathLike[str]) -> None:
         _read_chain(path, findings, None)
 
 
-def _filled(node: Node | None, variables: Mapping[str, Value], findings: Findings) -> Node | None:
+def _filled(node: Node | None, variables: Mapping[str, Variable], findings: Findings) -> Node | None:
     return None if node is None else _substitute(node, variables, findings)
 
 
@@ -170,10 +171,10 @@ def _read_chain(path: Path, findings: Findings, text: str | None) -> list[Header
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One entry of `vars`."""
+    """One entry of `vars`, or a value that the caller gives, which has no position."""
 
     value: Value
-    position: Position
+    position: Position | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +229,10 @@ def _read_vars(node: Node | None, findings: Findings) -> dict[str, Variable]:
     return variables
 
 
-def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Value]:
-    merged: dict[str, Value] = {}
+def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings: Findings) -> dict[str, Variable]:
+    merged: dict[str, Variable] = {}
     for header in reversed(headers):
-        merged.update((name, variable.value) for name, variable in header.vars.items())
+        merged.update(header.vars)
     for name, value in given.items():
         if name not in merged:
             known = did_you_mean(str(name), merged) or "; it has no vars"
@@ -242,7 +243,7 @@ def _merge_vars(headers: Sequence[Header], given: Mapping[str, object], findings
         elif isinstance(value, str) and (unprintable := why_unprintable(value)) is not None:
             findings.error(headers[0].position, f"the value of variable '{name}': {unprintable}")
         else:
-            merged[name] = value
+            merged[name] = Variable(value, None)
     return merged
 
 
@@ -252,6 +253,7 @@ def _report_unused(headers: Sequence[Header], findings: Findings) -> None:
     for header in headers[:-1]:
         for name, variable in header.vars.items():
             if name not in used:
+                assert variable.position is not None, "it is an entry of a file"
                 findings.error(variable.position, f"no rule uses variable {shown(name)}{did_you_mean(name, sorted(used)) or ': remove it'}")
 
 
@@ -264,7 +266,7 @@ def _references(node: Node | None) -> Iterator[str]:
             yield from _references(inner)
 
 
-def _substitute(node: Node, variables: Mapping[str, Value], findings: Findings) -> Node:
+def _substitute(node: Node, variables: Mapping[str, Variable], findings: Findings) -> Node:
     """Return `node` with every `${name}` replaced; an undefined one is an error at its position and becomes null."""
     if isinstance(node, ScalarNode):
         return _substituted(node, variables, findings)
@@ -273,7 +275,7 @@ def _substitute(node: Node, variables: Mapping[str, Value], findings: Findings) 
     return MappingNode(tuple(replace(entry, value=_substitute(entry.value, variables, findings)) for entry in node), node.position)
 
 
-def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Findings) -> ScalarNode:
+def _substituted(node: ScalarNode, variables: Mapping[str, Variable], findings: Findings) -> ScalarNode:
     text = node.value
     if not isinstance(text, str) or "${" not in text:
         return node
@@ -287,13 +289,18 @@ def _substituted(node: ScalarNode, variables: Mapping[str, Value], findings: Fin
             findings.void(node.position, f"variable {shown(f'${{{name}}}')} is not defined{known}")
             return replace(node, value=None)
     if len(names) == 1 and text == f"${{{names[0]}}}":
-        return ScalarNode(variables[names[0]], node.position, names[0])
-    length = len(_REFERENCE.sub("", text)) + sum(len(plain_text(variables[name])) for name in names)
+        return ScalarNode(variables[names[0]].value, node.position, _origin(node, names[0], variables))
+    length = len(_REFERENCE.sub("", text)) + sum(len(plain_text(variables[name].value)) for name in names)
     if length > MAX_TEXT:
         findings.void(node.position, f"a value may have at most {MAX_TEXT} characters, and this one has {length} with its variables")
         return replace(node, value=None)
-    filled = _REFERENCE.sub(lambda reference: plain_text(variables[reference[1]]), text)
-    return ScalarNode(filled, node.position, names[0] if names else None)
+    filled = _REFERENCE.sub(lambda reference: plain_text(variables[reference[1]].value), text)
+    return ScalarNode(filled, node.position, _origin(node, names[0], variables) if names else None)
+
+
+def _origin(node: ScalarNode, name: str, variables: Mapping[str, Variable]) -> str:
+    position = variables[name].position
+    return f"${{{name}}}" if position is None or position.file == node.position.file else f"${{{name}}}, {position}"
 
 
 def _read_requires(node: Node | None, findings: Findings) -> tuple[Requirement, ...]:
@@ -552,7 +559,7 @@ def _read_operator(node: Node, registry: OperatorRegistry, findings: Findings) -
 
 
 def _read_kwargs(node: Node | None, places: dict[str, Position], findings: Findings) -> MappingNode | None:
-    if node is None or (isinstance(node, ScalarNode) and node.value is None and node.variable is None):
+    if node is None or (isinstance(node, ScalarNode) and node.value is None and node.origin is None):
         return None
     places["kwargs"] = node.position
     if not isinstance(node, MappingNode):

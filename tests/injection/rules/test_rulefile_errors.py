@@ -121,6 +121,17 @@ def test_a_misspelt_variable_of_a_file_that_extends_another_is_an_error(tmp_path
     assert found.message == "no rule uses variable 'xyz': remove it"
 
 
+def test_a_wrong_value_of_a_variable_has_its_own_place_too(tmp_path: Path) -> None:
+    used = "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {alpha: '${alpha}'}}\n"
+    base = write(tmp_path, f"vars: {{alpha: 0.5}}\nrules:\n{used}", "base.yaml")
+    child = write(tmp_path, "extends: base.yaml\nvars: {alpha: much}\n", "child.yaml")
+    (found,) = findings_of(lambda: read(child))
+    assert found.position.file == str(base)
+    assert found.message.endswith(f"must be a number, not text 'much' (from ${{alpha}}, {child}:2:8)")
+    (found,) = findings_of(lambda: read(base, alpha="much"))
+    assert found.message.endswith("not text 'much' (from ${alpha})")
+
+
 def test_a_variable_may_serve_a_rule_that_is_replaced(tmp_path: Path) -> None:
     used = "- id: one\n  match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {alpha: '${alpha}'}}\n"
     write(tmp_path, f"vars: {{alpha: 0.5}}\nrules:\n{used}", "base.yaml")
