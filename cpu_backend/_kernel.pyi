@@ -233,6 +233,9 @@ class ExpertFrames:
         """Of the largest layer, and for what is being read ahead."""
     def residents(self, layer: int) -> list[int]:
         """Return the experts of a layer that are in memory."""
+    def in_memory(self, layer: int, expert: int) -> bool: ...
+    def ask(self, layer: int, experts: Sequence[int]) -> None:
+        """Ask for experts, which are read after what layers demand; those not begun by the next demand are forgotten. Does not wait."""
     def copy(self, layer: int, expert: int, start: int, out: NDArray[np.uint8]) -> None:
         """Copy bytes of an expert, which is read if it is not in memory.
 

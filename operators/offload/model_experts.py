@@ -281,6 +281,7 @@ def _fill_slots(engine: Engine) -> None:
     for layer in range(slots.layers):
         count = min(slots.capacity_of(layer), slots.num_experts)
         best = np.argsort(-engine.policy.priority(layer), kind="stable")[:count]
+        queue.store.bring(layer, best.tolist())
         for expert in best.tolist():
             queue.request(layer, expert, Urgency.PROMOTION)
     while not queue.idle:

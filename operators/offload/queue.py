@@ -6,7 +6,8 @@ chunk only after others could have been copied, as with CUDA, it is as many more
 stream waits for (`ready`) is submitted whole.
 
 Threads: calls may come from any thread; the device's notifier submits the next chunk when one has landed. One lock, the slot table's,
-guards everything; nothing blocks under it except a ring of page-locked chunks that is full.
+guards everything; nothing blocks under it except a ring of page-locked chunks that is full, and a copy of an expert that has left its frame
+since it was brought to memory.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class TransferQueue:
             DeviceError: the queue is closed.
             RuntimeError: in a forked child.
         """
+        if urgency is Urgency.DEMAND:
+            self.store.bring(layer, (expert,))
         with self._lock:
             self._check_open()
             transfer = self._demand(layer, expert) if urgency is Urgency.DEMAND else self._prefetch(layer, expert, urgency)
@@ -157,6 +160,7 @@ class TransferQueue:
     def demand(self, layer: int, experts: Sequence[int]) -> list[Transfer]:
         """`request` experts in this order until none can have a slot; returns those that have one. Cheaper than one by one."""
         found: list[Transfer] = []
+        self.store.bring(layer, experts)
         with self._lock:
             self._check_open()
             run = 1 + self._ahead
@@ -249,6 +253,9 @@ class TransferQueue:
             DeviceError: one of them has failed; later failures surface behind the events.
             ValueError: one was cancelled.
         """
+        for each in transfers:
+            if each.sent_bytes < self.store.expert_bytes and not each.done:
+                self.store.bring(each.layer, (each.expert,))
         with self._lock:
             left = sum(self.store.expert_bytes - each.sent_bytes for each in transfers)
             run = max(1 + self._ahead, ceil(left / self.chunk_bytes / 2))  # of two halves: the host learns of the first during the second
@@ -318,7 +325,10 @@ class TransferQueue:
         if transfer is not None:
             self._join(transfer, urgency)
         elif not self.slots.is_resident(layer, expert) and self.slots.capacity_of(layer) > 0:
-            transfer = self._add(Transfer(self, layer, expert, urgency))
+            if self.store.in_memory(layer, expert):
+                transfer = self._add(Transfer(self, layer, expert, urgency))
+            else:  # it can be requested again once it is there
+                self.store.ask(layer, (expert,))
         return transfer
 
     def _demand(self, layer: int, expert: int) -> Transfer | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.offload.devices.base import Buffer, Bytes, Device, DeviceError, Event, OutOfDeviceMemoryError, aligned_bytes
@@ -58,6 +61,27 @@ class ExpertStore:
     def in_frames(self, layer: int) -> bool:
         """Return whether the bytes of a layer's experts move in memory, and come from files."""
         return layer in self._framed
+
+    def in_memory(self, layer: int, expert: int) -> bool:
+        """Return whether an expert can be copied without a read from its file."""
+        framed = self._framed.get(layer)
+        return framed is None or (framed.frames is not None and framed.frames.in_memory(framed.layer_in_frames, expert))
+
+    def ask(self, layer: int, experts: Sequence[int]) -> None:
+        """Ask for the experts of frames among these, without waiting for them."""
+        framed = self._framed.get(layer)
+        if framed is not None and framed.frames is not None:
+            framed.frames.ask(framed.layer_in_frames, experts)
+
+    def bring(self, layer: int, experts: Sequence[int]) -> None:
+        """Wait until experts are in memory. One that cannot be read fails when it is copied."""
+        missing = [expert for expert in experts if not self.in_memory(layer, expert)]
+        if missing:
+            self.ask(layer, missing)
+            nothing = np.empty(0, np.uint8)
+            for expert in missing:
+                with suppress(DeviceError):
+                    self.copy(layer, expert, 0, nothing)
 
     def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
         """Copy an expert's bytes from `start` on.

@@ -236,6 +236,24 @@ def test_copies(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
         stored.frames.copy(0, 0, 1, np.empty(stored.packed[0].expert_bytes, np.uint8))
 
 
+def test_experts_that_are_asked_for_arrive(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
+    stored = store(tmp_path, 2, LEAST)
+    assert not stored.frames.in_memory(1, 3)
+    stored.frames.ask(1, [3, 5, 3])
+    end = time.monotonic() + 20
+    while not (stored.frames.in_memory(1, 3) and stored.frames.in_memory(1, 5)):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    stored.frames.ask(1, [3])
+    assert stored.frames.counts()["reads"] == 2
+    for wrong in (EXPERTS, -1):
+        with pytest.raises(ValueError, match=f"layer 1 has no expert {wrong}"):
+            stored.frames.ask(1, [wrong])
+        with pytest.raises(ValueError, match=f"layer 1 has no expert {wrong}"):
+            stored.frames.in_memory(1, wrong)
+    stored.forward(next(iter(runtimes.values())), 1, 40)
+
+
 def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     stored = store(tmp_path, 2, LEAST)
     runtime, size = next(iter(runtimes.values())), stored.packed[0].expert_bytes

@@ -318,6 +318,11 @@ void bind_policy(py::module_& module) {
       });
 }
 
+void check_expert(const ExpertFrames& frames, int layer, int expert) {
+  if (expert < 0 || expert >= frames.experts_of(layer))
+    raise_value_error("ExpertFrames: layer " + std::to_string(layer) + " has no expert " + std::to_string(expert));
+}
+
 void bind_frames(py::module_& module) {
   Binder(py::class_<PyFrames>(module, "ExpertFrames"))
       .constructor("readers=4", [](int readers) { return std::make_unique<PyFrames>(readers); })
@@ -340,13 +345,23 @@ void bind_frames(py::module_& module) {
              (void)self.frames->experts_of(layer);
              return self.frames->residents(layer);
            })
+      .def("in_memory", "layer, expert",
+           [](PyFrames& self, int layer, int expert) {
+             check_expert(*self.frames, layer, expert);
+             return self.frames->peek(layer, expert) != nullptr;
+           })
+      .def("ask", "layer, experts",
+           [](PyFrames& self, int layer, const std::vector<int>& experts) {
+             for (const int expert : experts) check_expert(*self.frames, layer, expert);
+             self.frames->ask(layer, experts);
+           })
       .def("copy", "layer, expert, start, out",
            [](PyFrames& self, int layer, int expert, std::uint64_t start, const py::array& out) {
              require_layout(out, "out", 1);
              require_dtype(out, "out", 'u', 1, "uint8");
              const auto bytes = static_cast<std::size_t>(out.nbytes());
-             if (expert < 0 || expert >= self.frames->experts_of(layer) || start + bytes > self.frames->bytes_of(layer))
-               raise_value_error("copy: there are no such bytes of an expert");
+             check_expert(*self.frames, layer, expert);
+             if (start + bytes > self.frames->bytes_of(layer)) raise_value_error("copy: there are no such bytes of an expert");
              auto* const to = static_cast<std::byte*>(const_cast<void*>(out.data()));
              py::gil_scoped_release release;
              self.frames->copy(layer, expert, start, bytes, to);

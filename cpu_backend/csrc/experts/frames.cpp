@@ -414,6 +414,18 @@ void ExpertFrames::expect(int number, const std::vector<int>& experts) {
   }
 }
 
+void ExpertFrames::ask(int number, const std::vector<int>& experts) {
+  check_use();
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  for (const int expert : experts) {
+    Entry& each = entry({number, expert});
+    if (each.state != State::kAbsent) continue;
+    each.state = State::kQueued;
+    predictions_.push_back({number, expert});
+  }
+  if (!predictions_.empty()) shared_->work.notify_all();
+}
+
 // A step of many tokens needs nearly all experts: those of the highest ranks, which are used most, first.
 void ExpertFrames::expect_all(int number) {
   const Layer& layer = *layers_[static_cast<std::size_t>(number)];
@@ -460,6 +472,7 @@ void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t b
   Entry& each = entry(key);
   ++each.pins;
   ++each.copies;
+  each.predicted = false;
   require(key, lock);
   shared_->landed.wait(lock, [&] { return each.state == State::kReady || each.state == State::kFailed; });
   const bool failed = each.state == State::kFailed;

@@ -100,6 +100,8 @@ class ExpertFrames {
   const std::byte* peek(int layer, int expert) const {
     return layers_[static_cast<std::size_t>(layer)]->entries[static_cast<std::size_t>(expert)].data.load(std::memory_order_acquire);
   }
+  // Asks for experts that are not in memory, after what is demanded; those that have not begun to be read at the next demand() are forgotten.
+  void ask(int layer, const std::vector<int>& experts);
   // Copies an expert's bytes [start, start + bytes), read if needed. Throws std::runtime_error where it cannot be read.
   void copy(int layer, int expert, std::size_t start, std::size_t bytes, std::byte* to);
   // Throws std::runtime_error where an expert that was demanded could not be read, once. It is read again at its next demand.

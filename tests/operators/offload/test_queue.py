@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 from support.transfer_harness import DEVICES, LINK, Harness, advance, chunk_order, make_device
 from support.virtual_device import VirtualDevice
 
-from moegraft.operators.offload.devices.base import Callback, DeviceError, Event, Work
-from moegraft.operators.offload.queue import DEMAND_DEPTH, PREFETCH_DEPTH
+from moegraft.operators.offload.devices.base import Bytes, Callback, DeviceError, Event, Work
+from moegraft.operators.offload.queue import DEMAND_DEPTH, PREFETCH_DEPTH, open_expert_cache
+from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency, default_chunk_bytes
 
 DEMAND, NEXT, DEEPER, PROMOTION = Urgency
@@ -474,3 +478,57 @@ def test_chunks_of_real_experts(expert_bytes: int, chunks: int) -> None:
     chunk = default_chunk_bytes(expert_bytes)
     assert -(-expert_bytes // chunk) == chunks
     assert chunk % 64 == 0
+
+
+class StoreOfFiles(ExpertStore):
+    """Experts are in memory once they were brought there; whoever waits for that must not hold the queue's lock."""
+
+    def __init__(self) -> None:
+        memory = np.repeat(np.arange(5, dtype=np.uint8), 64)
+        super().__init__([memory], 5, 64)
+        self.there: set[int] = set()
+        self.asked: list[int] = []
+        self.lock: Any = None
+
+    def in_frames(self, layer: int) -> bool:
+        return True
+
+    def in_memory(self, layer: int, expert: int) -> bool:
+        return expert in self.there
+
+    def ask(self, layer: int, experts: Sequence[int]) -> None:
+        self.asked += experts
+
+    def bring(self, layer: int, experts: Sequence[int]) -> None:
+        free: list[bool] = []
+        thread = threading.Thread(target=lambda: free.append(self.lock.acquire(timeout=5)) or self.lock.release())
+        thread.start()
+        thread.join()
+        assert free == [True], "another thread can use the queue meanwhile"
+        self.there |= set(experts)
+
+    def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
+        assert expert in self.there, "a read under the lock"
+        super().copy(layer, expert, start, target)
+
+
+def test_files_are_read_before_the_lock_is_taken() -> None:
+    store, device = StoreOfFiles(), make_device("virtual")
+    cache = open_expert_cache(device, store, SlotPlan((3,), 2), lambda layer: np.arange(5.0), chunk_bytes=32)
+    assert cache is not None
+    queue, store.lock = cache.queue, cache.slots.lock
+    assert queue.request(0, 1, Urgency.NEXT) is None, "a prefetch waits for no file"
+    queue.prefetch([(0, 2)], Urgency.DEEPER)
+    assert store.asked == [1, 2] and queue.idle
+    store.there.add(1)
+    prefetched = queue.request(0, 1, Urgency.NEXT)
+    assert prefetched is not None
+    transfers = queue.demand(0, [3, 4])
+    store.there.discard(4)  # leaves its frame before its last bytes are sent
+    for event in queue.ready(transfers):
+        event.wait()
+    prefetched.wait()
+    for transfer in (prefetched, *transfers):
+        assert (cache.arena.array[64 * transfer.slot : 64 * transfer.slot + 64] == transfer.expert).all()  # type: ignore[attr-defined]
+    queue.release_all(transfers, None)
+    cache.close()
