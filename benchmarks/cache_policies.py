@@ -7,8 +7,9 @@
 - sweep: the weights `alpha` and `frequency_alpha` and `top_p`, on other tokens than `policies`.
 - candidates: policies, sources of predictions (`harness/foresight.py`) and inexact routing of later papers, in decoding, at 10, 25 and 50 %
   of each layer's experts and of all experts (slots that layers share, as experts in files have), with predictions 0 to 3 layers ahead and
-  at most two experts fetched a layer; all arrive in time. `against_default` is in points of hits. A third trace is of drawn routing whose
-  popular experts change every 512 tokens. The bundled model has five layers, so that naming the first one's experts is worth more here.
+  at most two experts fetched a layer; all arrive in time. With `bypass`, a miss stays out of the slots unless it ranks above a resident
+  expert. `against_default` is in points of hits; `loads_a_token` are the experts that take a slot. The third trace is of drawn routing
+  whose popular experts change every 512 tokens. In the bundled model's five layers, naming the first one's experts is worth more.
 
 The bundled model's texts are `plays`, held out of its training, and `mixed`, in which plays and this project's guides alternate, so that
 the popular experts change. At 25 % the bundled model has as many slots as a token has experts, so that without bypass and prefetch all
@@ -18,7 +19,7 @@ LRU; it shows how policies use such a memory, but nothing about real models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
@@ -59,7 +60,8 @@ STRENGTHS = (0.0, 0.2, 0.5)  # of cache-aware routing; the paper tunes it by mod
 CANDIDATES = (
     *(("score_frequency", "router", ahead) for ahead in (3, 2, 1, 0)),
     *(("mrs", "router", ahead) for ahead in (3, 2, 1, 0)),
-    *((name, "router", ahead) for name in ("lru", "least_stale", "min") for ahead in (3, 0)),
+    *(("score_frequency, bypass", "router", ahead) for ahead in (3, 1, 0)),
+    *((name, "router", ahead) for name in ("lru", "least_stale", "min", "min, bypass") for ahead in (3, 0)),
     *(("score_frequency", source, ahead) for source in (*SOURCES, "perfect") for ahead in (3, 1)),
 )
 # Hit rates in percent: model, ratio of experts, LRU and MRS (HybriMoE, Figure 9 and section VI-D).
@@ -107,10 +109,10 @@ def policy(name: str, trace: Trace) -> CachePolicy:
     return make_policy(OPTIONS[name], trace.num_layers, trace.num_experts, trace.top_k)
 
 
-def played(trace: Trace, make: Callable[[], CachePolicy], ratio: float, **chosen: object) -> ReplayCounts:
+def played(trace: Trace, policy: CachePolicy, ratio: float, **chosen: object) -> ReplayCounts:
     count = slots(trace.num_layers, trace.num_experts, ratio, chosen.get("shared"))
     settings = ReplaySettings(count, warm_tokens=trace.num_tokens // WARM, **chosen)  # type: ignore[arg-type]
-    return replay(trace, make(), settings)
+    return replay(trace, policy, settings)
 
 
 def slots(layers: int, num_experts: int, ratio: float, shared: object) -> int:
@@ -125,7 +127,7 @@ def policies(trace: Trace) -> Iterator[Row]:
         if name == "static" and "bypass" in way:
             continue  # a static profile always bypasses
         bypass = bool(way.get("bypass", name == "static"))
-        counts = played(trace, lambda name=name: policy(name, trace), ratio, **{**way, "bypass": bypass})  # type: ignore[misc]
+        counts = played(trace, policy(name, trace), ratio, **{**way, "bypass": bypass})
         layer_tokens = trace.num_layers * (trace.num_tokens - trace.num_tokens // WARM)
         row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "experts": trace.num_experts, "top_k": trace.top_k}
         row |= {"ratio": ratio, "admission": "bypass" if bypass else "always", "scope": "global" if way.get("shared") else "layer"}
@@ -143,17 +145,13 @@ def candidates(traces: dict[str, Trace]) -> Iterator[Row]:
             trace = traces.get(source)
             if trace is None or (source == "default vector" and ahead > 1):
                 continue
-            way = {"shared": shared, "prefetch": FETCHED if ahead else 0, "lookahead": max(ahead, 1)}
-            counts = played(trace, lambda: policy(name, trace), ratio, **way)  # noqa: B023
+            kept, _, bypass = name.partition(", ")
+            way = {"shared": shared, "bypass": bool(bypass), "prefetch": FETCHED if ahead else 0, "lookahead": max(ahead, 1)}
+            counts = played(trace, policy(kept, trace), ratio, **way)
             default = counts.hit_rate if default is None else default
             row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "ratio": ratio, "scope": "global" if shared else "layer"}
-            row |= {
-                "slots": slots(trace.num_layers, trace.num_experts, ratio, shared),
-                "policy": name,
-                "source": source,
-                "lookahead": ahead,
-                "routing": "exact",
-            }
+            count = slots(trace.num_layers, trace.num_experts, ratio, shared)
+            row |= {"slots": count, "policy": name, "source": source, "lookahead": ahead, "routing": "exact"}
             row |= {"hit_percent": round(100 * counts.hit_rate, 2), "against_default": round(100 * (counts.hit_rate - default), 2)}
             tokens = trace.num_tokens - trace.num_tokens // WARM
             yield row | {"loads_a_token": round((counts.admitted + counts.prefetched) / tokens, 2), "perplexity": ""}
@@ -216,7 +214,7 @@ def sweep(trace: Trace) -> Iterator[Row]:
     for options in tried:
         row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "policy": options.policy, "alpha": options.alpha}
         row |= {"top_p": options.top_p or 2 * trace.top_k, "frequency_alpha": options.frequency_alpha}
-        hits = [100 * played(trace, lambda: make_policy(options, *shape), ratio).hit_rate for ratio in SWEEP_RATIOS]  # noqa: B023
+        hits = [100 * played(trace, make_policy(options, *shape), ratio).hit_rate for ratio in SWEEP_RATIOS]
         row |= {f"hit_percent_{ratio}": round(percent, 2) for ratio, percent in zip(SWEEP_RATIOS, hits, strict=True)}
         row |= {"hit_percent": round(sum(hits) / len(hits), 2)}
         yield row

@@ -12,6 +12,7 @@ PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 Row = dict[str, str]
 Columns = Mapping[str, str | Callable[[Row], str]]
 SECTIONS: dict[str, Callable[[], str]] = {}
+ASKED = ("policy", "source", "lookahead", "routing")  # of a candidate of `cache_policies.py`
 
 
 def section(generate: Callable[[], str]) -> Callable[[], str]:
@@ -345,6 +346,29 @@ GPU_SYSTEMS = {
     "all": "**moegraft**, layer by layer",
     "all, captured": "**moegraft**, captured steps",
 }
+
+
+@section
+def cache_candidates() -> str:
+    """Return the hit rates of later papers' policies, predictions and routing at 10, 25 and 50 % of the slots."""
+    rows = read("cache_candidates")
+    hits: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row["hit_percent"] and not (row["routing"] == "exact" and row["perplexity"]):
+            hits.setdefault(tuple(row[of] for of in (*ASKED, "trace", "scope")), []).append(fixed("hit_percent", 1)(row))
+    decoded = {tuple(row[of] for of in ASKED): [] for row in rows if row["perplexity"]}
+    for row in rows:
+        if row["perplexity"]:
+            decoded[tuple(row[of] for of in ASKED)].append(float(row["perplexity"]))
+    places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows if row["scope"]))
+    body = []
+    for asked in dict.fromkeys(tuple(row[of] for of in ASKED) for row in rows):
+        if asked[2] != "3" and asked[1:3] not in (("default vector", "1"), ("router", "0")) and asked[3] == "exact":
+            continue
+        perplexity = f"{max(decoded[asked]):.2f}" if asked in decoded else "-"
+        body.append([*asked, *(" / ".join(hits.get((*asked, *place), ["-"])) for place in places), perplexity])
+    head = [*ASKED, *(f"{trace}, {'shared slots' if scope == 'global' else 'slots of a layer'}" for trace, scope in places), "perplexity"]
+    return table(head, body) + f"\n\n{provenance(rows)}"
 
 
 @section
