@@ -12,7 +12,6 @@ PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 Row = dict[str, str]
 Columns = Mapping[str, str | Callable[[Row], str]]
 SECTIONS: dict[str, Callable[[], str]] = {}
-ASKED = ("policy", "source", "lookahead", "routing")  # of a candidate of `cache_policies.py`
 
 
 def section(generate: Callable[[], str]) -> Callable[[], str]:
@@ -353,22 +352,24 @@ def cache_candidates() -> str:
     """Return the hit rates of later papers' policies, predictions and routing at 10, 25 and 50 % of the slots."""
     rows = read("cache_candidates")
     hits: dict[tuple[str, ...], list[str]] = {}
+    perplexities: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        if row["hit_percent"] and not (row["routing"] == "exact" and row["perplexity"]):
-            hits.setdefault(tuple(row[of] for of in (*ASKED, "trace", "scope")), []).append(fixed("hit_percent", 1)(row))
-    decoded = {tuple(row[of] for of in ASKED): [] for row in rows if row["perplexity"]}
-    for row in rows:
+        asked = row["policy"], row["source"], row["lookahead"], row["routing"]
         if row["perplexity"]:
-            decoded[tuple(row[of] for of in ASKED)].append(float(row["perplexity"]))
+            perplexities.setdefault(asked, []).append(float(row["perplexity"]))
+        if row["hit_percent"] and not (row["perplexity"] and row["routing"] == "exact"):
+            hits.setdefault((*asked, row["trace"], row["scope"]), []).append(fixed("hit_percent", 1)(row))
     places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows if row["scope"]))
     body = []
-    for asked in dict.fromkeys(tuple(row[of] for of in ASKED) for row in rows):
-        if asked[2] != "3" and asked[1:3] not in (("default vector", "1"), ("router", "0")) and asked[3] == "exact":
-            continue
-        perplexity = f"{max(decoded[asked]):.2f}" if asked in decoded else "-"
-        body.append([*asked, *(" / ".join(hits.get((*asked, *place), ["-"])) for place in places), perplexity])
-    head = [*ASKED, *(f"{trace}, {'shared slots' if scope == 'global' else 'slots of a layer'}" for trace, scope in places), "perplexity"]
-    return table(head, body) + f"\n\n{provenance(rows)}"
+    for asked in dict.fromkeys([*(key[:4] for key in hits), *perplexities]):
+        policy, source, lookahead, routing = asked
+        if lookahead == "3" or routing != "exact" or (lookahead == "0" and "score" in policy) or source == "default vector":
+            cells = (" / ".join(hits.get((*asked, *place), ["-"])) for place in places)
+            loss = f"{max(perplexities[asked]):.2f}" if asked in perplexities else "-"
+            body.append([policy or "-", "-" if lookahead == "0" else source, routing, *cells, loss])
+    names = {"layer": "of each layer", "global": "shared"}
+    titles = (f"{trace.split(', ')[-1]}, slots {names[scope]}" for trace, scope in places)
+    return table(["policy", "source of predictions", "routing", *titles, "perplexity"], body) + f"\n\n{provenance(rows)}"
 
 
 @section
