@@ -143,7 +143,7 @@ def candidates(traces: dict[str, Trace]) -> Iterator[Row]:
         default = None
         for name, source, ahead in CANDIDATES:
             trace = traces.get(source)
-            if trace is None or (source == "default vector" and ahead > 1):
+            if trace is None:
                 continue
             kept, _, bypass = name.partition(", ")
             way = {"shared": shared, "bypass": bool(bypass), "prefetch": FETCHED if ahead else 0, "lookahead": max(ahead, 1)}
@@ -170,7 +170,7 @@ def candidate_traces(foresight: Foresight, tokens: int) -> Iterator[dict[str, Tr
 def inexact(foresight: Foresight, tokens: int) -> Iterator[Row]:
     """Return the perplexity of plays where predicted experts are computed, and the perplexity and hits of cache-aware routing."""
     ids = token_ids(held_out())[tokens : tokens + tokens // 2]
-    for source in ("router", "residual", "default vector", "fitted", "before attention"):
+    for source in ("router", "residual", "fitted", "before attention"):
         row: Row = {"trace": "plays", "tokens": len(ids), "source": source, "lookahead": 1, "routing": "predicted"}
         yield row | {"perplexity": round(foresight.executed(source, ids), 3)}
     ways = list(product(FEW_RATIOS, (False, True)))
@@ -269,7 +269,8 @@ def main() -> None:
     options.add_argument("--text", type=Path, nargs="*", default=[], help="further text files for the bundled model")
     given = options.parse_args()
     for part in given.parts:
-        rows = Recorder(f"cache_{part}", write=given.write)
+        key = ("trace", "ratio", "scope", "policy", "source", "lookahead", "routing") if part == "candidates" else ()
+        rows = Recorder(f"cache_{part}", replaces=key, write=given.write)  # rows of candidates that are no longer here stay
         if part == "candidates":
             tokens = given.tokens // 2
             foresight = Foresight(token_ids(split_text(TEXT.read_text(encoding="utf-8"))[0])[-CALIBRATION:])

@@ -4,12 +4,13 @@ Sources of predictions, each as `Trace.predicted` of the same tokens, so that a 
 
 - router: the routers of the next layers on the current router's input (HybriMoE, arXiv:2504.05897), which every trace has.
 - residual: the same on that input plus the mean difference of the two layers' inputs in a calibration text (DALI, arXiv:2602.03495).
-- default vector: the next layer's norm and router on the stream after attention plus the chosen experts' mean outputs (arXiv:2603.19289).
 - fitted: instead of the routers, linear maps that least squares fit to their logits, on the same inputs. With `embedding`, such maps on the
   token's embedding name experts of the first layers, of which no earlier layer has inputs.
 - before attention: such maps on the input of the layer's own attention (arXiv:2511.10676, which trains two linear functions with a loss of
   rankings instead; two trained layers named no more experts here). They leave the time of one layer's attention.
-- draft: the routers on the MTP layer's state of the token, for all layers before the first (MoE-SpAc, arXiv:2603.09983).
+
+Two that gained nothing are only in this file's history: the next router on the stream after attention plus the chosen experts' mean outputs
+(default vector, arXiv:2603.19289), and all routers on the MTP layer's state of the token (draft, MoE-SpAc, arXiv:2603.09983).
 
 Shapes: T tokens, L layers, H hidden, E experts, K experts per token.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -27,20 +28,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.cache_replay import ReplayCache, ReplaySettings
-from harness.models import injected
 from harness.routing import WINDOW
 from moegraft.injection.demo import demo_path
-from moegraft.operators.decode.mtp import MtpStreams
 from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.routing_trace import DEPTHS, NO_EXPERT, Trace, record_trace
 
-SOURCES = ("residual", "default vector", "fitted", "fitted, embedding", "before attention", "draft")
-DRAFT = "extends: cpu-exact\nrules:\n- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: mtp}}\n"
+SOURCES = ("residual", "fitted", "fitted, embedding", "before attention")
 RIDGE = 100.0  # maps that few tokens fit stay near the router's weights
 KEPT = 2  # of a token's experts, those that cache-aware routing never replaces
-States = dict[
-    str, list[Tensor]
-]  # by layer, (T, H): input of attention, stream after it, and input of the router; and the last, of the model
+States = dict[str, list[Tensor]]  # by layer, (T, H): the inputs of attention and of the router
 
 
 @torch.no_grad()
@@ -60,10 +56,9 @@ def run(model: PreTrainedModel, ids: Tensor, executed: Callable[[int, States], T
         keep("routed", args[0])
         return None if executed is None else choose(output[0], executed(layer, states), output[2].shape[-1])
 
-    hooks = [model.model.norm.register_forward_hook(lambda _m, _a, output: keep("last", output))]
+    hooks = []
     for number, layer in enumerate(model.model.layers):
         hooks.append(layer.input_layernorm.register_forward_hook(lambda _m, _a, output: keep("before", output)))
-        hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(lambda _m, args: keep("after", args[0])))
         hooks.append(layer.mlp.gate.register_forward_hook(lambda _m, args, output, number=number: routed(number, args, output)))
     loss = 0.0
     try:
@@ -95,17 +90,11 @@ class Foresight:
         states, _ = run(self.model, calibration)
         routed = states["routed"]
         self._means = [rows.mean(0) for rows in routed]
-        self._defaults, self._maps = [], {}
+        self._maps = {}
         for number, layer in enumerate(self.layers):
-            logits, _, chosen = layer.mlp.gate(routed[number])
-            means = []
-            for expert in range(logits.shape[1]):
-                own = routed[number][(chosen == expert).any(-1)]
-                means.append(layer.mlp.experts(own, torch.full((len(own), 1), expert), torch.ones(len(own), 1)).mean(0))
-            self._defaults.append(torch.stack(means))
-            for name, at in [("routed", number - depth) for depth in range(1, DEPTHS + 1)] + [
-                ("before", number - depth) for depth in range(DEPTHS)
-            ]:
+            logits = F.linear(routed[number], layer.mlp.gate.weight)
+            for depth, name in product(range(1, DEPTHS + 1), ("routed", "before")):
+                at = number - depth + (name == "before")
                 if at >= 0:
                     self._maps[name, at, number] = fitted(states[name][at], logits, layer.mlp.gate.weight)
 
@@ -113,8 +102,6 @@ class Foresight:
         """Return the logits (T, E) that a source has for a layer as many layers ahead; None where it has none."""
         gate, earlier = self.layers[layer].mlp.gate, layer - depth
         match source:
-            case "draft":
-                return F.linear(states["drafted"][0], gate.weight)
             case "fitted, embedding" if earlier < 0:
                 weight, bias = self._maps["before", 0, layer]
                 return F.linear(states["before"][0], weight, bias)
@@ -128,11 +115,6 @@ class Foresight:
                 return F.linear(states["routed"][earlier], gate.weight)
             case "residual" if earlier >= 0:
                 return F.linear(states["routed"][earlier] + self._means[layer] - self._means[earlier], gate.weight)
-            case "default vector" if earlier >= 0 and depth == 1:
-                _, weights, index = self.layers[earlier].mlp.gate.forward(states["routed"][earlier])
-                outputs = (weights[..., None] * self._defaults[earlier][index]).sum(1)
-                norm = self.layers[layer].post_attention_layernorm
-                return F.linear(norm.forward(states["after"][earlier] + outputs), gate.weight)
         return None
 
     @torch.no_grad()
@@ -140,26 +122,15 @@ class Foresight:
         """Return the trace of tokens (T,) by source of its predictions; `perfect` knows the choices."""
         trace = record_trace(self.model, ids.split(WINDOW), name)
         states, _ = run(self.model, ids)
-        states["drafted"] = [self._drafted(ids, states["last"][0])]
         found = {"router": trace.predicted}
         for source in SOURCES:
             found[source] = np.full_like(trace.predicted, NO_EXPERT)
             for depth, layer in np.ndindex(DEPTHS, trace.num_layers):
                 if (logits := self.logits(source, layer, depth + 1, states)) is not None:
                     found[source][depth, :, layer] = logits.topk(self.top_k).indices
-        found["draft"][:, ::WINDOW] = NO_EXPERT  # a text's first token has no draft
         found["perfect"] = np.broadcast_to(trace.chosen, trace.predicted.shape)
         arrays = trace.scores, trace.chosen, trace.weights
         return {source: Trace(*arrays, predicted, trace.starts, trace.layers, name) for source, predicted in found.items()}
-
-    def _drafted(self, ids: Tensor, last: Tensor) -> Tensor:
-        """Return the MTP layer's state of each token, (T, H); a window's first token has none."""
-        model = injected(demo_path(), DRAFT, threads=torch.get_num_threads(), dtype="float32")
-        rows = []
-        for window, states in zip(ids.split(WINDOW), last.split(WINDOW), strict=True):
-            of_tokens, _ = MtpStreams(model).feed(0, states[None, :-1], window[1:].tolist(), len(window))
-            rows += [torch.zeros(1, last.shape[-1]), of_tokens[0]]
-        return torch.cat(rows)
 
     def executed(self, source: str, ids: Tensor) -> float:
         """Return the perplexity where layers after the first compute the experts that a source names one layer ahead (arXiv:2603.19289)."""
