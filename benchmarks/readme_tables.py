@@ -348,6 +348,31 @@ GPU_SYSTEMS = {
 
 
 @section
+def cache_candidates() -> str:
+    """Return the hit rates of later papers' policies, predictions and routing at 10, 25 and 50 % of the slots."""
+    rows = read("cache_candidates")
+    hits: dict[tuple[str, ...], list[str]] = {}
+    perplexities: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        asked = row["policy"], row["source"], row["lookahead"], row["routing"]
+        if row["perplexity"]:
+            perplexities.setdefault(asked, []).append(float(row["perplexity"]))
+        if row["hit_percent"] and not (row["perplexity"] and row["routing"] == "exact"):
+            hits.setdefault((*asked, row["trace"], row["scope"]), []).append(fixed("hit_percent", 1)(row))
+    places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows if row["scope"]))
+    body = []
+    for asked in dict.fromkeys([*(key[:4] for key in hits), *perplexities]):
+        policy, source, lookahead, routing = asked
+        if lookahead == "3" or routing != "exact" or (lookahead == "0" and "score" in policy) or source == "default vector":
+            cells = (" / ".join(hits.get((*asked, *place), ["-"])) for place in places)
+            loss = f"{max(perplexities[asked]):.2f}" if asked in perplexities else "-"
+            body.append([policy or "-", "-" if lookahead == "0" else source, routing, *cells, loss])
+    names = {"layer": "of each layer", "global": "shared"}
+    titles = (f"{trace.split(', ')[-1]}, slots {names[scope]}" for trace, scope in places)
+    return table(["policy", "source of predictions", "routing", *titles, "perplexity"], body) + f"\n\n{provenance(rows)}"
+
+
+@section
 def gpu_models() -> str:
     """Return decode rates and the times to the first token on a GPU, by machine, system and share of the experts that have a slot."""
     rows = [row for row in read("gpu_models") if row["system"] in GPU_SYSTEMS and row["case"].startswith("qwen3-30b-a3b")]

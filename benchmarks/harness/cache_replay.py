@@ -22,9 +22,10 @@ class ReplaySettings:
     """How a trace is replayed.
 
     Attributes:
-        capacity: slots of each layer; with `shared`, the layers share the same total.
+        capacity: slots of each layer; with `shared`, of all layers together.
         bypass: whether a miss may stay out of the cache (`CacheOptions.bypasses`).
         prefetch: the most experts fetched before each layer, among those predicted on the layer before.
+        lookahead: the layers that they are of: the layer itself first, then the layers after it.
         warm_tokens: tokens at the start that train the policy and fill the cache, and are not counted.
         tokens_per_step: tokens that pass a layer together: 1 in decoding, more in a prompt. The last step may have fewer.
     """
@@ -33,11 +34,12 @@ class ReplaySettings:
     shared: bool = False
     bypass: bool = False
     prefetch: int = 0
+    lookahead: int = 1
     warm_tokens: int = 0
     tokens_per_step: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("capacity", 0), ("prefetch", 0), ("warm_tokens", 0), ("tokens_per_step", 1)):
+        for name, least in (("capacity", 0), ("prefetch", 0), ("lookahead", 1), ("warm_tokens", 0), ("tokens_per_step", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
 
@@ -72,11 +74,11 @@ def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> Repla
     At each layer of a step: prefetching as predicted on the layer before, the accesses, the policy's update, admission.
 
     Raises:
-        ValueError: `settings` prefetch, and the trace has no predictions.
+        ValueError: `settings` prefetch, and the trace has no predictions so far ahead.
     """
-    if settings.prefetch and not trace.depths:
-        raise ValueError("prefetch needs a trace with predictions; this one has none")
-    cache = _Cache(trace, policy, settings)
+    if settings.prefetch and trace.depths < settings.lookahead:
+        raise ValueError(f"prefetch needs a trace with predictions {settings.lookahead} layers ahead; this one has {trace.depths}")
+    cache = ReplayCache(trace.num_layers, trace.num_experts, policy, settings)
     counts, warm_up = ReplayCounts(), ReplayCounts()
     used = used_by_step(trace, settings.tokens_per_step)
     for step, first in enumerate(range(0, trace.num_tokens, settings.tokens_per_step)):
@@ -84,61 +86,67 @@ def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> Repla
         cache.counts = counts if first >= settings.warm_tokens else warm_up
         for layer in range(trace.num_layers):
             if settings.prefetch:
-                cache.prefetch(layer, trace.predicted[0, tokens, layer], used[step, layer])
+                cache.prefetch(layer, trace.predicted[:, tokens], used[step])
             cache.access(layer, used[step, layer])
             policy.update([layer], trace.scores[None, tokens, layer], trace.chosen[None, tokens, layer])
             cache.admit(layer, used[step, layer])
     return counts
 
 
-class _Cache:
+class ReplayCache:
     """The resident experts as marks, (L, E), or one row of all layers where these share slots."""
 
-    def __init__(self, trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> None:
+    def __init__(self, layers: int, num_experts: int, policy: CachePolicy, settings: ReplaySettings) -> None:
         self.counts = ReplayCounts()
+        self.resident = np.zeros((layers, num_experts), dtype=np.bool_)
         self._policy = policy
         self._settings = settings
-        self._resident = np.zeros((trace.num_layers, trace.num_experts), dtype=np.bool_)
-        self._row = self._resident.reshape(-1)
-        self._capacity = min(settings.capacity, trace.num_experts) * (trace.num_layers if settings.shared else 1)
+        self._row = self.resident.reshape(-1)
+        self._capacity = min(settings.capacity, num_experts * (layers if settings.shared else 1))
 
     def prefetch(self, layer: int, predicted: NDArray[np.int64], used: Mask) -> None:
-        """Fetch experts of one layer; `predicted` is (T, K), each token's likeliest expert first."""
-        wanted = predicted.T.ravel()
-        wanted = wanted[wanted != NO_EXPERT]
-        if not len(wanted):
-            return
-        wanted = wanted[np.sort(np.unique(wanted, return_index=True)[1])]
-        before = self._resident[layer].copy()
-        budget = self._settings.prefetch
-        if self._settings.shared:
-            offset = layer * self._resident.shape[1]
-            self._row[:] = after_prefetch(self._priorities(), self._row, wanted + offset, self._capacity, budget)
-        else:
-            self._resident[layer] = after_prefetch(self._policy.priority(layer), before, wanted, self._capacity, budget)
-        fetched = self._resident[layer] & ~before
-        self.counts.prefetched += int(fetched.sum())
-        self.counts.prefetched_in_use += int((fetched & used).sum())
+        """Fetch experts of a layer and of those after it.
+
+        Args:
+            predicted: (D, T, L, K), as in a trace, each token's likeliest expert first.
+            used: (L, E), to count those that the step uses.
+        """
+        budget, wanted = self._settings.prefetch, np.empty(0, np.int64)
+        for depth, ahead in enumerate(range(layer, min(layer + self._settings.lookahead, len(self.resident)))):
+            ids = predicted[depth, :, ahead].T.ravel()
+            ids = np.array(list(dict.fromkeys(ids[ids != NO_EXPERT].tolist())), np.int64)
+            wanted = np.concatenate([wanted, ids + ahead * self.resident.shape[1]])
+            before = self.resident[ahead].copy()
+            if not budget or before[ids].all():
+                continue
+            if self._settings.shared:
+                self._row[:] = after_prefetch(self._priorities(), self._row, wanted, self._capacity, budget)
+            else:
+                self.resident[ahead] = after_prefetch(self._policy.priority(ahead), before, ids, self._capacity, budget)
+            fetched = self.resident[ahead] & ~before
+            budget -= int(fetched.sum())
+            self.counts.prefetched += int(fetched.sum())
+            self.counts.prefetched_in_use += int((fetched & used[ahead]).sum())
 
     def access(self, layer: int, used: Mask) -> None:
         self.counts.accesses += int(used.sum())
-        self.counts.hits += int((used & self._resident[layer]).sum())
+        self.counts.hits += int((used & self.resident[layer]).sum())
 
     def admit(self, layer: int, used: Mask) -> None:
-        before = self._resident[layer].copy()
+        before = self.resident[layer].copy()
         if not (used & ~before).any():
             return
         bypass = self._settings.bypass
         if self._settings.shared:
-            marks = np.zeros_like(self._resident)
+            marks = np.zeros_like(self.resident)
             marks[layer] = used
             self._row[:] = after_admission(self._priorities(), self._row, marks.reshape(-1), self._capacity, bypass=bypass)
         else:
-            self._resident[layer] = after_admission(self._policy.priority(layer), before, used, self._capacity, bypass=bypass)
-        self.counts.admitted += int((self._resident[layer] & ~before).sum())
+            self.resident[layer] = after_admission(self._policy.priority(layer), before, used, self._capacity, bypass=bypass)
+        self.counts.admitted += int((self.resident[layer] & ~before).sum())
 
     def _priorities(self) -> Priority:
-        return np.concatenate([self._policy.priority(layer) for layer in range(len(self._resident))])
+        return np.concatenate([self._policy.priority(layer) for layer in range(len(self.resident))])
 
 
 def after_admission(priority: Priority, resident: Mask, used: Mask, capacity: int, *, bypass: bool) -> Mask:
@@ -177,6 +185,29 @@ def after_prefetch(priority: Priority, resident: Mask, wanted: NDArray[np.int64]
         missing = missing[: free + len(leaving)]
     kept[missing] = True
     return kept
+
+
+class LeastStale:
+    """Evict experts of the layers that run again last: of equals, what was used longest ago.
+
+    After SpecMD's policy (arXiv:2602.03921), of which only the abstract and others' descriptions were at hand. With slots of its own, each
+    layer evicts as LRU does.
+    """
+
+    def __init__(self, layers: int, num_experts: int) -> None:
+        self._recency = CachePolicy("lru", layers, num_experts)
+        self._layers = layers
+        self._following = 0
+        self._updates = 1
+
+    def update(self, layers: list[int], scores: Scores, chosen: Ids) -> None:
+        self._recency.update(layers, scores, chosen)
+        self._following = layers[-1] + 1
+        self._updates += chosen.shape[1]
+
+    def priority(self, layer: int) -> Priority:
+        to_go = (layer - self._following) % self._layers
+        return np.asarray(self._recency.priority(layer) / self._updates - to_go)
 
 
 class Belady:

@@ -20,8 +20,8 @@ from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.routing_trace import Trace
 
 _cache_replay = import_benchmark("harness.cache_replay")
-Belady, ReplaySettings, replay, used_by_step = (
-    getattr(_cache_replay, name) for name in ("Belady", "ReplaySettings", "replay", "used_by_step")
+Belady, LeastStale, ReplaySettings, replay, used_by_step = (
+    getattr(_cache_replay, name) for name in ("Belady", "LeastStale", "ReplaySettings", "replay", "used_by_step")
 )
 Item = Hashable
 
@@ -70,7 +70,7 @@ def test_no_cache_of_one_layer_misses_less(seed: int, capacity: int, bypass: boo
 def test_no_cache_that_layers_share_misses_less(seed: int, capacity: int, bypass: bool) -> None:
     trace = random_trace(5, layers=2, num_experts=4, seed=seed)
     used = used_by_step(trace, 1)
-    found = replay(trace, Belady(used), ReplaySettings(capacity, shared=True, bypass=bypass))
+    found = replay(trace, Belady(used), ReplaySettings(2 * capacity, shared=True, bypass=bypass))
     assert found.misses == fewest_misses(requests_of(used), 2 * capacity, bypass=bypass)
 
 
@@ -79,6 +79,7 @@ POLICIES: dict[str, Callable[[Trace], CachePolicy]] = {
     "lfu": lambda trace: CachePolicy("lfu", trace.num_layers, trace.num_experts),
     "mrs": lambda trace: CachePolicy("mrs", trace.num_layers, trace.num_experts, alpha=0.3, top_p=4),
     "score_frequency": lambda trace: CachePolicy("score_frequency", trace.num_layers, trace.num_experts, alpha=0.3, top_p=4),
+    "least_stale": lambda trace: LeastStale(trace.num_layers, trace.num_experts),
     "static": lambda trace: CachePolicy("static", trace.num_layers, trace.num_experts, profile=trace.loads()),
 }
 
