@@ -534,8 +534,8 @@ class Runtime:
             key: (B, KV heads, T, D), new keys.
             value: (B, KV heads, T, D of values), new values.
             out: (B, T, heads, D of values), C-contiguous, of the same dtype.
-            pool: (pages, elements) tensor of the same dtype, or (pages, bytes) int8. Of a page, the keys (KV heads, page_tokens, D) begin at element `key_start`,
-                the values at `value_start`.
+            pool: (pages, elements) tensor of the same dtype, or (pages, bytes) int8. Of a page, the keys (KV heads, page_tokens, D) begin
+                at element `key_start`, the values at `value_start`.
             table: (B or more, most pages of a sequence) int64 tensor, the pages of each sequence in order.
             held: (B or more,) int64 tensor, the tokens that each sequence has before the call.
             page_tokens: tokens of a page, a power of two.

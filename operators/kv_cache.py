@@ -133,6 +133,13 @@ class QuantizedKvCache(ModelOperator):
                 "'class: cpu_attention', or write another backend"
             )
 
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        if self.options.backend == "native" and model.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"'backend: native' keeps keys and values in the memory of a CPU, and the model is on {model.device}: write 'backend: fp8' "
+                "or 'backend: hqq'"
+            )
+
     def new_cache(self, model: PreTrainedModel) -> Cache:
         self._caches += 1
         return quantised_cache(model, self.options)
