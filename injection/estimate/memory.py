@@ -106,8 +106,7 @@ class PlannedModel:
     def replays_steps(self, load: Workload) -> bool:
         """Return whether decode steps on the CPU may be replayed as native programs, which record the kernels of operators."""
         operators = [swap.traits.replays_steps for swap in self.plan.swaps]
-        form = self.cache_form()
-        return bool(operators) and all(operators) and (form is None or form.in_place) and load.batch <= MAX_REPLAYED_SEQUENCES
+        return bool(operators) and all(operators) and self.cache_form() is None and load.batch <= MAX_REPLAYED_SEQUENCES
 
     def cache_form(self) -> QuantisedForm | None:
         """Return the form of a quantised key-value cache; None if it is in the model's dtype."""
