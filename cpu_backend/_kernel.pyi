@@ -572,13 +572,17 @@ class Runtime:
 
         Query t of sequence b attends to its keys up to number `held[b] + t`. A result depends on its own sequence only.
 
+        Pages may hold codes: then `pool` and the starts count bytes, and behind the codes of a KV head, (page_tokens, columns) int8, are
+        the scales of its rows, (page_tokens,) float32: the largest magnitude / 127. Queries in 16 bits are then rounded to 15 bits beside
+        the largest magnitude of a row, where the CPU has products of bytes.
+
         Args:
             query: (B, heads, T, D); query, key and value have one dtype and any strides, with the last dimension contiguous.
             key: (B, KV heads, T, D), new keys.
             value: (B, KV heads, T, D of values), new values.
             out: (B, T, heads, D of values), C-contiguous, of the same dtype.
-            pool: (pages, elements) tensor of the same dtype. Of a page, the keys (KV heads, page_tokens, D) begin at element `key_start`,
-                the values at `value_start`.
+            pool: (pages, elements) tensor of the same dtype, or (pages, bytes) int8. Of a page, the keys (KV heads, page_tokens, D) begin
+                at element `key_start`, the values at `value_start`.
             table: (B or more, most pages of a sequence) int64 tensor, the pages of each sequence in order.
             held: (B or more,) int64 tensor, the tokens that each sequence has before the call.
             page_tokens: tokens of a page, a power of two.

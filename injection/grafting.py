@@ -113,7 +113,7 @@ def graft(
     stock = isinstance(model, MetaModel) and model.source.gguf is None and model.source.quantised is None
     injection = Injection(plan, operators, context, folder if stock else None)
     if injection.model_operator is not None:
-        injection.model_operator.check()
+        injection.model_operator.check(skeleton, operators)
 
     checkpoint = None
     if isinstance(model, MetaModel):

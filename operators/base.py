@@ -249,6 +249,7 @@ class ModelOperator(InPlaceOperator):
 
     kind = "model"
     uncaptured = "an operator of the model's own decodes"
+    codes_pages = False  # whether a server stores keys and values in pages of codes
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -263,8 +264,12 @@ class ModelOperator(InPlaceOperator):
             return f"{type(module).__name__} does not generate text"
         return "it has an encoder and a decoder" if module.config.is_encoder_decoder else None
 
-    def check(self) -> None:
+    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
         """Check what depends on the other operators; called when all operators of the model are built, before weights are read.
+
+        Args:
+            model: with the structure of the stock model.
+            operators: by the paths of the modules that they replace or work in.
 
         Raises:
             UnsupportedModelError: the operator cannot work beside the others.

@@ -22,11 +22,15 @@ class QuantisedForm:
         value_bits: bits of a stored key or value.
         group: values that share a scale and a zero point; None where a whole layer shares one scale, whose bytes are not counted.
         residual: number of latest tokens that may still be in the model's dtype.
+        scale_bytes: of a group; None for those of a scale and a zero point in the model's dtype.
+        in_place: whether attention reads the stored values themselves, so that none are restored to the model's dtype.
     """
 
     value_bits: int
     group: int | None
     residual: int
+    scale_bytes: int | None = None
+    in_place: bool = False
 
     def layer_bytes(self, bytes_per_token: int, itemsize: int, tokens: int) -> int:
         """Return the most bytes that `tokens` tokens take in one layer.
@@ -36,16 +40,19 @@ class QuantisedForm:
             itemsize: bytes of one value in the model's dtype, which scales and zero points have as well.
         """
         values = bytes_per_token // itemsize
-        quantised = values * self.value_bits / 8 + (2 * itemsize * values / self.group if self.group else 0)
+        scale_bytes = 2 * itemsize if self.scale_bytes is None else self.scale_bytes
+        quantised = values * self.value_bits / 8 + (scale_bytes * values / self.group if self.group else 0)
         recent = min(tokens, self.residual)
         return round(quantised * (tokens - recent)) + bytes_per_token * recent
 
     def cache_bytes(self, bytes_per_token: Sequence[int], itemsize: int, tokens: int) -> int:
         """Return the most bytes that `tokens` tokens take in all layers; `bytes_per_token` has one entry per layer.
 
-        The layer that is being computed is also held twice in the model's dtype: without the new token, and with it.
+        Unless it is read in place, the layer that is being computed is also held twice in the model's dtype: without the new token, and
+        with it.
         """
-        return sum(self.layer_bytes(size, itemsize, tokens) for size in bytes_per_token) + 2 * max(bytes_per_token) * tokens
+        restored = 0 if self.in_place else 2 * max(bytes_per_token) * tokens
+        return sum(self.layer_bytes(size, itemsize, tokens) for size in bytes_per_token) + restored
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`quantized_kv_cache`: a model whose `generate` keeps keys and values in transformers' quantised cache."""
+"""`quantized_kv_cache`: keys and values in fewer bits, as codes that attention reads or in transformers' quantised caches."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Self
 
+import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import ModelOperator, Traits, call_arguments
+from moegraft.operators.base import ModelOperator, Operator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
+from moegraft.operators.decode.coded_cache import CodedCache, codable
+from moegraft.operators.decode.pages import SCALE_BYTES
 from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, why_not_split
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.structure import counts_cached_tokens, is_attention
 
-Backend = Literal["hqq", "fp8"]
+Backend = Literal["hqq", "fp8", "native"]
 # hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
-BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "fp8": (8,)}
+BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "fp8": (8,), "native": (8,)}
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
 LAYERS: dict[Backend, str] = {"hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
@@ -31,10 +36,11 @@ class QuantizedKvCacheOptions:
     Attributes:
         backend: what quantises. `hqq` (the package of that name) stores a scale and a zero point for each group of values of one head of
             one token: the largest of 64, 32, 16 and 8 that divides heads. `fp8` is transformers' own; it stores one scale for a layer's
-            keys and one for its values, taken from the first tokens.
+            keys and one for its values, taken from the first tokens. `native`, on the CPU, stores a scale for each row, a token's keys or
+            values of one head; `cpu_attention` reads the codes themselves, in `serve` as well.
         bits: bits of a stored value with `hqq`: 2, 4 or 8, by default 8.
         residual: number of recent tokens that stay in the model's dtype before they are quantised together with all earlier ones. A
-            prompt is quantised at once. By default 128. Not used by `fp8`.
+            prompt is quantised at once. By default 128. Used by `hqq` alone.
     """
 
     backend: Backend = "hqq"
@@ -45,13 +51,15 @@ class QuantizedKvCacheOptions:
         known = BITS[self.backend]
         if self.bits not in known:
             raise ValueError(f"bits with 'backend: {self.backend}' must be {' or '.join(map(str, known))}, not {self.bits}")
-        if self.backend == "fp8" and self.residual is not None:
-            raise ValueError("'backend: fp8' has one scale for all tokens and keeps none in the model's dtype: remove 'residual'")
+        if self.backend != "hqq" and self.residual is not None:
+            raise ValueError(f"'backend: {self.backend}' keeps no tokens in the model's dtype: remove 'residual'")
         if self.residual is not None and self.residual < 1:
             raise ValueError(f"residual must be 1 or more, not {self.residual}")
 
     def form(self, group: int) -> QuantisedForm:
         """Return the form of the cache of a model whose group size is `group`."""
+        if self.backend == "native":
+            return QuantisedForm(self.bits, group, 0, scale_bytes=SCALE_BYTES, in_place=True)
         if self.backend == "fp8":
             return QuantisedForm(self.bits, None, 0)
         return QuantisedForm(self.bits, group, self.residual or RESIDUAL)
@@ -65,6 +73,8 @@ class QuantizedKvCacheOptions:
 
     def missing_reason(self) -> str | None:
         """Return which package the backend lacks and how to install it, or None where the backend can run."""
+        if self.backend == "native":
+            return None
         if self.backend == "fp8":
             if hasattr(cache_utils, "Fp8QuantizedLayer"):
                 return None
@@ -73,24 +83,26 @@ class QuantizedKvCacheOptions:
 
 
 class QuantizedKvCache(ModelOperator):
-    """`generate` over transformers' `QuantizedCache` (after KIVI: Liu et al. 2024, arXiv:2402.02750).
+    """`generate` over codes of 8 bits, or over transformers' `QuantizedCache` (after KIVI: Liu et al. 2024, arXiv:2402.02750).
 
     Recurrent and convolution states, which do not grow, stay as they are in layers beside those of attention.
 
-    The cache takes fewer bytes and is not exact: the text may change. Each step restores a layer's keys and values to the model's dtype
-    before attention, so decoding is slower: the operator is for contexts that do not fit otherwise. A call with a cache of its own uses
+    The cache takes fewer bytes and is not exact: the text may change. Each step over one of transformers' caches restores a layer's keys
+    and values to the model's dtype before attention, so decoding is slower: these are for contexts that do not fit otherwise. Codes are
+    read in place, so that long contexts are decoded faster; the pages of a server hold them as well. A call with a cache of its own uses
     that cache, and a call that must remove tokens from its cache is not quantised.
     """
 
     name = "quantized_kv_cache"
     options_type = QuantizedKvCacheOptions
-    summary = "keeps keys and values in transformers' quantised cache: less memory, slower steps, text that may change"
+    summary = "keeps keys and values in fewer bits: less memory, and text that may change"
     uncaptured = "the key-value cache is quantised: it grows and is rewritten"
 
     def __init__(self, options: QuantizedKvCacheOptions, group: int) -> None:
         super().__init__(options)
         self._group = group
         self._caches = 0
+        self.codes_pages = options.backend == "native"
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedKvCacheOptions) -> str | None:
@@ -98,6 +110,8 @@ class QuantizedKvCache(ModelOperator):
         if reason is not None:
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
+        if options.backend == "native":
+            return _unsupported_pages(module)
         return _unsupported_layers(module) or _unsupported_group(module.config, options) or options.missing_reason()
 
     @classmethod
@@ -109,6 +123,23 @@ class QuantizedKvCache(ModelOperator):
     def traits(cls, options: QuantizedKvCacheOptions) -> Traits:
         return Traits("", cache_form=lambda config: options.form(group_of(config, options)))
 
+    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
+        if self.options.backend != "native":
+            return
+        stock = (path for path, module in model.named_modules() if is_attention(module) and path not in operators)
+        if (path := next(stock, None)) is not None:
+            raise UnsupportedModelError(
+                f"{path}: the codes of 'backend: native' are read by cpu_attention alone; add a rule with 'match: {{kind: attention}}' and "
+                "'class: cpu_attention', or write another backend"
+            )
+
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        if self.options.backend == "native" and model.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"'backend: native' keeps keys and values in the memory of a CPU, and the model is on {model.device}: write 'backend: fp8' "
+                "or 'backend: hqq'"
+            )
+
     def new_cache(self, model: PreTrainedModel) -> Cache:
         self._caches += 1
         return quantised_cache(model, self.options)
@@ -117,12 +148,12 @@ class QuantizedKvCache(ModelOperator):
         arguments = call_arguments(plain, args, kwargs)
         if isinstance(arguments.get("past_key_values"), QuantizedCache):
             return plain(**arguments)
-        reason = _other_cache_reason(model, arguments)
+        reason = _other_cache_reason(model, arguments, native=self.options.backend == "native")
         if reason is not None:
             self.warn_once(f"the cache is not quantised: {reason}")
             return plain(**arguments)
         self._caches += 1
-        if _other_layers(model):  # `generate` makes caches of full attention alone
+        if self.options.backend == "native" or _other_layers(model):  # `generate` makes caches of full attention alone
             return plain(**{**arguments, "past_key_values": quantised_cache(model, self.options)})
         # A new dictionary per call: older versions of transformers remove entries from it.
         return plain(**{**arguments, "cache_implementation": "quantized", "cache_config": self.options.cache_config(self._group)})
@@ -132,12 +163,15 @@ class QuantizedKvCache(ModelOperator):
         return {"quantised_caches": self._caches}
 
     def placement(self) -> str:
-        scales = "one scale per layer" if self.options.backend == "fp8" else f"groups of {self._group}"
+        rows = "a scale for each token of a head" if self.options.backend == "native" else f"groups of {self._group}"
+        scales = "one scale per layer" if self.options.backend == "fp8" else rows
         return f"key-value cache: {self.name}, {self.options.bits} bits by {self.options.backend}, {scales}"
 
 
 def quantised_cache(model: PreTrainedModel, options: QuantizedKvCacheOptions) -> QuantizedCache:
     """Return an empty cache, as `generate` creates it; layers with recurrent or convolution states keep these as they are."""
+    if options.backend == "native":
+        return CodedCache(_layers(model))
     config: Any = options.cache_config(group_of(model.config, options))
     if not _other_layers(model):
         return QuantizedCache(config=model.config.get_text_config(decoder=True), **config)
@@ -161,6 +195,10 @@ def _other_layers(model: PreTrainedModel) -> list[int]:
 
 def group_of(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> int:
     """Return the number of values that share a scale; 1 where no group fits, which `unsupported_reason` reports."""
+    if options.backend == "native":
+        text = config.get_text_config(decoder=True)
+        rank: int | None = getattr(text, "kv_lora_rank", None)
+        return _heads(config)[1][0] if rank is None else (rank + text.qk_rope_head_dim) // 2  # a row of latents and one of rotary keys
     return next((size for size in GROUPS if _fits(size, config, options)), 1)
 
 
@@ -199,7 +237,20 @@ def _unsupported_layers(model: PreTrainedModel) -> str | None:
     return why_not_split(model, Cache(layers=layers), names)
 
 
-def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any]) -> str | None:
+def _unsupported_pages(model: PreTrainedModel) -> str | None:
+    counting = next((module for module in model.modules() if counts_cached_tokens(module)), None)
+    if counting is not None:
+        return f"{type(counting).__name__} scales queries by the number of tokens in the cache, of which pages have none for a whole batch"
+    layers, names = _layers(model), layer_types(model.config)
+    with_states = [has_states(layer) and attention_part(layer) is None for layer in layers]
+    others = [index for index, layer in enumerate(layers) if not (codable(layer) or keeps_nothing(layer) or with_states[index])]
+    if others:
+        named, _ = name_layers(layers, others, names)
+        return f"{named}, whose keys and values are not stored as codes"
+    return why_not_split(model, Cache(layers=layers), names)
+
+
+def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], *, native: bool) -> str | None:
     """Return why a call cannot use a quantised cache, or None where it can."""
     given = arguments.get("generation_config")
     config = model.generation_config if given is None else given
@@ -218,4 +269,7 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any]) ->
         return "beam search reorders the cache at every token"
     if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
         return "rejected draft tokens cannot be removed from a quantised cache"
+    mask = arguments.get("attention_mask")
+    if native and isinstance(mask, torch.Tensor) and not bool((mask != 0).all()):
+        return "a batch with padding has other positions than pages of codes"
     return None

@@ -310,9 +310,9 @@ def forecast(
     cache = replace(stock_cache, form=planned.cache_form())
     gpu = None if target.gpu is None else gpu_memory_of(planned, cache, load, target.gpu)
     rates = target.gpu.rates if target.gpu is not None and gpu is not None else None
-    # Attention reads the cache in the model's dtype, also a quantised one.
     memory = memory_of(planned, cache, load, target.available_bytes, on_gpu=gpu is not None)
-    speed, no_speed = _speed(planned, load, stock_cache.nbytes(load.context, load.batch), target.measured, gpu, rates, memory)
+    read = cache if cache.form is not None and cache.form.in_place else stock_cache  # others are restored to the model's dtype
+    speed, no_speed = _speed(planned, load, read.nbytes(load.context, load.batch), target.measured, gpu, rates, memory)
     result = Forecast(
         plan=plan,
         load=load,

@@ -34,7 +34,7 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, is_plain
 from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NoOptions, NotRecognisedError, answered, probe
 from moegraft.operators.custom_ops import attention, needs_gradient, register
-from moegraft.operators.decode.pages import PAGE_TOKENS, PagedLayer, UnreadPagesError
+from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError
 from moegraft.operators.structure import source_of
 
 logger = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class CpuAttention(CpuOperator):
     def _matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         self.runtime.matmul(as_array(a), as_array(b), as_array(out))
 
-    def compute_paged(self, module: nn.Module, query: torch.Tensor, layer: PagedLayer, kwargs: dict[str, Any]) -> torch.Tensor:
+    def compute_paged(self, module: nn.Module, query: torch.Tensor, layer: LayerInPages, kwargs: dict[str, Any]) -> torch.Tensor:
         """Append the new keys and values (B, KV heads, T, D) of a layer to their pages; return the answer (B, T, heads, D of values).
 
         Query t of a sequence attends to its keys up to that of new token t, and in a layer with a window to the last of them.
@@ -245,18 +245,24 @@ class CpuAttention(CpuOperator):
         return out
 
     def _attend_in_pages(
-        self, layer: PagedLayer, tensors: Tensors, out: torch.Tensor, *, sinks: torch.Tensor | None, latent: bool = False, **numbers: float
+        self,
+        layer: LayerInPages,
+        tensors: Tensors,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
+        latent: bool = False,
+        **numbers: float,
     ) -> None:
         query, key, value = (as_array(tensor if tensor.stride(-1) == 1 else tensor.contiguous()) for tensor in tensors)
-        pool = layer.pool
         self.runtime.paged_attention(
             query,
             key,
             value,
             as_array(out),
             layer.data,
-            pool.table,
-            pool.held,
+            layer.table,
+            layer.held,
             page_tokens=PAGE_TOKENS,
             key_start=0,
             value_start=layer.value_start,
@@ -378,7 +384,9 @@ def forward(
         expansion = key.expansion
         latents, rotary = expansion.latents, expansion.rotary
         # In pages, many queries are absorbed as well: expanding needs all latents in one tensor.
-        paged = pages_of_latents(latents, rotary) is not None
+        layer = pages_of_latents(latents, rotary)
+        require_causal(layer, attention_mask, query.shape[2])
+        paged = layer is not None
         mask = None if paged else attention_mask
         fits = (paged or query.shape[2] <= FEW_QUERIES) and query.shape[1] == key.shape[1] and query.shape[3] == key.shape[3]
         untouched = not expansion.done and type(value) is LatentStates and value.expansion is expansion
@@ -387,6 +395,7 @@ def forward(
         key, value = (states.expanded() if type(states) is LatentStates else states for states in (key, value))
     tensors = query, key, value
     layer = getattr(key, "pages", None)
+    require_causal(layer, attention_mask, query.shape[2])
     reason = "training" if module.training else operator.fallback_reason(tensors, attention_mask if layer is None else None, kwargs)
     if reason is None and layer is not None:
         return operator.compute_paged(module, query, layer, kwargs), None
@@ -410,7 +419,16 @@ def kernel_arguments(module: nn.Module, query: torch.Tensor, mask: torch.Tensor 
     return kwargs.get("s_aux"), scale, float(kwargs.get("softcap") or 0.0), causal
 
 
-def pages_of_latents(latents: torch.Tensor, rotary: torch.Tensor) -> PagedLayer | None:
+def require_causal(layer: LayerInPages | None, mask: torch.Tensor | None, queries: int) -> None:
+    """
+    Raises:
+        UnreadPagesError: a mask shows something else than the pages of a layer, from which the kernel reads all earlier tokens.
+    """
+    if layer is not None and mask is not None and not layer.shows(mask, queries):
+        raise UnreadPagesError("keys and values that are stored as codes have no padding, and only tokens that follow see them")
+
+
+def pages_of_latents(latents: torch.Tensor, rotary: torch.Tensor) -> LayerInPages | None:
     """Return the layer whose pages a latent cache is in; None for one that is read as tensors, as all without rotary keys are."""
     return getattr(latents, "pages", None) if rotary.shape[3] else None
 

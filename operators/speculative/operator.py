@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Traits
+from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Operator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.drafts import NGRAM, Drafter, Drafting, ExpertsDrafter, NgramDrafter, Trace, continuation, no_trace
 from moegraft.operators.decode.loop import generate
@@ -286,7 +286,7 @@ class SpeculativeDraft(ModelOperator):
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
         return cls(options, context)
 
-    def check(self) -> None:
+    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
         if self.options.draft == "experts" and not self._switch.layers:
             raise UnsupportedModelError(
                 "speculative_draft drafts with fewer experts, and no rule replaces experts by an operator that can run fewer; "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from support import import_benchmark
-from transformers import AutoModelForCausalLM
 
+from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 
 benchmark, texts = import_benchmark("kv_cache"), import_benchmark("harness.texts")
@@ -12,8 +12,14 @@ benchmark, texts = import_benchmark("kv_cache"), import_benchmark("harness.texts
 
 def test_the_exact_cache_differs_from_itself_by_nothing() -> None:
     window = texts.token_ids(texts.held_out()[:2000])[None, :160]
-    exact, *others = benchmark.rows(AutoModelForCausalLM.from_pretrained(demo_path()), [window], "bundled")
+    exact, *others = benchmark.rows(optimize_and_load(demo_path(), "cpu-exact", progress=False, threads=1), [window], "bundled")
     assert (exact["backend"], exact["kl_nats"], exact["same_token"]) == ("exact", 0.0, 1.0)
     assert exact["tokens"] == 79
     for row in others:
         assert row["cache_bytes"] < exact["cache_bytes"] and row["kl_nats"] > 0
+
+
+def test_attention_over_codes_is_measured_beside_bfloat16() -> None:
+    rows = list(benchmark.attention_rows(64, 1, 1, 1))
+    assert [row["pages"] for row in rows] == ["bfloat16", "int8"] * len(benchmark.SHAPES)
+    assert [row["bytes_ratio"] for row in rows[:2]] == [1, 0.516]

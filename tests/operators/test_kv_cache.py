@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable
@@ -26,7 +27,10 @@ from moegraft.injection.planning import plan
 from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.operators import kv_cache as kv_options
 from moegraft.operators.cache_form import QuantisedForm, kv_cache
+from moegraft.operators.decode.coded_cache import CodedCache
+from moegraft.operators.decode.pages import UnreadPagesError
 from moegraft.operators.decode.states import TENSORS, has_states
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.kv_cache import QuantizedKvCache
 from moegraft.operators.registry import load_registry
 
@@ -37,9 +41,10 @@ BACKENDS = [
     pytest.param("hqq", marks=pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed")),
     pytest.param("fp8", marks=pytest.mark.skipif(not hasattr(kv_options.cache_utils, "Fp8QuantizedLayer"), reason="no fp8 cache")),
 ]
+BACKENDS.append(pytest.param("native"))
 HQQ = BACKENDS[0].marks[0]
 # Relative error of the logits after 150 tokens with random weights: about twice the measured errors.
-TOLERANCE = {("hqq", 8): 0.006, ("hqq", 4): 0.08, ("hqq", 2): 0.4, ("fp8", 8): 0.08}
+TOLERANCE = {("hqq", 8): 0.006, ("hqq", 4): 0.08, ("hqq", 2): 0.4, ("fp8", 8): 0.08, ("native", 8): 0.006}
 
 
 @pytest.fixture
@@ -90,7 +95,10 @@ def test_logits_stay_close_and_the_cache_is_smaller(backend: str, load) -> None:
         bytes_per_token = 4 * 2 * 2 * 16  # float32, keys and values, heads, width
         waiting = replace(form, residual=min(form.residual, NEW))  # what came after the prompt is not quantised yet
         counted, most = (each.layer_bytes(bytes_per_token, 4, PROMPT + NEW) * len(plain.layers) for each in (waiting, form))
-        assert cache_bytes(quantised) == pytest.approx(counted, rel=0.01)
+        if backend == "native":  # in pages, some of which are empty
+            assert counted <= cache_bytes(quantised) <= 1.5 * counted
+        else:
+            assert cache_bytes(quantised) == pytest.approx(counted, rel=0.01)
         assert counted <= most < cache_bytes(plain)
 
 
@@ -106,6 +114,54 @@ def test_generate_creates_a_quantised_cache_for_each_call(load, caplog: pytest.L
     assert model.moegraft.statistics()["modules"]["(the model)"] == {"quantised_caches": 2}
     assert "1 x key-value cache: quantized_kv_cache, 8 bits by hqq, groups of 16" in model.moegraft.placement()
     assert "not quantised" not in caplog.text
+
+
+def test_generate_decodes_over_codes(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    model, expected = load(options="backend: native"), answer(stock())
+    found, again = answer(model), answer(model)
+    assert isinstance(found.past_key_values, CodedCache) and torch.equal(found.sequences, again.sequences)
+    assert (found.sequences == expected.sequences)[0, PROMPT:].float().mean() > 0.9
+    assert "1 x key-value cache: quantized_kv_cache, 8 bits by native, a scale for each token of a head" in model.moegraft.placement()
+    batch = prompt(30, batch=3, seed=5)
+    together, alone = (answer(model, ids=ids).sequences for ids in (batch, batch[1:2]))
+    assert torch.equal(together[1:2], alone)
+    mask = torch.ones_like(batch)
+    mask[0, :5] = 0
+    assert torch.equal(answer(model, ids=batch, attention_mask=mask).sequences, answer(stock(), ids=batch, attention_mask=mask).sequences)
+    assert "a batch with padding has other positions" in caplog.text
+
+
+def test_codes_can_be_cropped_and_copied(load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load("gpt_oss", "backend: native"), prompt(60, batch=1, seed=3)
+    cache = new_cache(model)
+    with torch.inference_mode():
+        model(input_ids=ids[:, :50], past_key_values=cache)
+        other = copy.deepcopy(cache)
+        wanted = model(input_ids=ids[:, 50:], past_key_values=cache).logits
+        cache.crop(-10)
+        assert cache.get_seq_length() == 50
+        for each in (cache, other):
+            assert torch.equal(model(input_ids=ids[:, 50:], past_key_values=each).logits, wanted)
+
+
+def test_a_mask_that_pages_do_not_have_is_refused(load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load("gpt_oss", "backend: native"), prompt(40, batch=2, seed=3)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with pytest.raises(UnreadPagesError, match="have no padding"):
+        model(input_ids=ids, attention_mask=mask, past_key_values=new_cache(model))
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        ("- match: {kind: attention}\n  replace: {class: default}\n", "are read by cpu_attention alone; add a rule"),
+        ("", "scales queries by the number of tokens"),
+    ],
+)
+def test_codes_that_no_attention_reads_are_refused(rule: str, reason: str, load) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises((UnsupportedModelError, RuleErrors), match=reason):
+        load("qwen3_moe" if rule else "llama4_text", "backend: native", more=rule)
 
 
 @HQQ
@@ -221,6 +277,8 @@ def test_a_missing_package_is_named_with_its_installation(load, monkeypatch: pyt
         ("bits: 3", "bits with 'backend: hqq' must be 2 or 4 or 8, not 3"),
         ("backend: fp8, bits: 4", "bits with 'backend: fp8' must be 8, not 4"),
         ("backend: fp8, residual: 5", "remove 'residual'"),
+        ("backend: native, residual: 5", "remove 'residual'"),
+        ("backend: native, bits: 4", "bits with 'backend: native' must be 8, not 4"),
         ("residual: 0", "residual must be 1 or more"),
     ],
 )

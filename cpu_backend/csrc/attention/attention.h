@@ -40,6 +40,9 @@ enum class MaskKind : int { kNone, kCausal, kBool, kAdded };
 
 // Keys and values in pages: (pages, page_elements) of the queries' type. A page holds `page_tokens` tokens; the keys of a KV head are
 // (page_tokens, columns) of it. The call appends new tokens, then query t of a sequence attends to its keys up to that of token held + t.
+//
+// Pages of codes have bytes instead: behind the codes of a KV head's keys or values, (page_tokens, columns) int8, are the scales of their
+// rows, (page_tokens) float32. A row is rounded to 127 steps on each side of zero, the last of which is its largest magnitude.
 struct Pages {
   const std::int64_t* table;  // (batch, table_width): the pages of each sequence in order; null: keys are not in pages
   const std::int64_t* held;   // (batch): tokens of each sequence before the call
@@ -48,6 +51,7 @@ struct Pages {
   std::int64_t page_elements;
   int page_tokens;            // a power of two
   int window;                 // keys that a query attends to, its own included; 0: all
+  bool coded;
   HeadsView new_keys;         // (batch, kv_heads, queries, dim - tail_dim)
   HeadsView new_values;       // (batch, kv_heads, queries, value_dim), or with a tail (batch, kv_heads, queries, tail_dim)
 };
@@ -67,7 +71,7 @@ struct MaskView {
 // null) are logits of a key that has no value. The last columns of the keys may be in a tensor of their own, as the rotary part is in the
 // cache of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): all heads share one latent, which is key and value.
 struct AttentionArgs {
-  ActivationType type;  // of query, key, value and out
+  ActivationType type;  // of query, key, value and out; keys and values in pages may be codes
   HeadsView query;  // (batch, heads, queries, dim)
   HeadsView key;  // (batch, kv_heads, keys, dim - tail_dim)
   HeadsView value;  // (batch, kv_heads, keys, value_dim)
@@ -88,6 +92,9 @@ struct AttentionArgs {
   Pages pages{};  // if given, `keys` is the most keys of a sequence, and key, value and key_tail are (pages, kv_heads, page_tokens, ...)
 
   int keys_of(int sequence) const { return pages.table ? static_cast<int>(pages.held[sequence]) + queries : keys; }
+  bool coded() const { return pages.table && pages.coded; }
+  CacheType cache_type() const { return coded() ? CacheType::kInt8 : static_cast<CacheType>(type); }
+  std::ptrdiff_t cache_bytes() const { return coded() ? 1 : static_cast<std::ptrdiff_t>(element_bytes(type)); }  // of an element
   int group() const { return heads / kv_heads; }
   int rows() const { return queries * group(); }  // of one KV head: row t * group + g is query t of head kv_head * group + g
   int padded_dim() const { return round_up(dim, 32); }
@@ -104,8 +111,16 @@ inline const std::byte* token_of(const AttentionArgs& args, const HeadsView& vie
   const Pages& pages = args.pages;
   if (!pages.table) return row_of(view, args.type, batch, head, token);
   const std::int64_t page = pages.table[batch * pages.table_width + (token >> __builtin_ctz(static_cast<unsigned>(pages.page_tokens)))];
-  return view.data + static_cast<std::ptrdiff_t>(element_bytes(args.type)) *
-                         (page * view.batch_stride + head * view.head_stride + (token & (pages.page_tokens - 1)) * view.row_stride);
+  return view.data +
+         args.cache_bytes() * (page * view.batch_stride + head * view.head_stride + (token & (pages.page_tokens - 1)) * view.row_stride);
+}
+
+// The scales of that token and of those behind it in its page; null where keys and values are no codes.
+inline const float* scales_of(const AttentionArgs& args, const HeadsView& view, int batch, int head, int token) {
+  if (!args.coded()) return nullptr;
+  const int place = token & (args.pages.page_tokens - 1);
+  const std::byte* first = token_of(args, view, batch, head, token - place);
+  return reinterpret_cast<const float*>(first + args.pages.page_tokens * view.row_stride) + place;
 }
 
 // How many of `count` tokens from `token` on are rows of one stride.
@@ -121,8 +136,8 @@ struct PageStarts {
 // Sets key, value, key_tail and keys from `pages`, whose other members are set. `latent`: values are the keys' leading columns and new
 // values their tail. Throws std::invalid_argument where a page is not in the pool, or too small for the layer.
 void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, bool latent);
-// Writes the new keys and values to the pool.
-void append_to_pages(const AttentionArgs& args);
+// Writes the new keys and values to the pool, as codes if it has these.
+void append_to_pages(const Kernels& kernels, const AttentionArgs& args);
 
 struct QueryRow {
   int batch;
@@ -196,7 +211,9 @@ class AttentionRowsJob final : public Job {
   const VisibleKeys& visible_;
   const int workers_;
   const AttentionPhases phases_;
-  bool by_pairs_;
+  bool by_codes_;  // by integers alone
+  bool by_pairs_;  // or of bfloat16
+  int narrow_bytes_;  // of a row's query in 16 bits, or as codes
   void (*score_)(const ScoreArgs& args);
   void (*mix_)(const MixArgs& args);
   std::vector<int> first_units_;  // of each sequence, and the number of all
@@ -223,14 +240,16 @@ class AttentionTilesJob final : public Job {
   SegmentProduct product_of(int columns, int rows) const;
   Worker worker_of(int worker) const;
   std::size_t worker_bytes() const;
-  void pack(int unit);
+  int widest() const { return std::max(args_.padded_dim(), args_.padded_value_dim()); }  // row
+  void pack(int unit, Worker& mine);
   struct Chunk;  // of the keys of one KV head
   Chunk chunk_of(int unit) const;
   int chunks_of(int batch) const;
-  void pack_keys(const Chunk& chunk, std::byte* target);
-  void pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns, std::byte* target,
-                    int first_row) const;
-  void pack_values(const Chunk& chunk, std::byte* target);
+  struct CacheRows;
+  CacheRows rows_in(const HeadsView& view, const Chunk& chunk, int token, int rows, int columns, Worker& mine) const;
+  void pack_keys(const Chunk& chunk, Worker& mine, std::byte* target);
+  void pack_columns(const CacheRows& from, int rows, int first, int columns, std::byte* target, int first_row) const;
+  void pack_values(const Chunk& chunk, Worker& mine, std::byte* target);
   void attend(int unit, Worker& mine);
   void encode_queries(const Rows& rows, Worker& mine);
   void step(const Rows& rows, int chunk, int first, int count, Worker& mine);

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kKeys = kPairKeys;      // keys per step: with their values, they stay in L1 for all rows; chosen by size, not tuned
 constexpr int kSplitKeys = 256;       // keys per unit; results must not depend on the number of threads
+constexpr int coded_columns(int columns) { return round_up(columns, 64); }  // of a query
 constexpr int kPairRows = 4;          // with 4, products of pairs take 0.8 of the time in L2 (EPYC Zen 4); fewer were not measured
 
 }  // namespace
@@ -23,10 +24,14 @@ struct AttentionRowsJob::Sums {
 AttentionRowsJob::AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
                                    const AttentionPhases& phases)
     : kernels_(kernels), args_(args), visible_(visible), workers_(workers), phases_(phases) {
-  const int type = static_cast<int>(args.type), columns = (args.dim - args.tail_dim) | args.tail_dim | args.value_dim;
-  by_pairs_ = args.type == ActivationType::kBFloat16 && kernels.attention.score_pairs && args.rows() >= kPairRows && columns % 32 == 0;
-  score_ = by_pairs_ ? kernels.attention.score_pairs : kernels.attention.score[type];
-  mix_ = by_pairs_ ? kernels.attention.mix_pairs : kernels.attention.mix[type];
+  const AttentionKernels& attention = kernels.attention;
+  const int type = static_cast<int>(args.cache_type()), columns = (args.dim - args.tail_dim) | args.tail_dim | args.value_dim;
+  by_codes_ = args.coded() && args.type != ActivationType::kFloat32 && attention.score_codes && columns % 32 == 0;
+  by_pairs_ =
+      by_codes_ || (args.cache_type() == CacheType::kBFloat16 && attention.score_pairs && args.rows() >= kPairRows && columns % 32 == 0);
+  score_ = by_codes_ ? attention.score_codes : by_pairs_ ? attention.score_pairs : attention.score[type];
+  narrow_bytes_ = by_codes_ ? 2 * (coded_columns(args.dim - args.tail_dim) + coded_columns(args.tail_dim)) : 2 * args.padded_dim();
+  mix_ = by_codes_ ? attention.mix_codes : by_pairs_ ? attention.mix_pairs : attention.mix[type];
 }
 
 // A range of the keys of one KV head: number `split` of `splits`.
@@ -45,8 +50,9 @@ void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(first_units_.back()));
   parts_ = parts.data();
   scratch_ = workers;
-  // Each row needs its query in float32 and in 16 bits, and the scores of a step; the scores of the keys' tails follow.
-  const std::size_t row_bytes = static_cast<std::size_t>(args_.padded_dim()) * 6 + sizeof(float) * kKeys;
+  // Each row needs its query in float32 and in 16 bits or as codes, and the scores of a step; those of the keys' tails follow.
+  const std::size_t row_bytes = sizeof(float) * static_cast<std::size_t>(args_.padded_dim() + kKeys + 1) +
+                                static_cast<std::size_t>(narrow_bytes_) + 4 * sizeof(CodedRow);
   for (int worker = 0; worker < workers_; ++worker)
     workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()) + sizeof(float) * kKeys * kAttentionRows,
                                      sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
@@ -86,7 +92,7 @@ AttentionRowsJob::Sums AttentionRowsJob::sums_of(int unit) const {
 // prefetch a few lines at a time instead, values while they read keys and the next keys while they read values: more at once would have to
 // wait for each other.
 void AttentionRowsJob::prefetch_values(int batch, int kv_head, int token, int count) const {
-  const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
+  const std::ptrdiff_t bytes = args_.cache_bytes();
   const std::byte* value = token_of(args_, args_.value, batch, kv_head, token);
   for (int row = 0; row < count; ++row, value += bytes * args_.value.row_stride)
     for (std::ptrdiff_t byte = 0; byte < bytes * args_.value_dim; byte += 64) __builtin_prefetch(value + byte, 0, 3);
@@ -97,8 +103,11 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   const auto [batch, kv_head, split, splits] = unit_of(unit);
   auto* query = reinterpret_cast<float*>(scratch);
   float* scores = query + static_cast<std::ptrdiff_t>(rows) * dim;
-  auto* halves = reinterpret_cast<std::uint16_t*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
-  auto* tails = reinterpret_cast<float*>(halves + static_cast<std::ptrdiff_t>(rows) * dim);
+  auto* narrow = reinterpret_cast<std::byte*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
+  auto* coded_rows = reinterpret_cast<CodedRow*>(narrow + static_cast<std::ptrdiff_t>(rows) * narrow_bytes_);
+  CodedRow* coded_tails = coded_rows + static_cast<std::ptrdiff_t>(2) * rows;
+  auto* most_shares = reinterpret_cast<float*>(coded_tails + static_cast<std::ptrdiff_t>(2) * rows);
+  float* tails = most_shares + rows;
   const int tail_dim = args_.tail_dim, key_dim = args_.dim - tail_dim;
   const Sums sums = sums_of(unit);
   std::fill_n(sums.largest, rows, kMinusInfinity);
@@ -107,20 +116,31 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   for (int row = 0; row < rows; ++row) {
     const QueryRow where = query_row(args_, batch, kv_head, row);
     const std::byte* source = row_of(args_.query, args_.type, batch, where.head, where.query);
-    kernels_.widen(args_.type, source, query + static_cast<std::ptrdiff_t>(row) * dim, args_.dim);
-    if (args_.type != ActivationType::kFloat32)
-      std::memcpy(halves + static_cast<std::ptrdiff_t>(row) * dim, source, 2 * static_cast<std::size_t>(args_.dim));
+    float* widened = query + static_cast<std::ptrdiff_t>(row) * dim;
+    kernels_.widen(args_.type, source, widened, args_.dim);
+    if (by_codes_) {
+      auto* codes = reinterpret_cast<std::int8_t*>(narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_);
+      std::memset(codes, 0, static_cast<std::size_t>(narrow_bytes_));
+      for (int rest = 0; rest < 2; ++rest, codes += narrow_bytes_ / 2) {
+        coded_rows[2 * row + rest] = kernels_.attention.encode(widened, key_dim, codes);
+        if (tail_dim > 0)
+          coded_tails[2 * row + rest] = kernels_.attention.encode(widened + key_dim, tail_dim, codes + coded_columns(key_dim));
+      }
+    } else if (args_.type != ActivationType::kFloat32) {
+      std::memcpy(narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_, source, 2 * static_cast<std::size_t>(args_.dim));
+    }
   }
   const KeySpan seen = visible_.seen_by(args_, batch, kv_head, 0, rows);
   const int steps = (seen.count + kKeys - 1) / kKeys;
   const bool latent = args_.value.data == args_.key.data;  // the values are the keys
-  const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
+  const std::ptrdiff_t bytes = args_.cache_bytes();
   for (int step = steps * split / splits; step < steps * (split + 1) / splits; ++step) {
     const KeySpan keys = {seen.first + step * kKeys, std::min(kKeys, seen.count - step * kKeys)};
     for (int row = 0; row < rows; row += kAttentionRows) {
       const int some = std::min(kAttentionRows, rows - row);
       const float* queries = query + static_cast<std::ptrdiff_t>(row) * dim;
-      const std::uint16_t* queries_halves = halves + static_cast<std::ptrdiff_t>(row) * dim;
+      const std::byte* codes = narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_;
+      const auto* halves = reinterpret_cast<const std::uint16_t*>(codes);
       for (int at = 0, run; at < keys.count; at += run) {
         run = run_of(args_, keys.first + at, keys.count - at);
         const int token = keys.first + at;
@@ -131,12 +151,38 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
           if (row == 0 && !by_pairs_) prefetch_values(batch, kv_head, token, run);
         }
         const std::byte* values = by_pairs_ && row == 0 && !latent ? token_of(args_, args_.value, batch, kv_head, token) : nullptr;
-        score_({queries, queries_halves, dim, some, key, ahead, bytes * args_.key.row_stride, run, key_dim, scores + at, kKeys, values,
-                bytes * args_.value.row_stride});
+        score_({queries,
+                halves,
+                dim,
+                some,
+                key,
+                ahead,
+                bytes * args_.key.row_stride,
+                run,
+                key_dim,
+                scores + at,
+                kKeys,
+                values,
+                bytes * args_.value.row_stride,
+                scales_of(args_, args_.key, batch, kv_head, token),
+                {codes, narrow_bytes_, narrow_bytes_ / 2, coded_rows + static_cast<std::ptrdiff_t>(2) * row}});
         if (tail_dim == 0) continue;
         const std::byte* tail = token_of(args_, args_.key_tail, batch, kv_head, keys.first + at);
-        score_({queries + key_dim, queries_halves + key_dim, dim, some, tail, tail + 16 * bytes * args_.key_tail.row_stride,
-                bytes * args_.key_tail.row_stride, run, tail_dim, tails + at, kKeys});
+        score_({queries + key_dim,
+                halves + key_dim,
+                dim,
+                some,
+                tail,
+                tail + 16 * bytes * args_.key_tail.row_stride,
+                bytes * args_.key_tail.row_stride,
+                run,
+                tail_dim,
+                tails + at,
+                kKeys,
+                nullptr,
+                0,
+                scales_of(args_, args_.key_tail, batch, kv_head, token),
+                {codes + coded_columns(key_dim), narrow_bytes_, narrow_bytes_ / 2, coded_tails + static_cast<std::ptrdiff_t>(2) * row}});
       }
       if (tail_dim > 0)
         for (int r = 0; r < some; ++r)
@@ -145,6 +191,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
         const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);
         sums.largest[r] = softmax.largest;
+        most_shares[r] = softmax.most_share;
         sums.sum[r] = softmax.sum;
         float* values = sums.values + static_cast<std::ptrdiff_t>(r) * value_dim;
         if (factor != 1.0f)
@@ -157,7 +204,8 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         const bool reads_on = by_pairs_ && row == 0 && next < seen.first + seen.count;
         const std::byte* next_keys = reads_on ? token_of(args_, args_.key, batch, kv_head, next) : nullptr;
         mix_({scores + at, kKeys, some, value, bytes * args_.value.row_stride, run, args_.value_dim,
-              sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim, next_keys, bytes * args_.key.row_stride});
+              sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim, next_keys, bytes * args_.key.row_stride,
+              scales_of(args_, args_.value, batch, kv_head, token), most_shares + row});
       }
     }
   }

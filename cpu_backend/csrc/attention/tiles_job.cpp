@@ -39,6 +39,7 @@ struct AttentionTilesJob::Worker {
   float* largest;           // (unit rows,)
   float* sum;               // (unit rows,)
   float* tile;              // (tile rows, 32)
+  std::byte* rows;          // (32, padded dim) of the queries' type
   ExpandedWeights* expanded;
 };
 
@@ -47,6 +48,12 @@ struct AttentionTilesJob::Chunk {
   int kv_head;
   int first;  // key
   int count;
+};
+
+// Rows of the cache in the queries' type.
+struct AttentionTilesJob::CacheRows {
+  const std::byte* first;
+  std::ptrdiff_t bytes;  // from a row to the next
 };
 
 struct AttentionTilesJob::Rows {
@@ -76,7 +83,8 @@ std::size_t AttentionTilesJob::worker_bytes() const {
   const auto query_words = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_dim());
   const auto tile_floats = static_cast<std::size_t>(tile_rows_) * (2 * kChunkKeys + kBlockRows);
   const auto sums = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_value_dim() + 2);
-  return sizeof(float) * (static_cast<std::size_t>(std::max(args_.padded_dim(), kChunkKeys)) + query_words + tile_floats + sums);
+  const auto rows = args_.coded() ? static_cast<std::size_t>(kBlockRows) * static_cast<std::size_t>(widest()) : 0;
+  return sizeof(float) * (static_cast<std::size_t>(std::max(widest(), kChunkKeys)) + query_words + tile_floats + sums + rows);
 }
 
 SegmentProduct AttentionTilesJob::product_of(int columns, int rows) const { return {kernels_, weights_, format_, columns / kGroup, rows}; }
@@ -90,7 +98,7 @@ AttentionTilesJob::Worker AttentionTilesJob::worker_of(int worker) const {
   };
   const auto rows = static_cast<std::size_t>(unit_rows_), tile = static_cast<std::size_t>(tile_rows_);
   Worker mine{};
-  mine.widened = take(static_cast<std::size_t>(std::max(args_.padded_dim(), kChunkKeys)));
+  mine.widened = take(static_cast<std::size_t>(std::max(widest(), kChunkKeys)));
   mine.queries = reinterpret_cast<std::uint32_t*>(take(rows * static_cast<std::size_t>(args_.padded_dim())));
   mine.shares = reinterpret_cast<std::uint32_t*>(take(tile * kChunkKeys));
   mine.scores = take(tile * kChunkKeys);
@@ -98,6 +106,7 @@ AttentionTilesJob::Worker AttentionTilesJob::worker_of(int worker) const {
   mine.sums = take(rows * static_cast<std::size_t>(args_.padded_value_dim()));
   mine.largest = take(rows);
   mine.sum = take(rows);
+  mine.rows = reinterpret_cast<std::byte*>(floats);
   return mine;
 }
 
@@ -122,7 +131,7 @@ void AttentionTilesJob::run(int worker) noexcept {
   mine.expanded = &expanded;
   const MatrixUse use(kernels_, kernels_.matrix.serves(format_, tile_rows_));
   int count = 0;
-  for (int unit = phases_.first->take(worker); unit >= 0; unit = phases_.first->take(worker), ++count) pack(unit);
+  for (int unit = phases_.first->take(worker); unit >= 0; unit = phases_.first->take(worker), ++count) pack(unit, mine);
   phases_.first->finish(count);
   phases_.first->wait();
   count = 0;
@@ -142,33 +151,45 @@ AttentionTilesJob::Chunk AttentionTilesJob::chunk_of(int unit) const {
   return {batch, place / chunks, first, std::min(kChunkKeys, args_.keys_of(batch) - first)};
 }
 
-void AttentionTilesJob::pack(int unit) {
+void AttentionTilesJob::pack(int unit, Worker& mine) {
   const Chunk chunk = chunk_of(unit);
-  pack_keys(chunk, keys_ + key_bytes_ * static_cast<std::size_t>(unit));
-  pack_values(chunk, values_ + value_bytes_ * static_cast<std::size_t>(unit));
+  pack_keys(chunk, mine, keys_ + key_bytes_ * static_cast<std::size_t>(unit));
+  pack_values(chunk, mine, values_ + value_bytes_ * static_cast<std::size_t>(unit));
 }
 
-void AttentionTilesJob::pack_keys(const Chunk& chunk, std::byte* target) {
+// Rows of one page, from a token on. Codes are expanded, so that they stay until the next call.
+AttentionTilesJob::CacheRows AttentionTilesJob::rows_in(const HeadsView& view, const Chunk& chunk, int token, int rows, int columns,
+                                                        Worker& mine) const {
+  const std::byte* first = token_of(args_, view, chunk.batch, chunk.kv_head, token);
+  const float* scales = scales_of(args_, view, chunk.batch, chunk.kv_head, token);
+  if (scales == nullptr) return {first, args_.cache_bytes() * view.row_stride};
+  const std::ptrdiff_t bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type)) * columns;
+  for (int row = 0; row < rows; ++row) {
+    const auto* codes = reinterpret_cast<const std::int8_t*>(first) + row * view.row_stride;
+    for (int column = 0; column < columns; ++column) mine.widened[column] = scales[row] * static_cast<float>(codes[column]);
+    kernels_.narrow(args_.type, mine.widened, mine.rows + row * bytes, columns);
+  }
+  return {mine.rows, bytes};
+}
+
+void AttentionTilesJob::pack_keys(const Chunk& chunk, Worker& mine, std::byte* target) {
   std::memset(target, 0, key_bytes_);
-  const auto bytes = static_cast<std::ptrdiff_t>(element_bytes(args_.type));
   const int key_dim = args_.dim - args_.tail_dim;
   for (int block = 0; block < chunk.count; block += kBlockRows, target += block_bytes(weights_, args_.dim)) {
     const int rows = std::min(kBlockRows, chunk.count - block);
     for (int row = 0, run; row < rows; row += run) {
       const int token = chunk.first + block + row;
       run = run_of(args_, token, rows - row);
-      pack_columns(token_of(args_, args_.key, chunk.batch, chunk.kv_head, token), bytes * args_.key.row_stride, run, 0, key_dim, target,
-                   row);
+      pack_columns(rows_in(args_.key, chunk, token, run, key_dim, mine), run, 0, key_dim, target, row);
       if (args_.tail_dim > 0)
-        pack_columns(token_of(args_, args_.key_tail, chunk.batch, chunk.kv_head, token), bytes * args_.key_tail.row_stride, run, key_dim,
-                     args_.tail_dim, target, row);
+        pack_columns(rows_in(args_.key_tail, chunk, token, run, args_.tail_dim, mine), run, key_dim, args_.tail_dim, target, row);
     }
   }
 }
 
 // Packs columns of rows, which become columns [first, first + columns) of a block's rows from `first_row` on.
-void AttentionTilesJob::pack_columns(const std::byte* source, std::ptrdiff_t stride, int rows, int first, int columns, std::byte* target,
-                                     int first_row) const {
+void AttentionTilesJob::pack_columns(const CacheRows& from, int rows, int first, int columns, std::byte* target, int first_row) const {
+  const auto [source, stride] = from;
   const std::ptrdiff_t start = static_cast<std::ptrdiff_t>(first) * kBlockRows + first_row;
   if (weights_ == WeightType::kFloat32) {
     pack_rows(source, stride, rows, columns, reinterpret_cast<std::uint32_t*>(target) + start);
@@ -190,11 +211,11 @@ void AttentionTilesJob::pack_columns(const std::byte* source, std::ptrdiff_t str
   }
 }
 
-void AttentionTilesJob::pack_values(const Chunk& chunk, std::byte* target) {
+void AttentionTilesJob::pack_values(const Chunk& chunk, Worker& mine, std::byte* target) {
   std::memset(target, 0, value_bytes_);
   const std::size_t block = block_bytes(weights_, kChunkKeys);
   for (int k = 0; k < chunk.count; ++k) {
-    const std::byte* source = token_of(args_, args_.value, chunk.batch, chunk.kv_head, chunk.first + k);
+    const std::byte* source = rows_in(args_.value, chunk, chunk.first + k, 1, args_.value_dim, mine).first;
     for (int d = 0; d < args_.value_dim; d += kBlockRows) {
       std::byte* rows = target + block * static_cast<std::size_t>(d / kBlockRows);
       const int present = std::min(kBlockRows, args_.value_dim - d);

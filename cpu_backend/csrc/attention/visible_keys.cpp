@@ -60,13 +60,22 @@ VisibleKeys::Range range_of_added(ActivationType type, const std::byte* row, int
 }
 
 // Copies (batch, heads, queries, columns) to the pages of the tokens.
-void append(const AttentionArgs& args, const HeadsView& from, const HeadsView& to, int columns) {
+void append(const Kernels& kernels, const AttentionArgs& args, const HeadsView& from, const HeadsView& to, int columns) {
   const std::size_t bytes = element_bytes(args.type) * static_cast<std::size_t>(columns);
+  std::vector<float> row(args.coded() ? static_cast<std::size_t>(columns) : 0);
   for (int batch = 0; batch < args.batch; ++batch)
     for (int head = 0; head < args.kv_heads; ++head)
       for (int query = 0; query < args.queries; ++query) {
         const int token = static_cast<int>(args.pages.held[batch]) + query;
-        std::memcpy(const_cast<std::byte*>(token_of(args, to, batch, head, token)), row_of(from, args.type, batch, head, query), bytes);
+        const std::byte* source = row_of(from, args.type, batch, head, query);
+        auto* target = const_cast<std::byte*>(token_of(args, to, batch, head, token));
+        if (!args.coded()) {
+          std::memcpy(target, source, bytes);
+          continue;
+        }
+        kernels.widen(args.type, source, row.data(), columns);
+        auto* scale = const_cast<float*>(scales_of(args, to, batch, head, token));
+        *scale = kernels.attention.encode(row.data(), columns, reinterpret_cast<std::int8_t*>(target)).scale;
       }
 }
 
@@ -76,10 +85,14 @@ void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, b
   const Pages& pages = args.pages;
   const auto refuse = [](const char* message) { throw std::invalid_argument(message); };
   const int key_columns = args.dim - args.tail_dim, value_columns = latent ? args.tail_dim : args.value_dim;
+  const int scale_bytes = pages.coded ? static_cast<int>(sizeof(float)) : 0;  // of a row
   if (pages.page_tokens < 1 || (pages.page_tokens & (pages.page_tokens - 1)) != 0) refuse("the tokens of a page are no power of two");
   if (pages.window < 0) refuse("a window is negative");
+  if (pages.coded && (pages.page_elements % scale_bytes != 0 || starts.keys % scale_bytes != 0 || starts.values % scale_bytes != 0 ||
+                      pages.page_tokens % scale_bytes != 0))
+    refuse("the scales of a page of codes are not aligned");
   for (const auto& [start, columns] : {std::pair{starts.keys, key_columns}, std::pair{starts.values, value_columns}})
-    if (start < 0 || start + std::int64_t{args.kv_heads} * pages.page_tokens * columns > pages.page_elements)
+    if (start < 0 || start + std::int64_t{args.kv_heads} * pages.page_tokens * (columns + scale_bytes) > pages.page_elements)
       refuse("the keys or values of a layer leave their page");
   args.keys = 0;
   for (int batch = 0; batch < args.batch; ++batch) {
@@ -92,8 +105,8 @@ void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, b
     args.keys = std::max(args.keys, static_cast<int>(end));
   }
   const auto part = [&](std::int64_t start, int columns) {
-    return HeadsView{pool + static_cast<std::ptrdiff_t>(element_bytes(args.type)) * start, pages.page_elements,
-                     std::int64_t{pages.page_tokens} * columns, columns};
+    return HeadsView{pool + args.cache_bytes() * start, pages.page_elements, std::int64_t{pages.page_tokens} * (columns + scale_bytes),
+                     columns};
   };
   args.key = part(starts.keys, key_columns);
   args.value = latent ? args.key : part(starts.values, value_columns);
@@ -101,10 +114,10 @@ void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, b
   args.mask = {MaskKind::kNone, nullptr, 0, 0, 0, 1};
 }
 
-void append_to_pages(const AttentionArgs& args) {
-  append(args, args.pages.new_keys, args.key, args.dim - args.tail_dim);
-  if (args.tail_dim > 0) append(args, args.pages.new_values, args.key_tail, args.tail_dim);
-  else append(args, args.pages.new_values, args.value, args.value_dim);
+void append_to_pages(const Kernels& kernels, const AttentionArgs& args) {
+  append(kernels, args, args.pages.new_keys, args.key, args.dim - args.tail_dim);
+  if (args.tail_dim > 0) append(kernels, args, args.pages.new_values, args.key_tail, args.tail_dim);
+  else append(kernels, args, args.pages.new_values, args.value, args.value_dim);
 }
 
 void VisibleKeys::find(const AttentionArgs& args) {

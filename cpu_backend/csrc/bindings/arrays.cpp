@@ -189,6 +189,8 @@ void TensorView::require_int64() const {
   if (type_code_ != dlpack::kInt || type_bits_ != 64) raise_type_error("int64");
 }
 
+bool TensorView::is_int8() const { return type_code_ == dlpack::kInt && type_bits_ == 8; }
+
 void TensorView::require_writable() const {
   if (!writable_) raise_value_error(std::string(name_) + " is read-only");
 }

@@ -136,7 +136,8 @@ void paged_attention(Runtime& runtime, const PagedAttentionCall& call) {
     raise_value_error("out and value differ in columns: " + shape_text(call.out) + " and " + shape_text(call.value));
   if (!(call.out.flags() & py::array::c_style) || !call.out.writeable()) raise_value_error("out must be C-contiguous and writeable");
   require_numbers(call.scale, call.softcap);
-  pool.require_float(type);
+  const bool coded = pool.is_int8();
+  if (!coded) pool.require_float(type);
   pool.require_writable();
   table.require_int64();
   held.require_int64();
@@ -164,6 +165,7 @@ void paged_attention(Runtime& runtime, const PagedAttentionCall& call) {
                 pool.shape(1),
                 call.page_tokens,
                 call.window,
+                coded,
                 view_of(call.key),
                 view_of(call.value)};
   use_pages(args, pool.data(), {call.key_start, call.value_start}, call.latent);

@@ -55,6 +55,7 @@ class TensorView {
   ActivationType float_type() const;  // of float32, float16 and bfloat16 (also as uint16); throws TypeError
   void require_float(ActivationType type) const;  // throws TypeError
   void require_int64() const;  // throws TypeError
+  bool is_int8() const;
   void require_writable() const;  // throws ValueError
   std::int64_t rows(std::int64_t cols) const;  // of shape (..., cols); throws ValueError
   void require_shape(std::initializer_list<std::int64_t> expected) const;  // throws ValueError

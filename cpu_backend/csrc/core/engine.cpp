@@ -131,7 +131,7 @@ void Engine::linear_gradient(const LinearArgs& args, const OpenMp* shared) {
 
 void Engine::attention(const AttentionArgs& args, const OpenMp* shared) {
   if (args.batch == 0 || args.queries == 0 || args.value_dim == 0) return;
-  if (args.pages.table) append_to_pages(args);
+  if (args.pages.table) append_to_pages(kernels_, args);
   visible_.find(args);
   const AttentionPhases phases = {&neurons_phase_, &rows_phase_};
   if (args.rows() <= kFewRows || args.keys == 0) {

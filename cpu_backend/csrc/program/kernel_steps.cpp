@@ -270,9 +270,9 @@ class AttentionOperation : public KernelOperation {
     }
   }
   AttentionArgs args_{};
+  const ProgramMachine& machine_;
 
  private:
-  const ProgramMachine& machine_;
   const AttentionOperands has_;
   Phase first_, second_;
   std::optional<AttentionRowsJob> rows_;
@@ -296,7 +296,8 @@ class PagedAttentionOperation final : public AttentionOperation {
       if (view->dims != 4 || activation_of(view->type) != args_.type || (view->sizes[3] > 1 && view->strides[3] != 1))
         refuse("an operand of attention has another form than the kernel");
     const bool integers = table.type == ElementType::kInt64 && held.type == ElementType::kInt64;
-    if (!integers || pool.dims != 2 || activation_of(pool.type) != args_.type || table.dims != 2 || held.dims != 1 ||
+    const bool coded = pool.type == ElementType::kInt8;
+    if (!integers || pool.dims != 2 || (!coded && activation_of(pool.type) != args_.type) || table.dims != 2 || held.dims != 1 ||
         table.sizes[0] < query.sizes[0] || held.sizes[0] < query.sizes[0])
       refuse("the pages of attention have another form than the kernel");
     args_.query = heads_of(query);
@@ -329,12 +330,13 @@ class PagedAttentionOperation final : public AttentionOperation {
                    pool.sizes[1],
                    numbers_.page_tokens,
                    numbers_.window,
+                   coded,
                    heads_of(key),
                    heads_of(value)};
   }
   void prepare() override {  // what is in the table and how many tokens are held differ from step to step
     use_pages(args_, views_[4].data, numbers_.starts, numbers_.latent);
-    append_to_pages(args_);
+    append_to_pages(machine_.kernels, args_);
     prepare_job();
   }
 

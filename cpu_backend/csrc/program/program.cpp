@@ -75,7 +75,8 @@ std::size_t bytes_of(ElementType type) {
     case ElementType::kFloat32:
     case ElementType::kInt32: return 4;
     case ElementType::kInt64: return 8;
-    case ElementType::kBool: return 1;
+    case ElementType::kBool:
+    case ElementType::kInt8: return 1;
     default: return 2;
   }
 }
@@ -90,8 +91,8 @@ ActivationType activation_of(ElementType type) {
 }
 
 ElementType parse_element(const std::string& name) {
-  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int64", "int32", "bool"};
-  for (int i = 0; i < 6; ++i)
+  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int64", "int32", "bool", "int8"};
+  for (int i = 0; i < 7; ++i)
     if (name == kNames[i]) return static_cast<ElementType>(i);
   throw std::invalid_argument("unknown element type '" + name + "'");
 }

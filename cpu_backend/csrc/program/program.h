@@ -30,7 +30,7 @@
 
 namespace moegraft {
 
-enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kBool };
+enum class ElementType : int { kFloat32, kFloat16, kBFloat16, kInt64, kInt32, kBool, kInt8 };  // the last of pages alone
 std::size_t bytes_of(ElementType type);
 inline bool is_integer(ElementType type) {
   return type == ElementType::kInt64 || type == ElementType::kInt32 || type == ElementType::kBool;

@@ -139,6 +139,7 @@ struct Avx2 {
   }
   static I shift_right(I x, int by) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(by)); }
   static I load_bytes(const std::byte* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+  static I load_signed_bytes(const std::byte* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
   static I load_shorts(const std::byte* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   // A table of 16 bytes, and its bytes at the indexes in the bytes of x.
   static I table(const std::uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

@@ -58,6 +58,7 @@ struct Avx512Base {
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
   static I round_to_int(F x) { return _mm512_cvtps_epi32(x); }
   static void store_int8(std::int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+  static void store_shorts(std::uint16_t* p, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x)); }
   static float reduce_add_float(F x) { return _mm512_reduce_add_ps(x); }
   // Stores the sums of four vectors side by side: one transposed addition instead of four reductions.
   static void store_four_sums(float* p, F a, F b, F c, F d) {
@@ -163,6 +164,13 @@ struct Avx512Base {
   }
   static I shift_right(I x, int by) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(by)); }
   static I load_bytes(const std::byte* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static I load_signed_bytes(const std::byte* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static I load_half(const std::byte* p) { return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static I flip_signs(I bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+  static I set_int(int value) { return _mm512_set1_epi32(value); }
+  static I load_bytes_as_shorts(const std::byte* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   static I load_shorts(const std::byte* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   // A table of 16 bytes, and its bytes at the indexes in the bytes of x.
   static I table(const std::uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

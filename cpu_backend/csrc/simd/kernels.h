@@ -235,6 +235,25 @@ inline void finish_neurons(const NeuronsArgs& args) {
 
 constexpr int kAttentionRows = 8;  // maximum of `rows` in one call of the functions below
 
+// What attention reads keys and values as: those of ActivationType, or codes of 8 bits, of which each row has a scale of its own.
+enum class CacheType : int { kFloat32, kFloat16, kBFloat16, kInt8 };
+constexpr int kCacheTypes = 4;
+constexpr float kMostCode = 127.0f;
+
+// What the codes of a row are multiplied with, NaN where a value is not finite, and their sum.
+struct CodedRow {
+  float scale;
+  int sum;
+};
+
+// Queries as codes, and what is left of each row as codes again: together they have 15 bits. Behind both are zeros up to a multiple of 64.
+struct CodedQueries {
+  const std::byte* codes;
+  std::ptrdiff_t row_bytes;  // from a row to the next
+  std::ptrdiff_t rest_bytes;  // from the codes of a row to those of its rest
+  const CodedRow* rows;  // (rows, 2)
+};
+
 // scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys in the cache's own layout.
 struct ScoreArgs {
   const float* query;  // (rows, query_stride)
@@ -250,6 +269,8 @@ struct ScoreArgs {
   int score_stride;
   const std::byte* values = nullptr;  // of these keys; if given, score_pairs prefetches `dim` columns of them instead of keys
   std::ptrdiff_t value_bytes = 0;
+  const float* scales = nullptr;  // (count), of keys that are codes
+  CodedQueries codes{};  // the queries, for score_codes
 };
 
 // sums[r] += shares[r][j] * value j.
@@ -265,6 +286,8 @@ struct MixArgs {
   int sum_stride;
   const std::byte* keys = nullptr;  // the next `count` keys; if given, mix_pairs prefetches `dim` columns of them
   std::ptrdiff_t key_bytes = 0;
+  const float* scales = nullptr;  // (count), of values that are codes
+  const float* most_shares = nullptr;  // (rows), upper bounds of their shares, for mix_codes
 };
 
 // A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.
@@ -275,6 +298,7 @@ struct SoftmaxArgs {
   float softcap;  // 0 for none
   float largest;  // in and out
   float sum;  // in and out
+  float most_share = 1.0f;  // out: an upper bound of these, up to rounding
 };
 
 // The step of a row without a score above -infinity: a NaN makes the sums NaN, otherwise they do not change. `static` for the reason given
@@ -288,13 +312,18 @@ static inline float no_visible_key(SoftmaxArgs& args) {
 }
 
 struct AttentionKernels {
-  void (*score[3])(const ScoreArgs& args);  // by ActivationType of the keys
-  void (*mix[3])(const MixArgs& args);  // by ActivationType of the values
+  void (*score[kCacheTypes])(const ScoreArgs& args);  // by CacheType of the keys
+  void (*mix[kCacheTypes])(const MixArgs& args);  // by CacheType of the values
   float (*softmax)(SoftmaxArgs& args);  // returns the factor for earlier sums
+  // Rounds a row to codes: 127 steps on each side of zero, to the largest magnitude. What is left of the values replaces them.
+  CodedRow (*encode)(float* values, int count, std::int8_t* codes);
   // For several rows in bfloat16, a multiple of 32 columns and at most kPairKeys keys, with the shares rounded to bfloat16; null where an
   // instruction set has no products of pairs.
   void (*score_pairs)(const ScoreArgs& args) = nullptr;
   void (*mix_pairs)(const MixArgs& args) = nullptr;
+  // The same for any number of rows, and keys and values that are codes, with shares rounded to 16 bits.
+  void (*score_codes)(const ScoreArgs& args) = nullptr;
+  void (*mix_codes)(const MixArgs& args) = nullptr;
 };
 constexpr int kPairKeys = 64;
 

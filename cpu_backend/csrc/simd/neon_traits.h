@@ -170,6 +170,10 @@ struct Neon {
   }
   static I from_shorts(uint16x8_t x) { return {vmovl_u16(vget_low_u16(x)), vmovl_high_u16(x)}; }
   static I load_bytes(const std::byte* p) { return from_shorts(vmovl_u8(vld1_u8(reinterpret_cast<const std::uint8_t*>(p)))); }
+  static I load_signed_bytes(const std::byte* p) {
+    const int16x8_t shorts = vmovl_s8(vld1_s8(reinterpret_cast<const std::int8_t*>(p)));
+    return {vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(shorts))), vreinterpretq_u32_s32(vmovl_high_s16(shorts))};
+  }
   static I load_shorts(const std::byte* p) { return from_shorts(vld1q_u16(reinterpret_cast<const std::uint16_t*>(p))); }
   // A table of 16 bytes, and its bytes at the indexes in the bytes of x.
   static I table(const std::uint8_t* p) {

@@ -355,46 +355,68 @@ static inline void scalar_norm(const NormRowArgs& args) {
 
 namespace {
 
-template <ActivationType Type>
+template <CacheType Type>
 float element(const std::byte* row, int index) {
-  if constexpr (Type == ActivationType::kFloat32) {
+  if constexpr (Type == CacheType::kFloat32) {
     float value;
     std::memcpy(&value, row + 4 * static_cast<std::ptrdiff_t>(index), sizeof value);
     return value;
+  } else if constexpr (Type == CacheType::kInt8) {
+    return static_cast<float>(static_cast<std::int8_t>(row[index]));
   } else {
     std::uint16_t half;
     std::memcpy(&half, row + 2 * static_cast<std::ptrdiff_t>(index), sizeof half);
-    return Type == ActivationType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
+    return Type == CacheType::kFloat16 ? float_from_f16(half) : float_from_bf16(half);
   }
 }
 
-template <ActivationType Type>
+template <CacheType Type>
 void score(const ScoreArgs& args) {
   for (int r = 0; r < args.rows; ++r)
     for (int j = 0; j < args.count; ++j) {
       const std::byte* key = args.keys + j * args.key_bytes;
       float sum = 0.0f;
       for (int d = 0; d < args.dim; ++d) sum += args.query[r * args.query_stride + d] * element<Type>(key, d);
-      args.scores[r * args.score_stride + j] = sum;
+      args.scores[r * args.score_stride + j] = Type == CacheType::kInt8 ? sum * args.scales[j] : sum;
     }
 }
 
-template <ActivationType Type>
+template <CacheType Type>
 void mix(const MixArgs& args) {
   for (int r = 0; r < args.rows; ++r)
     for (int j = 0; j < args.count; ++j) {
-      const float share = args.shares[r * args.share_stride + j];
+      const float share = args.shares[r * args.share_stride + j] * (Type == CacheType::kInt8 ? args.scales[j] : 1.0f);
       for (int d = 0; d < args.dim; ++d) args.sums[r * args.sum_stride + d] += share * element<Type>(args.values + j * args.value_bytes, d);
     }
 }
 
+CodedRow encode_row(float* values, int count, std::int8_t* codes) {
+  float most = 0.0f;
+  bool finite = true;
+  for (int i = 0; i < count; ++i) {
+    most = std::fmax(most, std::fabs(values[i]));
+    finite = finite && std::isfinite(values[i]);
+  }
+  const float scale = finite ? most / kMostCode : std::numeric_limits<float>::quiet_NaN();
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  int sum = 0;
+  for (int i = 0; i < count; ++i) {
+    codes[i] = static_cast<std::int8_t>(finite ? std::nearbyint(values[i] * inverse) : 0.0f);
+    values[i] -= scale * static_cast<float>(codes[i]);
+    sum += codes[i];
+  }
+  return {scale, sum};
+}
+
 float softmax(SoftmaxArgs& args) {
-  float largest = args.largest;
+  float step = -std::numeric_limits<float>::infinity();
   for (int i = 0; i < args.count; ++i) {
     args.scores[i] *= args.scale;
     if (args.softcap > 0.0f) args.scores[i] = args.softcap * std::tanh(args.scores[i] / args.softcap);
-    if (args.scores[i] > largest) largest = args.scores[i];  // a NaN is handled below
+    if (args.scores[i] > step) step = args.scores[i];  // a NaN is handled below
   }
+  const float largest = std::max(step, args.largest);
+  args.most_share = std::exp(step - largest);
   if (largest == -std::numeric_limits<float>::infinity()) return no_visible_key(args);
   const float factor = std::exp(args.largest - largest);
   float sum = 0.0f;
@@ -408,9 +430,10 @@ float softmax(SoftmaxArgs& args) {
 
 const AttentionKernels& scalar_attention() {
   static const AttentionKernels kernels = {
-      {score<ActivationType::kFloat32>, score<ActivationType::kFloat16>, score<ActivationType::kBFloat16>},
-      {mix<ActivationType::kFloat32>, mix<ActivationType::kFloat16>, mix<ActivationType::kBFloat16>},
+      {score<CacheType::kFloat32>, score<CacheType::kFloat16>, score<CacheType::kBFloat16>, score<CacheType::kInt8>},
+      {mix<CacheType::kFloat32>, mix<CacheType::kFloat16>, mix<CacheType::kBFloat16>, mix<CacheType::kInt8>},
       softmax,
+      encode_row,
   };
   return kernels;
 }

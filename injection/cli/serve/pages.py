@@ -20,7 +20,7 @@ from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.mtp import PagedStreams, example_cache
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
-from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of
+from moegraft.operators.decode.pages import PAGE_TOKENS, NoPagesError, PagedCache, PagedSequence, PagePool, pages_of, token_bytes
 from moegraft.operators.decode.state_pool import StatePool
 from moegraft.operators.decode.states import has_states, state_tensors
 from moegraft.operators.draft import BatchDrafts
@@ -121,6 +121,11 @@ class SequencePool:
         """The layers' keys, values and states in pages: equal where they can be exchanged."""
         tensors = [*self._pool.data.items(), *(() if self._states is None else self._states.data.items())]
         return " ".join(f"{name}:{tensor.dtype}:{tuple(tensor.shape[1:])}" for name, tensor in tensors)
+
+    @property
+    def coded(self) -> bool:
+        """Whether keys and values are stored as codes."""
+        return self._pool.coded
 
     @property
     def most_drafted(self) -> int | None:
@@ -465,6 +470,7 @@ def open_pool(
     prefix_bytes: int | None,
     most: int,
     context: int | None,
+    coded: bool = False,
     drafts: BatchDrafts | None = None,
     images: ImageInputs | None = None,
 ) -> SequencePool:
@@ -476,6 +482,7 @@ def open_pool(
         prefix_bytes: of these, for prefixes; by default half. Checkpoints of states have at most half of that.
         most: sequences at once.
         context: tokens of one sequence.
+        coded: whether keys and values are stored as codes, so that logits may differ more from those of the model's own cache.
         drafts: if the model drafts: keys and values of MTP layers are in the pages as well, and a part of the limit is for the states after
             each token of a draft.
         images: a prompt with images, whose logits have to be those of the model's own cache as well.
@@ -500,23 +507,21 @@ def open_pool(
     verified = 0 if drafts is None else drafts.longest + 1  # tokens of the longest pass over a draft
     layers += [] if mtp is None else mtp.layers
     grown = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
-    token_bytes = sum(each.nbytes // each.shape[2] for each in grown)
-    if not token_bytes:
+    size = sum(token_bytes(each, coded=coded) for each in grown)  # of a token
+    if not size:
         raise UnbatchableError("it has no layers of attention, whose keys and values would be stored in pages")
     state_bytes = sum(tensor.nbytes for tensor in state_tensors(example).values())
     if limit is None:
         limit = default_limit(model)
         if context is not None:
-            limit = min(
-                limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * token_bytes + (1 + MOST_CHECKPOINTS + verified) * state_bytes)
-            )
+            limit = min(limit, (most + 4) * (pages_of(context) * PAGE_TOKENS * size + (1 + MOST_CHECKPOINTS + verified) * state_bytes))
     prefix_bytes = limit // 2 if prefix_bytes is None else min(prefix_bytes, limit)
     running = checkpoints = past_rows = 0
     if state_bytes:
         running = max(2, min(most, limit // 2 // state_bytes))
         checkpoints = min(prefix_bytes // 2 // state_bytes, (most + 4) * MOST_CHECKPOINTS)
         past_rows = min(running, limit // PAST_SHARE // (verified * state_bytes)) if verified else 0
-    pages = (limit - (running + checkpoints + past_rows * verified) * state_bytes) // (token_bytes * PAGE_TOKENS)
+    pages = (limit - (running + checkpoints + past_rows * verified) * state_bytes) // (size * PAGE_TOKENS)
     try:
         if pages < 1:
             raise ValueError("the limit has no room for a page")
@@ -525,14 +530,15 @@ def open_pool(
         most_tokens = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS)
         stored = Cache(layers=layers)
         own = range(body, len(layers))
-        memory = PagePool(stored, pages, most_sequences=most, most_tokens=most_tokens, states=states, cleared=own)
+        memory = PagePool(stored, pages, most_sequences=most, most_tokens=most_tokens, coded=coded, states=states, cleared=own)
     except torch.AcceleratorError:
         raise
     except (ValueError, RuntimeError) as error:  # the latter: there is not enough memory
         raise UnbatchableError(f"its keys and values cannot be stored in pages ({error})") from error
     # Operators that read pages know these kinds of layers; for another kind the model's own masks are right.
     known = set(layer_types(model.config)) <= KNOWN_LAYERS
-    for offers_pages in (True, False) if known else (False,):
+    reason = "its attention layers are of a kind whose codes nothing reads"
+    for offers_pages in ((True,) if coded else (True, False)) if known else () if coded else (False,):
         caches = [cache := PagedCache(memory, example, offers_pages=offers_pages)]
         streams = None
         if drafts is not None and mtp is not None:
@@ -625,8 +631,12 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
     if not finite:
         raise ValueError("drafted logits over pages are not finite")
     off = _off(computed, expected)
-    if not off <= max(4 * noise, 1e-3 if model.dtype == torch.float32 else 0.1):
+    if not off <= max(4 * noise, _tolerance(model, pool)):
         raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")
+
+
+def _tolerance(model: PreTrainedModel, pool: SequencePool) -> float:
+    return 1e-3 if model.dtype == torch.float32 and not pool.coded else 0.1
 
 
 def _check_images(model: PreTrainedModel, pool: SequencePool, images: ImageInputs) -> None:
@@ -647,5 +657,5 @@ def _check_images(model: PreTrainedModel, pool: SequencePool, images: ImageInput
             off = _off(pool.step([sequence], token), output.logits[:, -1].float())
         finally:
             pool.end(sequence)
-    if not off <= (1e-3 if model.dtype == torch.float32 else 0.1):
+    if not off <= _tolerance(model, pool):
         raise ValueError(f"logits after an image over pages differ by {off:.1e} from the model's own")

@@ -29,7 +29,7 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why requests for this model cannot be decoded together; None if they can."""
     injection = injection_of(model)
     operator = None if injection is None else injection.model_operator
-    if operator is not None and operator.batch_drafts() is None:
+    if operator is not None and operator.batch_drafts() is None and not operator.codes_pages:
         return f"{operator.name} decodes one sequence at a time with these options"
     if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"

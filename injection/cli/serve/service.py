@@ -156,6 +156,7 @@ class Service:
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
         shared_tokens = rotary_limit(loaded.model)
+        coded = operator is not None and operator.codes_pages
         own_passes = limits.batch_invariant or shared_tokens == 0
         drafts = None if operator is None or own_passes else operator.batch_drafts()
         if shared_tokens == 0:
@@ -178,6 +179,7 @@ class Service:
                     prefix_bytes=limits.prefix_cache,
                     most=max(most, 2),  # as many are compared with answers alone
                     context=None if loaded.context_tokens is None else loaded.context_tokens + padding,
+                    coded=coded,
                     drafts=drafts,
                 )
                 images = self._probe()
@@ -206,6 +208,8 @@ class Service:
                 )
             except UnbatchableError as error:
                 self.alone_because = str(error)
+        if coded and operator is not None:
+            raise OptionsError(f"{operator.name} stores keys and values in pages, which this model cannot use: {self.alone_because}")
         if limits.batch_invariant and operator is not None:
             raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
         level = logging.INFO if self._captured else logging.WARNING

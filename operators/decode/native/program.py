@@ -94,7 +94,8 @@ class NativeStep:
         buffer, start = self.where(value)
         offset = value.offset.plus(Affine(start // value.dtype.itemsize))
         sizes = tuple(size.as_tuple() for size in value.sizes)
-        return buffer, ELEMENT_NAMES[value.dtype], offset.as_tuple(), sizes, tuple(stride.as_tuple() for stride in value.strides)
+        name = "int8" if value.dtype == torch.int8 else ELEMENT_NAMES[value.dtype]  # the codes of pages, which no other kernel reads
+        return buffer, name, offset.as_tuple(), sizes, tuple(stride.as_tuple() for stride in value.strides)
 
     def where(self, place: Place) -> tuple[int, int]:
         """Return the buffer of a place and the first byte of its storage there."""

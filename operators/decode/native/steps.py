@@ -94,6 +94,9 @@ class NativePrograms(StepReplay):
         position = cache.get_seq_length() if layers else 0
         if position == 0 or any(getattr(layer, "record_past", False) for layer in layers):
             return None
+        unrecorded: str | None = getattr(cache, "unrecorded", None)
+        if unrecorded is not None:
+            return unrecorded
         buffers = _memory(cache)
         if buffers is None:
             named = f"an offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else f"a {type(cache).__name__}"

@@ -79,6 +79,34 @@ def test_a_request_waits_for_memory(loaded: LoadedModel) -> None:
         assert engine.memory.promised == 0
 
 
+@pytest.fixture
+def coded(chat_folder: Path, loaded: LoadedModel, tmp_path: Path) -> LoadedModel:
+    rules = tmp_path / "rules.yaml"
+    rule = "- {match: {kind: model}, replace: {class: quantized_kv_cache, kwargs: {backend: native}}}"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{rule}\n")
+    return replace(loaded, model=optimize_and_load(chat_folder, rules, dtype=torch.float32, progress=False, threads=1))
+
+
+def test_a_server_answers_over_codes(coded: LoadedModel) -> None:
+    with running(coded, Limits(kv_memory=192 * TOKEN_BYTES, prefix_cache=0)) as service:
+        assert service.alone_because is None
+        assert 192 * TOKEN_BYTES / 1.3 < service.engine.memory.limit <= 192 * TOKEN_BYTES  # in whole pages
+        jobs = [job(coded, 40, prompt=length, temperature=0) for length in (5, 40, 70)]  # of which one would wait in the model's dtype
+        service.engine.submit(jobs)
+        wait(*jobs)
+        for each in jobs:
+            ids = torch.tensor([each.ask.token_ids])
+            own = coded.model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0)
+            assert len(each.token_ids) > ids.shape[1] and each.token_ids == own[0, : len(each.token_ids)].tolist()
+    assert coded.model.moegraft.context.replay.replayed > 20
+
+
+def test_a_server_refuses_codes_that_its_model_does_not_read(coded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded.model.generation_config, "repetition_penalty", 1.2)
+    with pytest.raises(OptionsError, match=r"stores keys and values in pages, which this model cannot use: .*repetition_penalty"):
+        Service(coded, Limits())
+
+
 def test_what_never_fits_is_refused_with_the_numbers(loaded: LoadedModel) -> None:
     with serving(loaded, Limits(kv_memory=1024 * TOKEN_BYTES)) as server:
         with pytest.raises(openai.BadRequestError) as refused:
