@@ -89,8 +89,8 @@ class QuantizedKvCache(ModelOperator):
 
     The cache takes fewer bytes and is not exact: the text may change. Each step over one of transformers' caches restores a layer's keys
     and values to the model's dtype before attention, so decoding is slower: these are for contexts that do not fit otherwise. Codes are
-    read in place, so that long contexts are decoded faster; the pages of a server hold them as well. A call with a cache of its own uses
-    that cache, and a call that must remove tokens from its cache is not quantised.
+    read in place, so that attention takes less time, and the pages of a server hold them as well. A call with a cache of its own uses that
+    cache, and a call that must remove tokens from its cache is not quantised.
     """
 
     name = "quantized_kv_cache"

@@ -538,7 +538,7 @@ def open_pool(
     # Operators that read pages know these kinds of layers; for another kind the model's own masks are right.
     known = set(layer_types(model.config)) <= KNOWN_LAYERS
     reason = "its attention layers are of a kind whose codes nothing reads"
-    for offers_pages in ((True,) if coded else (True, False)) if known else () if coded else (False,):
+    for offers_pages in (each for each in (True, False) if (known if each else not coded)):
         caches = [cache := PagedCache(memory, example, offers_pages=offers_pages)]
         streams = None
         if drafts is not None and mtp is not None:
