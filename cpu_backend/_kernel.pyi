@@ -236,6 +236,13 @@ class ExpertFrames:
     def in_memory(self, layer: int, expert: int) -> bool: ...
     def ask(self, layer: int, experts: Sequence[int]) -> None:
         """Ask for experts, which are read after what layers demand; those not begun by the next demand are forgotten. Does not wait."""
+    def pin(self, layer: int, expert: int) -> None:
+        """Wait until an expert is in memory, where it stays until `unpin`. A thread holds one at a time, as frames may be few.
+
+        Raises:
+            RuntimeError: it cannot be read; the message names the file.
+        """
+    def unpin(self, layer: int, expert: int) -> None: ...
     def copy(self, layer: int, expert: int, start: int, out: NDArray[np.uint8]) -> None:
         """Copy bytes of an expert, which is read if it is not in memory.
 

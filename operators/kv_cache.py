@@ -269,7 +269,17 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], *,
         return "beam search reorders the cache at every token"
     if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
         return "rejected draft tokens cannot be removed from a quantised cache"
-    mask = arguments.get("attention_mask")
-    if native and isinstance(mask, torch.Tensor) and not bool((mask != 0).all()):
-        return "a batch with padding has other positions than pages of codes"
-    return None
+    return _unread_codes_reason(model, arguments, setting) if native else None
+
+
+def _unread_codes_reason(model: PreTrainedModel, arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> str | None:
+    """Return why attention would not read codes in a call."""
+    if model.training:
+        return "the model is in training mode, in which attention is PyTorch's"
+    if setting("output_attentions") or model.config.output_attentions:
+        return "the call asks for attention weights"
+    mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
+    padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
+    if mask is None and isinstance(ids, torch.Tensor) and pad is not None:  # of which `generate` makes a mask
+        padded = bool(torch.isin(ids, torch.as_tensor(pad)).any())
+    return "a batch with padding has other positions than pages of codes" if padded else None

@@ -77,12 +77,19 @@ class CodedLayer(LayerInPages):
 
     def reset(self) -> None:
         self.tokens = 0
+        self._new = None
+        self.is_initialized = False  # the next sequences may be more
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
         self.tokens = max(0, self.tokens + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotImplementedError("the sequences of a cache of codes keep their places: beam search needs another cache")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
 
     def shows(self, mask: torch.Tensor, queries: int) -> bool:
         """Return whether a mask (B or 1, heads or 1, T, S) shows what the pages do: all earlier tokens, or those of the window."""

@@ -278,13 +278,21 @@ def _slot_plan(options: GpuOptions, store: ExpertStore, free_bytes: int, share: 
 def _fill_slots(engine: Engine) -> None:
     """Load what the cache would keep, so that the first tokens find full slots: the profile's best, else the first experts."""
     slots, queue = engine.cache.slots, engine.cache.queue
+    store = queue.store
     for layer in range(slots.layers):
         count = min(slots.capacity_of(layer), slots.num_experts)
         best = np.argsort(-engine.policy.priority(layer), kind="stable")[:count]
-        queue.store.bring(layer, best.tolist())
         for expert in best.tolist():
-            queue.request(layer, expert, Urgency.PROMOTION)
-    while not queue.idle:
+            with store.in_reach(layer, expert):
+                if store.in_memory(layer, expert):  # or it cannot be read, which its first use reports
+                    queue.request(layer, expert, Urgency.PROMOTION)
+                if store.in_frames(layer):  # where the next one may take its place
+                    _settle(engine)
+    _settle(engine)
+
+
+def _settle(engine: Engine) -> None:
+    while not engine.cache.queue.idle:
         engine.device.stream("copy").record().wait()
         engine.device.synchronize()
 

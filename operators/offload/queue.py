@@ -6,8 +6,8 @@ chunk only after others could have been copied, as with CUDA, it is as many more
 stream waits for (`ready`) is submitted whole.
 
 Threads: calls may come from any thread; the device's notifier submits the next chunk when one has landed. One lock, the slot table's,
-guards everything; nothing blocks under it except a ring of page-locked chunks that is full, and a copy of an expert that has left its frame
-since it was brought to memory.
+guards everything; nothing blocks under it except a ring of page-locked chunks that is full. An expert of frames is sent while it is in
+memory; `ready` brings it there before it takes the lock.
 """
 
 from __future__ import annotations
@@ -149,8 +149,6 @@ class TransferQueue:
             DeviceError: the queue is closed.
             RuntimeError: in a forked child.
         """
-        if urgency is Urgency.DEMAND:
-            self.store.bring(layer, (expert,))
         with self._lock:
             self._check_open()
             transfer = self._demand(layer, expert) if urgency is Urgency.DEMAND else self._prefetch(layer, expert, urgency)
@@ -160,7 +158,6 @@ class TransferQueue:
     def demand(self, layer: int, experts: Sequence[int]) -> list[Transfer]:
         """`request` experts in this order until none can have a slot; returns those that have one. Cheaper than one by one."""
         found: list[Transfer] = []
-        self.store.bring(layer, experts)
         with self._lock:
             self._check_open()
             run = 1 + self._ahead
@@ -254,27 +251,32 @@ class TransferQueue:
             ValueError: one was cancelled.
         """
         for each in transfers:
-            if each.sent_bytes < self.store.expert_bytes and not each.done:
-                self.store.bring(each.layer, (each.expert,))
+            if self.store.in_frames(each.layer) and each.sent_bytes < self.store.expert_bytes and not each.done:
+                with self.store.in_reach(each.layer, each.expert), self._lock:
+                    self._send_rest([each])
         with self._lock:
-            left = sum(self.store.expert_bytes - each.sent_bytes for each in transfers)
-            run = max(1 + self._ahead, ceil(left / self.chunk_bytes / 2))  # of two halves: the host learns of the first during the second
-            self._sending = True  # waiting for a ring's chunk lets the notifier in
-            try:
-                for transfer in transfers:
-                    self._check_sendable(transfer)
-                    while transfer.sent_bytes < self.store.expert_bytes and not transfer.done:
-                        self._send(transfer)
-                        if self._sender.run_length >= run:
-                            self._end_run()
-            finally:
-                self._end_run()
-                self._sending = False
+            self._send_rest(transfers)
             self._send_chunks()
             for transfer in transfers:
                 if transfer.error is not None:
                     raise transfer.error
             return list(dict.fromkeys(each.events[-1] for each in transfers if not each.done)) or [self._past]
+
+    def _send_rest(self, transfers: Sequence[Transfer]) -> None:
+        """Submit the remaining chunks of transfers, under the lock."""
+        left = sum(self.store.expert_bytes - each.sent_bytes for each in transfers)
+        run = max(1 + self._ahead, ceil(left / self.chunk_bytes / 2))  # of two halves: the host learns of the first during the second
+        self._sending = True  # waiting for a ring's chunk lets the notifier in
+        try:
+            for transfer in transfers:
+                self._check_sendable(transfer)
+                while transfer.sent_bytes < self.store.expert_bytes and not transfer.done:
+                    self._send(transfer)
+                    if self._sender.run_length >= run:
+                        self._end_run()
+        finally:
+            self._end_run()
+            self._sending = False
 
     def _check_sendable(self, transfer: Transfer) -> None:
         if transfer.state is TransferState.FAILED:
@@ -325,10 +327,7 @@ class TransferQueue:
         if transfer is not None:
             self._join(transfer, urgency)
         elif not self.slots.is_resident(layer, expert) and self.slots.capacity_of(layer) > 0:
-            if self.store.in_memory(layer, expert):
-                transfer = self._add(Transfer(self, layer, expert, urgency))
-            else:  # it can be requested again once it is there
-                self.store.ask(layer, (expert,))
+            transfer = self._add(Transfer(self, layer, expert, urgency))
         return transfer
 
     def _demand(self, layer: int, expert: int) -> Transfer | None:
@@ -406,6 +405,9 @@ class TransferQueue:
         for transfer in self._pending:
             if demands_only and transfer.urgency is not Urgency.DEMAND:
                 return None
+            if not self.store.in_memory(transfer.layer, transfer.expert):  # it is sent once it is there, or waited for
+                self.store.ask(transfer.layer, transfer.expert)
+                continue
             if transfer.reservation is not None:
                 return transfer
             available = available and self._reserve(transfer, demand=False)

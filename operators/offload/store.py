@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
-
-import numpy as np
 
 from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.offload.devices.base import Buffer, Bytes, Device, DeviceError, Event, OutOfDeviceMemoryError, aligned_bytes
@@ -67,21 +65,28 @@ class ExpertStore:
         framed = self._framed.get(layer)
         return framed is None or (framed.frames is not None and framed.frames.in_memory(framed.layer_in_frames, expert))
 
-    def ask(self, layer: int, experts: Sequence[int]) -> None:
-        """Ask for the experts of frames among these, without waiting for them."""
+    def ask(self, layer: int, expert: int) -> None:
+        """Ask for an expert of frames, without waiting for it."""
         framed = self._framed.get(layer)
         if framed is not None and framed.frames is not None:
-            framed.frames.ask(framed.layer_in_frames, experts)
+            framed.frames.ask(framed.layer_in_frames, (expert,))
 
-    def bring(self, layer: int, experts: Sequence[int]) -> None:
-        """Wait until experts are in memory. One that cannot be read fails when it is copied."""
-        missing = [expert for expert in experts if not self.in_memory(layer, expert)]
-        if missing:
-            self.ask(layer, missing)
-            nothing = np.empty(0, np.uint8)
-            for expert in missing:
-                with suppress(DeviceError):
-                    self.copy(layer, expert, 0, nothing)
+    @contextmanager
+    def in_reach(self, layer: int, expert: int) -> Iterator[None]:
+        """Keep an expert in memory during the body, so that a copy reads no file. One that cannot be read fails when it is copied."""
+        framed = self._framed.get(layer)
+        if framed is None or framed.frames is None:
+            yield
+            return
+        try:
+            framed.frames.pin(framed.layer_in_frames, expert)
+        except RuntimeError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            framed.frames.unpin(framed.layer_in_frames, expert)
 
     def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
         """Copy an expert's bytes from `start` on.

@@ -254,6 +254,19 @@ def test_experts_that_are_asked_for_arrive(tmp_path: Path, runtimes: dict[str, R
     stored.forward(next(iter(runtimes.values())), 1, 40)
 
 
+def test_a_pinned_expert_stays(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
+    stored = store(tmp_path, 3, LEAST)
+    stored.frames.pin(0, 1)
+    for step in range(6):
+        for layer in (1, 2):
+            stored.forward(next(iter(runtimes.values())), layer, 40, seed=step)
+        assert stored.frames.in_memory(0, 1)
+    stored.frames.unpin(0, 1)
+    for layer in (1, 2, 1, 2):
+        stored.forward(next(iter(runtimes.values())), layer, 40)
+    assert not stored.frames.in_memory(0, 1)
+
+
 def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     stored = store(tmp_path, 2, LEAST)
     runtime, size = next(iter(runtimes.values())), stored.packed[0].expert_bytes

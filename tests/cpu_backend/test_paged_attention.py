@@ -171,6 +171,22 @@ def test_a_softcap_applies_to_codes(runtime: Runtime) -> None:
     assert relative_error(found[1], plain.out.double()) < ROUNDING[torch.bfloat16] < relative_error(found[0], plain.out.double())
 
 
+@pytest.mark.parametrize("times", [1.0, 300.0, 1e5])
+def test_a_large_value_without_a_share_costs_others_nothing(times: float, runtime: Runtime) -> None:
+    sizes = Sizes(held=(40,), heads=8, kv_heads=1, dim=64, value_dim=64)
+    case = Case(sizes, torch.bfloat16, coded=True)
+    token = 3
+    case.query[...] = 1.0
+    keys, key_scales = case.page(0, 0, token)
+    keys[:, token % 16], key_scales[:, token % 16] = -127, 10.0 / 127
+    case.states[0][0][:, token] = -10.0
+    case.page(0, 1, token)[1][:, token % 16] *= times
+    case.states[0][1][:, token] *= times
+    arguments, numbers = case.arguments([0])
+    runtime.paged_attention(*arguments, **numbers)
+    assert relative_error(case.out[0], case.expected(0)) < 4e-3
+
+
 def test_a_row_of_zeros_and_one_that_is_not_finite(runtime: Runtime) -> None:
     case = Case(CODED_SIZES[-4], torch.bfloat16, coded=True)
     for part, value in ((0, 0.0), (1, 0.0), (0, float("nan")), (1, float("inf"))):

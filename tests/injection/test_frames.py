@@ -93,6 +93,9 @@ def test_slots_of_a_gpu_are_filled_from_frames(tmp_path: Path, schedule: str) ->
     more = f"gpu: emulated, cache: {{ratio: 0.5}}, schedule: {schedule}, cache_dir: '{tmp_path}/cache'"
     mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'", weights="float32")
     framed = load(tmp_path, f"{more}, memory: {least(mapped)}", weights="float32", router="default")
+    for engine in framed.moegraft.context.gpu_engines:
+        slots = engine.cache.slots
+        assert all(len(slots.residents(layer)) == slots.capacity_of(layer) for layer in range(slots.layers)), "slots are full after loading"
     for ours, theirs in zip(outputs(framed), outputs(mapped), strict=True):
         assert torch.allclose(ours.double(), theirs.double(), atol=1e-4)
     assert files_of(framed)["reads"] > 0

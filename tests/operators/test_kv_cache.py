@@ -144,6 +144,39 @@ def test_codes_can_be_cropped_and_copied(load) -> None:  # type: ignore[no-untyp
             assert torch.equal(model(input_ids=ids[:, 50:], past_key_values=each).logits, wanted)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"output_attentions": True, "return_dict_in_generate": True}, "the call asks for attention weights"),
+        ({"pad_token_id": 7}, "a batch with padding has other positions"),  # `generate` makes a mask of these
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])}, "a batch with padding has other positions"),
+        (None, "the model is in training mode"),
+    ],
+)
+def test_calls_in_which_attention_reads_no_codes_have_the_plain_cache(arguments, reason, load, caplog) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(options="backend: native"), torch.tensor([[7, 4, 5, 6, 3], [3, 4, 5, 6, 8]])
+    if arguments is None:
+        model.train()
+    with caplog.at_level(logging.WARNING):
+        model.generate(ids, max_new_tokens=3, do_sample=False, **(arguments or {}))
+    assert any(f"the cache is not quantised: {reason}" in line for line in caplog.messages)
+    assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 0
+
+
+def test_a_cache_of_codes_is_reset_and_keeps_its_sequences(load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(options="backend: native"), prompt(9, batch=3)
+    cache = new_cache(model)
+    with torch.no_grad():
+        model(input_ids=ids[:1], past_key_values=cache)
+        cache.reset()
+        found = model(input_ids=ids, past_key_values=cache).logits
+        expected = model(input_ids=ids, past_key_values=new_cache(model)).logits
+    assert torch.equal(found, expected)
+    for change in (lambda: cache.batch_repeat_interleave(2), lambda: cache.reorder_cache(torch.tensor([2, 1, 0]))):
+        with pytest.raises(NotImplementedError, match="beam search needs another cache"):
+            change()
+
+
 def test_a_mask_that_pages_do_not_have_is_refused(load) -> None:  # type: ignore[no-untyped-def]
     model, ids = load("gpt_oss", "backend: native"), prompt(40, batch=2, seed=3)
     mask = torch.ones_like(ids)

@@ -51,8 +51,8 @@ void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   parts_ = parts.data();
   scratch_ = workers;
   // Each row needs its query in float32 and in 16 bits or as codes, and the scores of a step; those of the keys' tails follow.
-  const std::size_t row_bytes = sizeof(float) * static_cast<std::size_t>(args_.padded_dim() + kKeys + 1) +
-                                static_cast<std::size_t>(narrow_bytes_) + 4 * sizeof(CodedRow);
+  const std::size_t row_bytes =
+      sizeof(float) * static_cast<std::size_t>(args_.padded_dim() + kKeys) + static_cast<std::size_t>(narrow_bytes_) + 4 * sizeof(CodedRow);
   for (int worker = 0; worker < workers_; ++worker)
     workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()) + sizeof(float) * kKeys * kAttentionRows,
                                      sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
@@ -106,8 +106,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   auto* narrow = reinterpret_cast<std::byte*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
   auto* coded_rows = reinterpret_cast<CodedRow*>(narrow + static_cast<std::ptrdiff_t>(rows) * narrow_bytes_);
   CodedRow* coded_tails = coded_rows + static_cast<std::ptrdiff_t>(2) * rows;
-  auto* most_shares = reinterpret_cast<float*>(coded_tails + static_cast<std::ptrdiff_t>(2) * rows);
-  float* tails = most_shares + rows;
+  auto* tails = reinterpret_cast<float*>(coded_tails + static_cast<std::ptrdiff_t>(2) * rows);
   const int tail_dim = args_.tail_dim, key_dim = args_.dim - tail_dim;
   const Sums sums = sums_of(unit);
   std::fill_n(sums.largest, rows, kMinusInfinity);
@@ -191,7 +190,6 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
         const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);
         sums.largest[r] = softmax.largest;
-        most_shares[r] = softmax.most_share;
         sums.sum[r] = softmax.sum;
         float* values = sums.values + static_cast<std::ptrdiff_t>(r) * value_dim;
         if (factor != 1.0f)
@@ -205,7 +203,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         const std::byte* next_keys = reads_on ? token_of(args_, args_.key, batch, kv_head, next) : nullptr;
         mix_({scores + at, kKeys, some, value, bytes * args_.value.row_stride, run, args_.value_dim,
               sums.values + static_cast<std::ptrdiff_t>(row) * value_dim, value_dim, next_keys, bytes * args_.key.row_stride,
-              scales_of(args_, args_.value, batch, kv_head, token), most_shares + row});
+              scales_of(args_, args_.value, batch, kv_head, token)});
       }
     }
   }

@@ -355,6 +355,17 @@ void bind_frames(py::module_& module) {
              for (const int expert : experts) check_expert(*self.frames, layer, expert);
              self.frames->ask(layer, experts);
            })
+      .def("pin", "layer, expert",
+           [](PyFrames& self, int layer, int expert) {
+             check_expert(*self.frames, layer, expert);
+             py::gil_scoped_release release;
+             self.frames->pin(layer, expert);
+           })
+      .def("unpin", "layer, expert",
+           [](PyFrames& self, int layer, int expert) {
+             check_expert(*self.frames, layer, expert);
+             self.frames->unpin(layer, expert);
+           })
       .def("copy", "layer, expert, start, out",
            [](PyFrames& self, int layer, int expert, std::uint64_t start, const py::array& out) {
              require_layout(out, "out", 1);

@@ -465,7 +465,7 @@ const std::byte* ExpertFrames::wait(int number, int expert) noexcept {
   return peek(number, expert);
 }
 
-void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t bytes, std::byte* to) {
+void ExpertFrames::pin(int number, int expert) {
   check_use();
   const Key key = {number, expert};
   std::unique_lock<std::mutex> lock(shared_->mutex);
@@ -475,17 +475,29 @@ void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t b
   each.predicted = false;
   require(key, lock);
   shared_->landed.wait(lock, [&] { return each.state == State::kReady || each.state == State::kFailed; });
-  const bool failed = each.state == State::kFailed;
-  const std::string reason = failed ? describe(key, each.error) : std::string();
-  lock.unlock();
-  if (!failed) std::memcpy(to, peek(number, expert) + start, bytes);
-  lock.lock();
+  if (each.state != State::kFailed) return;
+  const std::string reason = describe(key, each.error);
+  unpin(each);
+  throw std::runtime_error(reason);
+}
+
+void ExpertFrames::unpin(int number, int expert) {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  Entry& each = entry({number, expert});
+  if (each.copies > 0) unpin(each);
+}
+
+void ExpertFrames::unpin(Entry& each) {
   --each.copies;
-  if (--each.pins == 0) {
-    if (failed) release(each.frame);
-    shared_->landed.notify_all();  // a frame can be had
-  }
-  if (failed) throw std::runtime_error(reason);
+  if (--each.pins > 0) return;
+  if (each.state == State::kFailed) release(each.frame);
+  shared_->landed.notify_all();  // a frame can be had
+}
+
+void ExpertFrames::copy(int number, int expert, std::size_t start, std::size_t bytes, std::byte* to) {
+  pin(number, expert);
+  std::memcpy(to, peek(number, expert) + start, bytes);
+  unpin(number, expert);
 }
 
 void ExpertFrames::check() {

@@ -102,6 +102,10 @@ class ExpertFrames {
   }
   // Asks for experts that are not in memory, after what is demanded; those that have not begun to be read at the next demand() are forgotten.
   void ask(int layer, const std::vector<int>& experts);
+  // Waits until an expert is in memory, where it stays until unpin(). Throws std::runtime_error where it cannot be read. A thread holds one
+  // at a time, as frames may be few.
+  void pin(int layer, int expert);
+  void unpin(int layer, int expert);
   // Copies an expert's bytes [start, start + bytes), read if needed. Throws std::runtime_error where it cannot be read.
   void copy(int layer, int expert, std::size_t start, std::size_t bytes, std::byte* to);
   // Throws std::runtime_error where an expert that was demanded could not be read, once. It is read again at its next demand.
@@ -164,6 +168,7 @@ class ExpertFrames {
   void predict();
   std::string describe(Key key, int error) const;
   void release_pins();
+  void unpin(Entry& entry);
   void check_use() const;  // throws where the frames are not open, or in a forked child
 
   const int reader_count_;

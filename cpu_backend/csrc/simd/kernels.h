@@ -287,7 +287,6 @@ struct MixArgs {
   const std::byte* keys = nullptr;  // the next `count` keys; if given, mix_pairs prefetches `dim` columns of them
   std::ptrdiff_t key_bytes = 0;
   const float* scales = nullptr;  // (count), of values that are codes
-  const float* most_shares = nullptr;  // (rows), upper bounds of their shares, for mix_codes
 };
 
 // A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.
@@ -298,7 +297,6 @@ struct SoftmaxArgs {
   float softcap;  // 0 for none
   float largest;  // in and out
   float sum;  // in and out
-  float most_share = 1.0f;  // out: an upper bound of these, up to rounding
 };
 
 // The step of a row without a score above -infinity: a NaN makes the sums NaN, otherwise they do not change. `static` for the reason given

@@ -416,7 +416,6 @@ float softmax(SoftmaxArgs& args) {
     if (args.scores[i] > step) step = args.scores[i];  // a NaN is handled below
   }
   const float largest = std::max(step, args.largest);
-  args.most_share = std::exp(step - largest);
   if (largest == -std::numeric_limits<float>::infinity()) return no_visible_key(args);
   const float factor = std::exp(args.largest - largest);
   float sum = 0.0f;

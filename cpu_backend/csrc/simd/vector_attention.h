@@ -353,34 +353,34 @@ struct CodePairs {
   static Sum dot(Sum sum, typename T::I a, typename T::I b) { return T::add_shorts(sum, a, b); }
 };
 
-// Rounds shares times the scales of their values to integers of 16 bits, with zeros behind them.
+// Rounds shares times the scales of their values to integers of 16 bits beside the largest of a row, with zeros behind them.
 template <class T, int N>
 inline void narrow_to_shorts(const MixArgs& args, const RowIndexes<N>& rows, std::uint16_t (&shorts)[N][kPairKeys + T::kWidth],
                              float (&share_scales)[N]) {
   using F = typename T::F;
   constexpr int W = T::kWidth;
   F scales[kPairKeys / W + 1];
-  F most = T::zero();
-  bool finite = true;
   const int vectors = args.count / W + 1;
-  for (int v = 0; v < vectors; ++v) {
+  const auto part = [&](const float* values, int v) {
     const int left = args.count - v * W;
-    scales[v] = left >= W ? T::load(args.scales + v * W) : left > 0 ? load_first<T>(args.scales + v * W, left) : T::zero();
-    most = T::max(most, scales[v]);
-    finite = finite && T::all_finite(scales[v]);
-  }
-  const float largest = finite ? T::reduce_max(most) : __builtin_nanf("");
+    return left >= W ? T::load(values + v * W) : left > 0 ? load_first<T>(values + v * W, left) : T::zero();
+  };
+  for (int v = 0; v < vectors; ++v) scales[v] = part(args.scales, v);
 #pragma GCC unroll 8
   for (int r = 0; r < N; ++r) {
-    const float bound = args.most_shares[rows.of[r]] * largest;
-    const F inverse = T::set(bound > 0.0f ? 32767.0f / bound : 0.0f);
-    share_scales[r] = bound * (1.0f / 32767.0f);
-    const float* row = args.shares + rows.of[r] * args.share_stride;
+    const float* const row = args.shares + rows.of[r] * args.share_stride;
+    F products[kPairKeys / W + 1];
+    F most = T::zero();
+    bool finite = true;
     for (int v = 0; v < vectors; ++v) {
-      const int left = args.count - v * W;
-      const F share = left >= W ? T::load(row + v * W) : left > 0 ? load_first<T>(row + v * W, left) : T::zero();
-      T::store_shorts(shorts[r] + v * W, T::round_to_int(T::mul(T::mul(share, scales[v]), inverse)));
+      products[v] = T::mul(part(row, v), scales[v]);
+      most = T::max(most, products[v]);
+      finite = finite && T::all_finite(products[v]);
     }
+    const float bound = finite ? T::reduce_max(most) : __builtin_nanf("");
+    const F inverse = T::set(bound > 1e-33f ? 32767.0f / bound : 0.0f);  // finite
+    share_scales[r] = bound * (1.0f / 32767.0f);
+    for (int v = 0; v < vectors; ++v) T::store_shorts(shorts[r] + v * W, T::round_to_int(T::mul(products[v], inverse)));
   }
 }
 
@@ -510,7 +510,6 @@ float softmax(SoftmaxArgs& args) {
   }
   const float step = T::reduce_max(most), largest = step > args.largest ? step : args.largest;
   if (largest == -__builtin_inff()) return no_visible_key(args);
-  args.most_share = step == largest ? 1.0f : __builtin_expf(step - largest);
   const F shift = T::set(largest);
   F sums = T::zero();
   for (int i = 0; i < args.count; i += T::kWidth) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -496,16 +497,19 @@ class StoreOfFiles(ExpertStore):
     def in_memory(self, layer: int, expert: int) -> bool:
         return expert in self.there
 
-    def ask(self, layer: int, experts: Sequence[int]) -> None:
-        self.asked += experts
+    def ask(self, layer: int, expert: int) -> None:
+        self.asked.append(expert)
 
-    def bring(self, layer: int, experts: Sequence[int]) -> None:
+    @contextmanager
+    def in_reach(self, layer: int, expert: int) -> Iterator[None]:
         free: list[bool] = []
         thread = threading.Thread(target=lambda: free.append(self.lock.acquire(timeout=5)) or self.lock.release())
         thread.start()
         thread.join()
         assert free == [True], "another thread can use the queue meanwhile"
-        self.there |= set(experts)
+        before, self.there = self.there, self.there | {expert}
+        yield
+        self.there = before  # its frame may be another's now
 
     def copy(self, layer: int, expert: int, start: int, target: Bytes) -> None:
         assert expert in self.there, "a read under the lock"
@@ -514,21 +518,23 @@ class StoreOfFiles(ExpertStore):
 
 def test_files_are_read_before_the_lock_is_taken() -> None:
     store, device = StoreOfFiles(), make_device("virtual")
-    cache = open_expert_cache(device, store, SlotPlan((3,), 2), lambda layer: np.arange(5.0), chunk_bytes=32)
+    cache = open_expert_cache(device, store, SlotPlan((4,), 2), lambda layer: np.arange(5.0), chunk_bytes=32)
     assert cache is not None
     queue, store.lock = cache.queue, cache.slots.lock
-    assert queue.request(0, 1, Urgency.NEXT) is None, "a prefetch waits for no file"
-    queue.prefetch([(0, 2)], Urgency.DEEPER)
-    assert store.asked == [1, 2] and queue.idle
-    store.there.add(1)
-    prefetched = queue.request(0, 1, Urgency.NEXT)
-    assert prefetched is not None
+    first, second = (requested(queue.request(0, expert, Urgency.NEXT)) for expert in (1, 2))
+    assert set(store.asked) == {1, 2} and first.state is second.state is WAITING, "a prefetch waits for no file"
+    store.there.add(2)
     transfers = queue.demand(0, [3, 4])
-    store.there.discard(4)  # leaves its frame before its last bytes are sent
+    assert second.state is RUNNING, "it is sent once it is in memory"
     for event in queue.ready(transfers):
         event.wait()
-    prefetched.wait()
-    for transfer in (prefetched, *transfers):
-        assert (cache.arena.array[64 * transfer.slot : 64 * transfer.slot + 64] == transfer.expert).all()  # type: ignore[attr-defined]
+    second.wait()
+    assert first.state is WAITING
+    first.wait()
+    device.synchronize()
+    for transfer in (first, second, *transfers):
+        assert transfer.state is LANDED
+        found = cache.arena.array[64 * transfer.slot : 64 * transfer.slot + 64]  # type: ignore[attr-defined]
+        assert (found == transfer.expert).all()
     queue.release_all(transfers, None)
     cache.close()
