@@ -9,7 +9,7 @@ limit counts pages of files as well. Weights are random; routers choose by token
 (`write_model`, `skew`), so that what matters for a cache is stated by its hits: `resident` is the share of demanded experts that were in
 memory. Tokens are sampled at a high temperature, as a random model repeats itself.
 
-In each round each system is opened once, reads a prompt to fill its memory, then one that is measured, and decodes. `bound_tokens_s` is
+In each round each system is opened once, with none of the files in the page cache, reads a prompt to fill its memory, then one that is measured, and decodes. `bound_tokens_s` is
 what the bytes that were read allow at the bandwidth of direct reads measured just before; `wait_gbps` is the rate at which experts
 arrived while some thread waited for one.
 """
@@ -60,6 +60,14 @@ def limit_memory(limit_bytes: int) -> None:
     group.mkdir()
     (group / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(limit_bytes))
     (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def drop_pages(folder: Path) -> None:
+    """Remove files from the page cache: pages that another process has read count to its limit, and would be free to those measured."""
+    os.sync()
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Ours:
@@ -164,6 +172,7 @@ def main() -> None:
             for _ in range(given.rounds):
                 disk.append(measure_disk(folder).best_gbps)
                 for system in systems:
+                    drop_pages(folder)
                     try:
                         with PeerProcess(system, limited, system, folder, limit * GIB) as peer:
                             peer.call(figures, "prefill", given.prompt)
