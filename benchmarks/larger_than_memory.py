@@ -9,9 +9,9 @@ limit counts pages of files as well. Weights are random; routers choose by token
 (`write_model`, `skew`), so that what matters for a cache is stated by its hits: `resident` is the share of demanded experts that were in
 memory. Tokens are sampled at a high temperature, as a random model repeats itself.
 
-In each round each system is opened once, with none of the files in the page cache, reads a prompt to fill its memory, then one that is measured, and decodes. `bound_tokens_s` is
-what the bytes that were read allow at the bandwidth of direct reads measured just before; `wait_gbps` is the rate at which experts
-arrived while some thread waited for one.
+In each round each system is opened once, with none of the files in the page cache, reads a prompt to fill its memory, then one that is
+measured, and decodes. `bound_tokens_s` is what the bytes that were read allow at the bandwidth of direct reads measured just before;
+`wait_gbps` is the rate at which experts arrived while some thread waited for one.
 """
 
 from __future__ import annotations
