@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import CachePolicy
-from moegraft.operators.offload.cache import Ids, Priority, Scores
+from moegraft.operators.offload.cache import Ids
 from moegraft.operators.routing_trace import NO_EXPERT, Trace
 
 Mask = NDArray[np.bool_]
+Scores = NDArray[np.float32]
+Priority = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.errors import error_sentence
 from moegraft.operators.routing_trace import Trace, TraceError
 
-Scores = NDArray[np.float32]
 Ids = NDArray[np.int64]
-Priority = NDArray[np.float64]
 PolicyName = Literal["mrs", "lru", "lfu", "score_frequency", "static"]
 TOP_P_FACTOR = 2  # times the experts per token: HybriMoE sets p to twice the number of activated experts
 

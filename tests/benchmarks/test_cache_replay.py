@@ -10,11 +10,12 @@ pytest.importorskip("hypothesis", reason="an extra for tests: pip install 'moegr
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support import import_benchmark
 from support.routing_traces import random_trace
 
 from moegraft.cpu_backend import CachePolicy
-from moegraft.operators.offload.cache import Ids, Priority, Scores
+from moegraft.operators.offload.cache import Ids
 from moegraft.operators.routing_trace import Trace
 
 _cache_replay = import_benchmark("harness.cache_replay")
@@ -105,9 +106,9 @@ def test_replay_equals_the_loop(seed: int, setting: ReplaySettings, name: str) -
 class InOrder:
     """Ranks experts by their ids."""
 
-    def update(self, layer: int, scores: Scores, chosen: Ids) -> None: ...
+    def update(self, layers: list[int], scores: NDArray[np.float32], chosen: Ids) -> None: ...
 
-    def priority(self, layer: int) -> Priority:
+    def priority(self, layer: int) -> NDArray[np.float64]:
         return np.arange(4.0)
 
 
