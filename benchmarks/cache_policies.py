@@ -107,7 +107,7 @@ def policy(name: str, trace: Trace) -> CachePolicy:
             return Belady(used_by_step(trace, 1))
         case "static":
             return CachePolicy("static", trace.num_layers, trace.num_experts, profile=trace.part(0, trace.num_tokens // WARM).loads())
-    return make_policy(OPTIONS[name], trace.num_layers, trace.num_experts, trace.top_k)
+    return make_policy(OPTIONS[name], trace.layers, trace.num_experts, trace.top_k)
 
 
 def played(trace: Trace, policy: CachePolicy, ratio: float, **chosen: object) -> ReplayCounts:
@@ -211,7 +211,7 @@ def sweep(trace: Trace) -> Iterator[Row]:
         for alpha, frequency_alpha in product((0.5, 0.2, 0.1, 0.05, 0.02), (0.02, 0.01, 0.005))
     ]
     tried += [CacheOptions(policy="lru"), CacheOptions(policy="lfu")]
-    shape = (trace.num_layers, trace.num_experts, trace.top_k)
+    shape = (trace.layers, trace.num_experts, trace.top_k)
     for options in tried:
         row: Row = {"trace": trace.source, "tokens": trace.num_tokens, "policy": options.policy, "alpha": options.alpha}
         row |= {"top_p": options.top_p or 2 * trace.top_k, "frequency_alpha": options.frequency_alpha}

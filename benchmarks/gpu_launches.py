@@ -77,7 +77,7 @@ class Model:
             module.weight = nn.Parameter(GpuTensor(torch.randn(EXPERTS, HIDDEN)), requires_grad=False)
             self.routers.append(Router(f"layers.{index}.mlp.experts", module, nn.Module(), EXPERTS))
         store = ExpertStore.of_packed(self.packed)
-        policy = make_policy(CacheOptions(), LAYERS, EXPERTS, TOP_K)
+        policy = make_policy(CacheOptions(), list(map(str, range(LAYERS))), EXPERTS, TOP_K)
         timings = TimingRecorder(self.device)
         cache = open_expert_cache(self.device, store, SlotPlan((RESIDENT,) * LAYERS, 16), policy.priority)
         assert cache is not None, "a counted GPU has room"

@@ -148,7 +148,7 @@ class Foresight:
         Resident experts' logits are raised by `strength` times the running mean of the logits' range; a token's `KEPT` first experts stay.
         """
         layers, experts = len(self.layers), self.model.config.num_experts
-        policies = [make_policy(CacheOptions(), layers, experts, self.top_k) for _ in settings]
+        policies = [make_policy(CacheOptions(), list(map(str, range(layers))), experts, self.top_k) for _ in settings]
         caches = [ReplayCache(layers, experts, *pair) for pair in zip(policies, settings, strict=True)]
         ranges, steps = torch.zeros(len(caches), layers), [0] * layers
         predicted = np.full((len(caches), DEPTHS, 1, layers, self.top_k), NO_EXPERT)

@@ -120,7 +120,7 @@ class Simulation:
         self.device = VirtualDevice(machine, bits_per_weight=bits_per_weight)
         self.machine = machine
         store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes(bits_per_weight))
-        policy = make_policy(system.cache, model.layers, model.num_experts, model.top_k)
+        policy = make_policy(system.cache, list(map(str, range(model.layers))), model.num_experts, model.top_k)
         slots, admission = _slots(model, ratio, system), "bypass" if system.cache.bypasses else "always"
         timings = TimingRecorder(self.device)
         cache = open_expert_cache(

@@ -32,6 +32,7 @@ from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import router_of, sibling_router
+from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FORMATS, WEIGHT_TYPES, why_unfit
 from moegraft.operators.weights import PackedWeights, WeightSource, WeightTypes
@@ -158,6 +159,15 @@ class ExpertsPacking(Packing):
 
     types = get_args(WEIGHT_TYPES)
     measured: Mapping[str, Any] = {weights: HybridExpertsOptions(weights=weights) for weights in ("float32", "bfloat16", "int8", "int4")}
+
+    def options_for(
+        self, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
+    ) -> HybridExpertsOptions:
+        reason = options.cache.why_unfit(read_layout(module).num_experts, path)
+        if reason is not None:
+            raise TraceError(reason)
+        chosen: HybridExpertsOptions = super().options_for(path, module, options, resolve)
+        return chosen
 
     def supports(self, options: HybridExpertsOptions, weight_type: str) -> bool:
         return options.sparsity is None  # the sparse layout has none
@@ -311,9 +321,7 @@ class HybridExperts(Operator):
             self.overlap = overlap_in(block, sibling_router(block), self.backend.forward, unwatched=True)
         if self._framed is not None:
             layers, number = self._framed
-            layers.open()
-            if sibling_router(block) is not None:
-                layers.set_router(number, router_of(model, path))
+            layers.ready(number, path, None if sibling_router(block) is None else router_of(model, path))
         if self._engines is None:
             return
         router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive

@@ -5,6 +5,7 @@ The policies are native (`moegraft.cpu_backend.CachePolicy`): the slots of a GPU
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,17 +51,18 @@ class CacheOptions:
         if (self.policy == "static") != (self.profile is not None):
             raise ValueError("policy 'static' needs 'profile', and only it takes one")
 
-    def why_unfit(self, num_experts: int) -> str | None:
-        """Return why the profile cannot serve layers of so many experts; None where it can, or where there is none."""
+    def why_unfit(self, num_experts: int, path: str | None = None) -> str | None:
+        """Return why the profile cannot serve a layer of so many experts, or that of `path`; None where it can or none is given."""
         if self.profile is None:
             return None
         try:
-            found = _uses(self.profile).shape[1]
+            uses = _uses(self.profile)
         except (OSError, TraceError) as error:
             return f"{error_sentence(error)}; moegraft calibrate --routing FILE records a profile"
-        return (
-            None if found == num_experts else f"{self.profile}: a profile of layers with {found} experts, where this one has {num_experts}"
-        )
+        found = len(next(iter(uses.values())))
+        if found != num_experts:
+            return f"{self.profile}: a profile of layers with {found} experts, where this one has {num_experts}"
+        return f"{self.profile}: the profile of another model, which has no {path}" if path is not None and path not in uses else None
 
     @property
     def bypasses(self) -> bool:
@@ -68,25 +70,29 @@ class CacheOptions:
         return self.policy == "static"
 
 
-def make_policy(options: CacheOptions, layers: int, num_experts: int, top_k: int) -> CachePolicy:
-    """Return the policy that `options` ask for, for a model that routes each token to `top_k` of `num_experts` experts per layer.
+def make_policy(options: CacheOptions, paths: Sequence[str], num_experts: int, top_k: int) -> CachePolicy:
+    """Return the policy that `options` ask for, for the layers of these paths, which route each token to `top_k` of `num_experts` experts.
 
     Raises:
         OSError, TraceError: the profile cannot be read, or is for another model.
     """
-    uses = None if options.profile is None else _uses(options.profile)
-    if uses is not None and uses.shape != (layers, num_experts):
-        raise TraceError(f"{options.profile}: expected a profile of {(layers, num_experts)} layers and experts, found {uses.shape}")
+    uses = None
+    if options.profile is not None:
+        reasons = filter(None, (options.why_unfit(num_experts, path) for path in paths))
+        if (reason := next(reasons, None)) is not None:
+            raise TraceError(reason)
+        uses = np.stack([_uses(options.profile)[path] for path in paths])
     weights = {"alpha": options.alpha, "frequency_alpha": options.frequency_alpha}
-    return CachePolicy(options.policy, layers, num_experts, **weights, top_p=options.top_p or TOP_P_FACTOR * top_k, profile=uses)
+    return CachePolicy(options.policy, len(paths), num_experts, **weights, top_p=options.top_p or TOP_P_FACTOR * top_k, profile=uses)
 
 
-def _uses(profile: Path) -> NDArray[np.int64]:
-    """Return how often each expert is used in a recorded trace, (L, E)."""
+def _uses(profile: Path) -> Mapping[str, NDArray[np.int64]]:
+    """Return how often each expert is used in a recorded trace, (E,), by the paths of its layers."""
     status = profile.stat()
     return _uses_of_version(profile, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=1)  # each layer of a plan asks for it
-def _uses_of_version(profile: Path, changed_ns: int, size: int) -> NDArray[np.int64]:
-    return Trace.load(profile).loads()
+def _uses_of_version(profile: Path, changed_ns: int, size: int) -> Mapping[str, NDArray[np.int64]]:
+    trace = Trace.load(profile)
+    return dict(zip(trace.layers, trace.loads(), strict=True))

@@ -49,8 +49,8 @@ class FramedLayers:
     def __init__(self) -> None:
         self._memory: tuple[str, CacheOptions] | None = None
         self._layers: list[tuple[PackedExperts, InFile] | None] = []
+        self._ready: dict[int, tuple[str, Router | None]] = {}
         self._frames: ExpertFrames | None = None
-        self._numbers: dict[int, int] = {}  # of layers in the frames
 
     def join(self, memory: str, policy: CacheOptions, num_experts: int, expert_bytes: int) -> int:
         """Return the number of a layer; called in the model's order, before weights are read.
@@ -77,18 +77,23 @@ class FramedLayers:
         """Take a layer whose file is complete; `packed` maps it."""
         self._layers[number] = packed, stored
 
-    def open(self) -> None:
-        """Allocate the frames once all layers are loaded; called again, nothing happens.
+    def ready(self, number: int, path: str, router: Router | None) -> None:
+        """Take a layer's path and the router that predicts it, once the model is loaded; with the last layer, the frames open.
 
         Raises:
             NotEnoughMemoryError: too little memory is free for a layer.
         """
-        layers = [(number, *layer) for number, layer in enumerate(self._layers) if layer is not None]
-        if self._frames is not None or not layers:  # experts are in memory where no file can be written
+        self._ready[number] = path, router
+        if len(self._ready) < len(self._layers):
             return
+        layers = [(*self._ready[number], *layer) for number, layer in enumerate(self._layers) if layer is not None]
+        if layers:  # experts are in memory where no file can be written
+            self._open(layers)
+
+    def _open(self, layers: Sequence[tuple[str, Router | None, PackedExperts, InFile]]) -> None:
         frames = ExpertFrames()
-        for number, packed, stored in layers:
-            self._numbers[number] = frames.add(packed, str(stored.path), stored.offset, stored.checksums)
+        for _, _, packed, stored in layers:
+            frames.add(packed, str(stored.path), stored.offset, stored.checksums)
         assert self._memory is not None, "a layer has joined"
         memory, options = self._memory
         free = probe_machine().available_bytes
@@ -99,11 +104,15 @@ class FramedLayers:
                 f"memory: {memory}: {human_bytes(budget)} of {human_bytes(free)} that are free, and the experts of a layer, with "
                 f"those that are being read, take {human_bytes(least)}"
             )
-        most = max(packed.shape.num_experts for _, packed, _ in layers)
-        frames.open(budget, make_policy(options, len(layers), most, top_k=most))  # scores are those of a token's experts alone
+        experts = [packed.shape.num_experts for _, _, packed, _ in layers]
+        paths = [path for path, _, _, _ in layers]
+        frames.open(budget, make_policy(options, paths, max(experts), top_k=max(experts)))  # scores are those of a token's experts alone
         self._frames = frames
-        every, size = sum(packed.shape.num_experts for _, packed, _ in layers), sum(packed.nbytes for _, packed, _ in layers)
-        folder = layers[0][2].path.parent
+        for number, (_, router, packed, _) in enumerate(layers):
+            if router is not None and packed.shape.num_experts == router.num_experts:  # of several processes, each holds some of them
+                _predict_by(frames, number, router)
+        every, size = sum(experts), sum(packed.nbytes for _, _, packed, _ in layers)
+        folder = layers[0][3].path.parent
         if frames.frames >= every:
             logger.info(
                 "memory has room for all %d experts (%s), which are read from %s as they are needed", every, human_bytes(size), folder
@@ -113,18 +122,16 @@ class FramedLayers:
         text = "memory holds %d of %d experts (%s of %s); the others are read from %s as they are needed"
         logger.info(text, frames.frames, every, held, human_bytes(size), folder)
 
-    def set_router(self, number: int, router: Router) -> None:
-        """Predict a layer by its router, if that is a matrix with a row for each expert."""
-        layer, loaded = self._numbers.get(number), self._layers[number]
-        if self._frames is None or layer is None or loaded is None or loaded[0].shape.num_experts != router.num_experts:
-            return  # of several processes, each holds some of the experts that the router chooses from
-        rows = [each for each in router.module.parameters() if each.dim() == 2 and len(each) == router.num_experts]
-        if len(rows) != 1 or rows[0].device.type != "cpu" or rows[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return
-        bias = getattr(router.module, "e_score_correction_bias", None)
-        self._frames.set_router(layer, rows[0].detach().contiguous(), None if bias is None else bias.detach().float().contiguous())
-
     def statistics(self) -> Mapping[str, object]:
         """Return the frames and what they counted so far; nothing where there are none."""
         frames = self._frames
         return {} if frames is None else {"frames": frames.frames, "frame_bytes": frames.frame_bytes, **frames.counts()}
+
+
+def _predict_by(frames: ExpertFrames, layer: int, router: Router) -> None:
+    """Predict a layer by its router, if that is a matrix with a row for each expert."""
+    rows = [each for each in router.module.parameters() if each.dim() == 2 and len(each) == router.num_experts]
+    if len(rows) != 1 or rows[0].device.type != "cpu" or rows[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return
+    bias = getattr(router.module, "e_score_correction_bias", None)
+    frames.set_router(layer, rows[0].detach().contiguous(), None if bias is None else bias.detach().float().contiguous())

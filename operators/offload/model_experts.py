@@ -239,7 +239,7 @@ def open_engine(
     store = ExpertStore.of_packed(packed)
     on_cuda = device.torch_device.type == "cuda"
     free_bytes = free_for_slots(device.torch_device, kv_bytes) + taken_bytes if on_cuda else math.ceil(store.nbytes / share)
-    policy = make_policy(options.cache, store.layers, store.num_experts, top_k)
+    policy = make_policy(options.cache, [each.path for each in routers], store.num_experts, top_k)
     timings = TimingRecorder(device)
     cache = open_expert_cache(
         device,

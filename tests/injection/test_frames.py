@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators import machine
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, RuleFileError, UnsupportedModelError
-from moegraft.operators.routing import router_of
-from moegraft.operators.routing_trace import record_trace
+from moegraft.operators.routing import Router
+from moegraft.operators.routing_trace import TraceError, record_trace
 
 RULES = """
 version: 1
@@ -136,18 +137,45 @@ def test_a_profile_that_is_not_there_is_found_before_loading(tmp_path: Path) -> 
     random_trace(4, 3, 5, 2).save(tmp_path / "trace.npz")
     with pytest.raises(RuleFileError, match=r"a profile of layers with 5 experts, where this one has \d+"):
         load(tmp_path, options)
+    dataclasses.replace(random_trace(4, 3, 6, 2), layers=("a", "b", "c")).save(tmp_path / "trace.npz")
+    with pytest.raises(TraceError, match=r"trace\.npz: the profile of another model, which has no model\.layers\.\d+\.mlp\.experts"):
+        load(tmp_path, options)
     assert not (tmp_path / "cache").exists(), "nothing was packed"
 
 
-def test_a_router_of_more_experts_predicts_nothing(tmp_path: Path) -> None:
+def test_a_profile_serves_a_part_of_the_layers(tmp_path: Path) -> None:
+    """A profile has all layers of a model, and one of them may be in memory without frames."""
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'")
+    record_trace(mapped, [prompt(30)[0]], "prompt").save(tmp_path / "trace.npz")
+    framed = f"memory: {least(mapped)}, cache: {{policy: static, profile: '{tmp_path}/trace.npz'}}"
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "version: 1\nrules:\n"
+        + "".join(
+            f"- match: {{kind: experts, layers: '{layer}'}}\n  replace: {{class: hybrid_experts, kwargs: "
+            f"{{weights: int8, cache_dir: '{tmp_path}/cache'{each}}}}}\n"
+            for layer, each in enumerate(("", f", {framed}"), 1)
+        )
+    )
+    model = optimize_and_load(tmp_path / "model", rules, progress=False, threads=2)
+    for expected, found in zip(outputs(mapped), outputs(model), strict=True):
+        assert torch.equal(expected, found)
+    assert files_of(model)["reads"] > 0
+
+
+def test_a_router_of_more_experts_predicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several processes, each holds some of the experts that a router chooses from."""
     build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
-    model = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: auto", router="default")
-    path = next(path for path, operator in model.moegraft.operators.items() if hasattr(operator, "on_cpu"))
-    router = router_of(model, path)
-    router.num_experts += 1
-    router.module.weight = torch.nn.Parameter(torch.zeros(router.num_experts, router.module.weight.shape[1]))
-    model.moegraft.context.framed_layers.set_router(0, router)
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'", router="default")
+
+    def wider(model: PreTrainedModel, path: str) -> Router:
+        rows = torch.nn.Linear(64, 7, bias=False)
+        return Router(path, rows, model.get_submodule(path.rpartition(".")[0]), 7)
+
+    monkeypatch.setattr("moegraft.operators.experts.hybrid.router_of", wider)
+    model = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {least(mapped)}", router="default")
+    assert torch.equal(outputs(mapped)[1], outputs(model)[1])
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class EngineRig:
         self.dtype = dtype
         device = make_device(setting.kind, MACHINE, **setting.device)
         store = ExpertStore.of_packed([layer.packed for layer in self.layers])
-        policy = make_policy(CacheOptions(policy=setting.policy), LAYERS, EXPERTS, TOP_K)  # type: ignore[arg-type]
+        policy = make_policy(CacheOptions(policy=setting.policy), list(map(str, range(LAYERS))), EXPERTS, TOP_K)  # type: ignore[arg-type]
         timings = TimingRecorder(device)
         slots = SlotPlan(setting.capacity, setting.staging)
         cache = open_expert_cache(

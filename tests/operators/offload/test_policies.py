@@ -20,6 +20,7 @@ from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.routing_trace import Trace, TraceError
 
 LAYERS, EXPERTS, TOP_K = 2, 7, 3
+PATHS = [f"layers.{layer}" for layer in range(LAYERS)]
 Make = Callable[[], CachePolicy]
 MADE: dict[str, Make] = {
     "lru": lambda: CachePolicy("lru", LAYERS, EXPERTS),
@@ -238,7 +239,7 @@ class TestOptions:
         trace = trace_of(30)
         made = make_policy(
             CacheOptions(policy=policy, alpha=0.3, top_p=4, frequency_alpha=0.1),  # type: ignore[arg-type]
-            LAYERS,
+            PATHS,
             EXPERTS,
             TOP_K,
         )
@@ -250,7 +251,7 @@ class TestOptions:
     def test_top_p_is_twice_top_k_unless_given(self) -> None:
         trace = trace_of(30)
         for options, top_p in ((CacheOptions(policy="mrs"), 2 * TOP_K), (CacheOptions(policy="mrs", top_p=1), 1)):
-            made = make_policy(options, LAYERS, EXPERTS, TOP_K)
+            made = make_policy(options, PATHS, EXPERTS, TOP_K)
             expected = CachePolicy("mrs", LAYERS, EXPERTS, alpha=options.alpha, top_p=top_p)
             play(made, trace, [30])
             play(expected, trace, [30])
@@ -258,18 +259,22 @@ class TestOptions:
 
     def test_top_p_is_capped_at_all_experts(self) -> None:
         trace = trace_of(30)
-        made = make_policy(CacheOptions(policy="mrs", alpha=0.3, top_p=100), LAYERS, EXPERTS, TOP_K)
+        made = make_policy(CacheOptions(policy="mrs", alpha=0.3, top_p=100), PATHS, EXPERTS, TOP_K)
         play(made, trace, [30])
         np.testing.assert_allclose(made.priority(0), loop_mrs(trace, 0, 0.3, EXPERTS), rtol=1e-6)
 
     def test_static_ranks_by_a_recorded_trace(self, tmp_path: Path) -> None:
         trace = trace_of(30)
         trace.save(tmp_path / "profile.npz")
-        policy = make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), LAYERS, EXPERTS, TOP_K)
+        options = CacheOptions(policy="static", profile=tmp_path / "profile.npz")
+        policy = make_policy(options, trace.layers, EXPERTS, TOP_K)
         play(policy, trace_of(30, seed=1), [30])
         np.testing.assert_array_equal(policy.priority(1), trace.loads()[1])
-        with pytest.raises(TraceError, match=r"profile\.npz: expected a profile of \(3, 7\) layers and experts, found \(2, 7\)"):
-            make_policy(CacheOptions(policy="static", profile=tmp_path / "profile.npz"), 3, EXPERTS, TOP_K)
+        np.testing.assert_array_equal(make_policy(options, trace.layers[1:], EXPERTS, TOP_K).priority(0), trace.loads()[1])
+        with pytest.raises(TraceError, match=r"profile\.npz: the profile of another model, which has no layers\.9"):
+            make_policy(options, [trace.layers[0], "layers.9"], EXPERTS, TOP_K)
+        with pytest.raises(TraceError, match=r"profile\.npz: a profile of layers with 7 experts, where this one has 8"):
+            make_policy(options, trace.layers, EXPERTS + 1, TOP_K)
 
 
 @pytest.mark.parametrize("policy", ["mrs", "lru", "lfu", "score_frequency"])
@@ -278,7 +283,7 @@ class TestOptions:
 def test_layers_updated_together_rank_as_one_by_one(policy: str, tokens: int, top_p: int | None) -> None:
     rng = np.random.default_rng(0)
     options = CacheOptions(policy=policy, top_p=top_p, alpha=0.2)  # type: ignore[arg-type]
-    together, one_by_one = (make_policy(options, 5, 12, 2) for _ in range(2))
+    together, one_by_one = (make_policy(options, list("abcde"), 12, 2) for _ in range(2))
     for _ in range(3):
         layers = np.array([0, 2, 3])
         scores = rng.random((3, tokens, 12), np.float32)
