@@ -38,7 +38,7 @@ from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, d
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
 from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
-from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit
+from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit, stores_codes
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import kv_cache
@@ -156,7 +156,7 @@ class Service:
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
         shared_tokens = rotary_limit(loaded.model)
-        coded = operator is not None and operator.codes_pages
+        coded = stores_codes(loaded.model)
         own_passes = limits.batch_invariant or shared_tokens == 0
         drafts = None if operator is None or own_passes else operator.batch_drafts()
         if shared_tokens == 0:
