@@ -9,20 +9,13 @@ import typer
 
 from moegraft.injection.cli.options import (
     PROGRAM,
-    GgufOption,
-    GpuBandwidthOption,
-    GpuMemoryOption,
     JsonOption,
-    LinkBandwidthOption,
-    ModelOption,
-    ModelOptions,
     OptionsError,
-    RamOption,
-    RulesArgument,
-    TrustOption,
-    VarOption,
+    PlannedModelOptions,
+    TargetOptions,
     option,
     parse_sizes,
+    takes_options,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
 from moegraft.operators.errors import UnsupportedModelError, human_bytes
@@ -38,18 +31,13 @@ GPU_FIGURES = ("count", "weights", "kv_cache", "reserve", "slots", "needed", "av
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def plan(
-    rules: RulesArgument = None,
-    model: ModelOption = None,
+    options: PlannedModelOptions,
+    stated: TargetOptions,
     context: Annotated[int, option("--context", "N", "Tokens a sequence holds, prompt and answer.", min=1)] = 4096,
     prompt: Annotated[int, option("--prompt", "N", "Tokens of a prompt, computed at once.", min=1)] = 512,
     batch: Annotated[int, option("--batch", "N", "Sequences at once.", min=1)] = 1,
-    ram: RamOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    gpu_bandwidth: GpuBandwidthOption = None,
-    link_bandwidth: LinkBandwidthOption = None,
-    var: VarOption = None,
-    gguf: GgufOption = None,
     nodes: Annotated[
         str | None, option("--nodes", "N|SIZES", "Machines that share the experts: their number, or each one's memory.")
     ] = None,
@@ -60,7 +48,6 @@ def plan(
         bool, option("--train", None, "Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
     ] = False,
     rank: Annotated[int, option("--rank", "R", "Of these adapters, on all linear layers but the head.", min=1)] = 16,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show the memory that a model needs with these rules, at rest, while loading and running, and its predicted speed.
@@ -69,7 +56,6 @@ def plan(
     for the GPUs of this machine, or those that --gpu-memory states. Exit code 0: the model fits; 1: it does not fit, or the rules
     are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
     from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import divided_forecast, forecast
@@ -77,7 +63,7 @@ def plan(
     from moegraft.injection.estimate.training import TrainingLoad
     from moegraft.injection.planning import plan as make_plan
 
-    target = target_machine(store.load(), ram=ram, gpu_memory=gpu_memory, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
+    target = target_machine(store.load(), stated)
     meta_model, rule_file, registry = model_and_rules(options)
     planned = make_plan(meta_model, rule_file, registry=registry)
     workload = Workload(context, batch, min(prompt, context))

@@ -143,7 +143,7 @@ class ServeOptions:
 
 
 @user_errors(PROGRAM, together=True)
-@takes_options(ModelOptions, ServeOptions)
+@takes_options
 def serve(model: ModelOptions, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
