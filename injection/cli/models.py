@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.images import ImageReader, read_image_reader
-from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, TargetOptions, parse_size, parse_sizes, talks_to_user
+from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, TargetOptions, talks_to_user
 from moegraft.injection.cli.output import Terminal, plural
 from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import Injection
@@ -223,7 +223,7 @@ def target_machine(measured: Measurements | None, options: TargetOptions) -> Tar
     """Return this machine, with the memory and rates that options state instead of its own.
 
     Raises:
-        OptionsError: a size is not valid, or a bandwidth is stated without a GPU.
+        OptionsError: a bandwidth is stated without a GPU.
     """
     from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.estimate.memory import budget_of
@@ -231,10 +231,9 @@ def target_machine(measured: Measurements | None, options: TargetOptions) -> Tar
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
     gbps, link_gbps = options.gpu_bandwidth, options.link_bandwidth
-    budget = budget_of(machine, parse_sizes(options.gpu_memory, "--gpu-memory"), of_gpu, gbps=gbps, link_gbps=link_gbps)
+    budget = budget_of(machine, options.gpu_memory, of_gpu, gbps=gbps, link_gbps=link_gbps)
     if budget is None and not (gbps is None and link_gbps is None):
         raise OptionsError(
             "--gpu-bandwidth and --link-bandwidth need a GPU, and this machine has none: state its memory as well, with --gpu-memory 24GiB"
         )
-    stated = parse_size(options.ram, "--ram")
-    return TargetMachine(machine.available_bytes if stated is None else stated, measured, budget)
+    return TargetMachine(machine.available_bytes if options.ram is None else options.ram, measured, budget)

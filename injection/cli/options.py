@@ -112,12 +112,14 @@ class Fields:
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Turn a function into a Typer command: a parameter that is an options dataclass becomes an option for each of its fields.
 
-    Fields are annotated like Typer parameters: `Annotated[int, option("--threads", "N", "CPU threads.")] = 0`. A ValueError from the
-    checks of a dataclass becomes an OptionsError.
+    Fields are annotated like Typer parameters: `Annotated[int, option("--threads", "N", "CPU threads.")] = 0`. A function that follows,
+    such as `parse_size`, returns the field's value for an option's text and name. A ValueError from the checks of a dataclass becomes an
+    OptionsError.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., object], list[str]]] = {}
+    parsers: dict[str, Callable[[Any], object]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         group, *metadata = get_args(hints[name]) if get_origin(hints[name]) is Annotated else [hints[name]]
         if not (isinstance(group, type) and is_dataclass(group)):
@@ -130,10 +132,15 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         for each in chosen:
             default = each.default if each.default_factory is MISSING else each.default_factory()
             annotation = only.other.get(each.name, own[each.name])
+            about, *parse = annotation.__metadata__
+            if parse:
+                parsers[each.name] = partial(parse[0], option=f"--{each.name.replace('_', '-')}")
+                annotation = Annotated[str | None, about]
             parameters.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
     def run(**values: object) -> None:
         try:
+            values |= {name: parse(values[name]) for name, parse in parsers.items()}
             given = {name: group(**{each: values.pop(each) for each in chosen}) for name, (group, chosen) in groups.items()}
         except MoegraftError:
             raise
@@ -177,27 +184,6 @@ PlannedModelOptions: TypeAlias = Annotated[
 MetaModelOptions: TypeAlias = Annotated[ModelOptions, Fields("model", "gguf", "trust_remote_code", model=ConfigOption)]
 
 
-@dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """What to plan for instead of this machine's memory and rates."""
-
-    ram: Annotated[str | None, option("--ram", "SIZE", "Host memory to plan for, such as 64GiB; default: the free memory.")] = None
-    gpu_memory: Annotated[
-        str | None,
-        option(
-            "--gpu-memory",
-            "SIZE",
-            "Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine.",
-        ),
-    ] = None
-    gpu_bandwidth: Annotated[
-        float | None, option("--gpu-bandwidth", "GB/S", "Memory bandwidth of that GPU; default: measured, else assumed.", min=1)
-    ] = None
-    link_bandwidth: Annotated[
-        float | None, option("--link-bandwidth", "GB/S", "Bandwidth of copies to that GPU; default: measured, else assumed.", min=0.1)
-    ] = None
-
-
 JsonOption: TypeAlias = Annotated[bool, option("--json", None, "Print one JSON object to standard output.")]
 
 
@@ -223,6 +209,30 @@ def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     """
     sizes = [parse_size(part, option) for part in text.split(",")] if text is not None else None
     return None if sizes is None else tuple(size for size in sizes if size is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """What to plan for instead of this machine's memory and rates."""
+
+    ram: Annotated[int | None, option("--ram", "SIZE", "Host memory to plan for, such as 64GiB; default: the free memory."), parse_size] = (
+        None
+    )
+    gpu_memory: Annotated[
+        tuple[int, ...] | None,
+        option(
+            "--gpu-memory",
+            "SIZE",
+            "Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine.",
+        ),
+        parse_sizes,
+    ] = None
+    gpu_bandwidth: Annotated[
+        float | None, option("--gpu-bandwidth", "GB/S", "Memory bandwidth of that GPU; default: measured, else assumed.", min=1)
+    ] = None
+    link_bandwidth: Annotated[
+        float | None, option("--link-bandwidth", "GB/S", "Bandwidth of copies to that GPU; default: measured, else assumed.", min=0.1)
+    ] = None
 
 
 def check_new_file(path: Path, option: str, *, force: bool) -> None:
