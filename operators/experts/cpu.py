@@ -211,7 +211,7 @@ class CpuExperts:
         """Read and pack the experts in order, two at the same time."""
 
         def pack(place: int, expert: int) -> int:
-            return sum(self._pack_piece(packed, place, expert, part, source) for part in self._layout.parts())
+            return sum(pack_piece(packed, place, self._layout, source, part, expert) for part in self._layout.parts())
 
         threads = min(self.runtime.threads, PACKERS)
         with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-pack") as pool:
@@ -223,33 +223,39 @@ class CpuExperts:
             for done in packing:
                 advance(done.result())
 
-    def _pack_piece(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> int:
-        """Read a piece and pack it; return its bytes in the checkpoint."""
-        weight_type = packed.weight_type_of(part.removesuffix("_bias"))
-        codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
-        if codes is not None:
-            if isinstance(codes, StoredBlocks):
-                packed.pack_blocks(place, part, codes.blocks)
-            else:
-                packed.pack_quantized(place, part, codes.codes, codes.scales)
-            return codes.elements * source.dtype.itemsize
-        piece = self._checked(source, part, expert)
-        if part.endswith("_bias"):
-            packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
-        elif FORMATS[weight_type].stored:
-            packed.pack_blocks(place, part, _encoded(piece, weight_type, source.origin(part, expert)))
-        else:
-            packed.pack(place, part, as_array(rounded(piece).contiguous()))
-        return piece.nbytes
 
-    def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
-        piece = source.read_shaped(part, self._layout.part_shape(part), expert)
-        if piece.dtype not in STORED_TYPES:
-            raise CheckpointError(
-                f"{source.origin(part, expert)}: dtype {piece.dtype} cannot be an expert's weight; "
-                "float32, float16 and bfloat16 checkpoints are supported"
-            )
-        return piece
+def stored_type(dtype: torch.dtype, origin: str) -> StoredType:
+    """Return the weight type that weights of a dtype are packed to without rounding, but float64.
+
+    Raises:
+        CheckpointError: the kernels have none for them.
+    """
+    if dtype not in STORED_TYPES:
+        raise CheckpointError(
+            f"{origin}: dtype {dtype} cannot be an expert's weight; float32, float16 and bfloat16 checkpoints are supported"
+        )
+    return STORED_TYPES[dtype]
+
+
+def pack_piece(packed: PackedExperts, place: int, layout: ExpertsLayout, source: WeightSource, part: Part, expert: int) -> int:
+    """Read a piece and pack it as a part of the expert at `place`; return its bytes in the checkpoint."""
+    weight_type = packed.weight_type_of(part.removesuffix("_bias"))
+    codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
+    if codes is not None:
+        if isinstance(codes, StoredBlocks):
+            packed.pack_blocks(place, part, codes.blocks)
+        else:
+            packed.pack_quantized(place, part, codes.codes, codes.scales)
+        return codes.elements * source.dtype.itemsize
+    piece, origin = source.read_shaped(part, layout.part_shape(part), expert), source.origin(part, expert)
+    stored_type(piece.dtype, origin)  # all others are refused
+    if part.endswith("_bias"):
+        packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+    elif FORMATS[weight_type].stored:
+        packed.pack_blocks(place, part, _encoded(piece, weight_type, origin))
+    else:
+        packed.pack(place, part, as_array(rounded(piece).contiguous()))
+    return piece.nbytes
 
 
 def _encoded(piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:
