@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from moegraft.injection.cli.options import PROGRAM, JsonOption, LoadedModelOptions, OptionsError, check_new_file, option, takes_options
-from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ def calibrate(
         trace.save(routing)
         lines += _routing_lines(trace, routing)
         data["routing"] = _routing_json(trace, routing)
-    if json:
-        write_json(terminal, data)
-    else:
-        terminal.write("\n".join(lines) + "\n")
+    write_result(terminal, lines, data, as_json=json)
 
 
 def _thresholds_lines(thresholds: Thresholds, out: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from moegraft.injection.cli.options import PROGRAM, Fields, JsonOption, ModelOptions, OptionsError, check_new_file, option, takes_options
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
@@ -100,10 +100,7 @@ def quantize(
         )
     for notice in (*rounded, *_fallbacks(plan), *notices):
         terminal.notice(notice)
-    if json:
-        write_json(terminal, _as_json(plan, out, importance))
-    else:
-        terminal.write("\n".join(_lines(plan, out, options)) + "\n")
+    write_result(terminal, _lines(plan, out, options), _as_json(plan, out, importance), as_json=json)
 
 
 def _importance(

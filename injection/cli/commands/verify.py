@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moegraft.injection.cli.options import PROGRAM, JsonOption, LoadedModelOptions, option, takes_options
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
@@ -41,22 +41,19 @@ def verify(
     ids = text_ids(loaded, content, text, min(tokens, loaded.context_tokens or tokens), least=2)
     with terminal.stage(f"comparing on {len(ids)} tokens"):
         verification = compare(loaded.model, find_source(options), ids)
-    if json:
-        write_json(terminal, _as_json(verification))
-    else:
-        _write(verification, terminal)
+    write_result(terminal, _lines(verification), _as_json(verification), as_json=json)
     if not verification.ok:
         raise typer.Exit(FINDINGS)
 
 
-def _write(verification: Verification, terminal: Terminal) -> None:
+def _lines(verification: Verification) -> list[str]:
     rows: list[tuple[str, ...]] = [("module", "operator", "weights", "relative error", "cosine", "limit", "")]
     rows += [_row(layer) for layer in verification.layers]
     logits = verification.logits
     left_out = f"{100 * (verification.left_out or 0):.1f} % of the routed ones"
-    lines = columns(rows, right=(3, 4, 5))
-    lines += [f"{path}: not compared, no token reaches it" for path in verification.unreached]
-    lines += [
+    return [
+        *columns(rows, right=(3, 4, 5)),
+        *(f"{path}: not compared, no token reaches it" for path in verification.unreached),
         f"logits over {logits.positions} positions: KL(stock || injected) {logits.kl_nats:.3g} nats, "
         f"the same likeliest token at {100 * logits.top1_agreement:.1f} %",
         *(
@@ -72,7 +69,6 @@ def _write(verification: Verification, terminal: Terminal) -> None:
         f"perplexity: stock {logits.stock_perplexity:.4g}, injected {logits.injected_perplexity:.4g}",
         verdict(verification),
     ]
-    terminal.write("\n".join(lines) + "\n")
 
 
 def _row(layer: LayerError) -> tuple[str, ...]:
@@ -152,10 +148,8 @@ def drafts(
     settings = DraftSettings(1) if operator is None else type(operator).traits(operator.options).drafting
     with terminal.stage("measuring drafts"), torch.inference_mode():
         found = measure_draft_costs(loaded.model, injection.context, ids, longest=longest, settings=settings)
-    if json:
-        write_json(terminal, {"drafters": [_costs_json(costs) for costs in found]})
-    else:
-        terminal.write("\n\n".join("\n".join(_costs_lines(costs)) for costs in found) + "\n")
+    tables = "\n\n".join("\n".join(_costs_lines(costs)) for costs in found)
+    write_result(terminal, [tables], {"drafters": [_costs_json(costs) for costs in found]}, as_json=json)
 
 
 def _costs_lines(costs: DraftCosts) -> list[str]:
