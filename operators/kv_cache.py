@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import ModelOperator, Operator, Traits, call_arguments
+from moegraft.operators.base import CACHE, ModelOperator, Operator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.coded_cache import CodedCache, codable
@@ -146,7 +146,7 @@ class QuantizedKvCache(ModelOperator):
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = call_arguments(plain, args, kwargs)
-        if isinstance(arguments.get("past_key_values"), QuantizedCache):
+        if isinstance(arguments.get(CACHE), QuantizedCache):
             return plain(**arguments)
         reason = _other_cache_reason(model, arguments, native=self.options.backend == "native")
         if reason is not None:
@@ -154,7 +154,7 @@ class QuantizedKvCache(ModelOperator):
             return plain(**arguments)
         self._caches += 1
         if self.options.backend == "native" or _other_layers(model):  # `generate` makes caches of full attention alone
-            return plain(**{**arguments, "past_key_values": quantised_cache(model, self.options)})
+            return plain(**{**arguments, CACHE: quantised_cache(model, self.options)})
         # A new dictionary per call: older versions of transformers remove entries from it.
         return plain(**{**arguments, "cache_implementation": "quantized", "cache_config": self.options.cache_config(self._group)})
 
@@ -258,7 +258,7 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], *,
     def setting(name: str) -> Any:
         return arguments[name] if arguments.get(name) is not None else getattr(config, name, None)
 
-    cache = arguments.get("past_key_values")
+    cache = arguments.get(CACHE)
     if cache is not None:
         return f"the call has a cache of its own ({type(cache).__name__})"
     if setting("use_cache") is False:
