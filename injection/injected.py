@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
 
 from moegraft.injection.planning import Plan
-from moegraft.operators.base import InPlaceOperator, ModelOperator, Operator, call_arguments
+from moegraft.operators.base import CACHE, InPlaceOperator, ModelOperator, Operator, call_arguments, with_cache_name
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.cache import new_cache as empty_cache
@@ -253,6 +253,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool, mtp: bool = F
         return _ties_outside(ties, (path for path, module in self.named_modules() if isinstance(module, Operator)))
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = with_cache_name(kwargs)
         stock = functools.partial(base.generate, self)  # type: ignore[attr-defined] # only generating classes have it
         operator, context = self.moegraft.model_operator, self.moegraft.context
         group, streamer = context.expert_group, call_arguments(stock, args, kwargs).get("streamer")
@@ -272,9 +273,9 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool, mtp: bool = F
         return outputs
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[attr-defined]
-        made = model_kwargs.get("past_key_values")
+        made = model_kwargs.get(CACHE)
         if given is None and type(made) is DynamicCache:
             adopt(made)
         return result
@@ -292,6 +293,7 @@ def injected_class(base: type[PreTrainedModel], *, captures: bool, mtp: bool = F
         steps = None if injection is None else injection.context.replay
         if steps is None:
             return base.forward(self, *args, **kwargs)
+        kwargs = with_cache_name(kwargs)
         if len(args) == 1 and first_argument == "input_ids":
             return steps.forward(self, functools.partial(base.forward, self), (), {first_argument: args[0], **kwargs})
         return steps.forward(self, functools.partial(base.forward, self), args, kwargs)

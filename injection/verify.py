@@ -21,7 +21,7 @@ from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
 from moegraft.injection.injected import Injection, injection_of
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights
-from moegraft.operators.base import DecodeLoss, InPlaceOperator, Operator
+from moegraft.operators.base import CACHE, DecodeLoss, InPlaceOperator, Operator
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 from moegraft.operators.machine import probe_machine
@@ -191,8 +191,8 @@ def decoded_logits_of(model: PreTrainedModel, ids: torch.Tensor, loss: DecodeLos
     assert injection is not None, "verify asks for an injected model"
     with torch.inference_mode(), nullcontext() if loss.settings is None else injection.context.draft_switch.drafting(loss.settings):
         for tokens in ids.to(model.device).split(loss.tokens):
-            outputs = model(input_ids=tokens[None], past_key_values=cache, use_cache=True)
-            cache = outputs.past_key_values
+            outputs = model(input_ids=tokens[None], use_cache=True, **{CACHE: cache})
+            cache = outputs[CACHE]
             rows.append(outputs.logits[0].to("cpu"))
     return torch.cat(rows)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moegraft.operators.weights import PackedWeights, WeightSource
 
@@ -298,6 +299,17 @@ class ModelOperator(InPlaceOperator):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{field.name}={getattr(self.options, field.name)}" for field in fields(self.options))
+
+
+# The name of the cache among the arguments and outputs of a model: "cache" from transformers 5.24 on.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def with_cache_name(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a call with the cache under the name that transformers uses now, as its own models take it."""
+    if CACHE == "past_key_values" or "past_key_values" not in kwargs or CACHE in kwargs:
+        return kwargs
+    return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
 
 
 def call_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

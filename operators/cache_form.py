@@ -136,11 +136,13 @@ def _filled(model: PreTrainedModel, tokens: int) -> list[tuple[int, int | None]]
     import torch
     from torch.fx.experimental import _config
 
+    from moegraft.operators.base import CACHE
+
     call: Any = model
     meta_options: Any = _config
     # Which positions are not zero has no effect on the sizes in a cache.
     with _without_experts(model), torch.no_grad(), model.device, meta_options.patch(meta_nonzero_assume_all_nonzero=True):
-        cache = call(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+        cache = call(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=True)[CACHE]
     layers = [(sum(map(_nbytes, vars(layer).values())), getattr(layer, "sliding_window", None)) for layer in cache.layers]
     return [*layers, (sum(map(_nbytes, vars(cache).values())), None)]
 

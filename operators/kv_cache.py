@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import ModelOperator, Operator, Traits, call_arguments
+from moegraft.operators.base import CACHE, ModelOperator, Operator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
@@ -111,13 +111,13 @@ class QuantizedKvCache(ModelOperator):
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = call_arguments(plain, args, kwargs)
-        if isinstance(arguments.get("past_key_values"), QuantizedCache):
+        if isinstance(arguments.get(CACHE), QuantizedCache):
             return plain(**arguments)
         reason = _other_cache_reason(model, arguments, self._storage)
         if reason is not None:
             self.warn_once(f"the cache is not quantised: {reason}")
             return plain(**arguments)
-        return plain(**{**arguments, "past_key_values": self.new_cache(model)})
+        return plain(**{**arguments, CACHE: self.new_cache(model)})
 
     def statistics(self) -> Mapping[str, object]:
         """Return how many caches were created."""
@@ -340,7 +340,7 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], st
     def setting(name: str) -> Any:
         return arguments[name] if arguments.get(name) is not None else getattr(config, name, None)
 
-    cache = arguments.get("past_key_values")
+    cache = arguments.get(CACHE)
     if cache is not None:
         return f"the call has a cache of its own ({type(cache).__name__})"
     if setting("use_cache") is False:

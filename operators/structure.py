@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from moegraft.operators.base import Kind
+from moegraft.operators.base import CACHE, Kind
 
 ROUTER_NAMES = ("gate", "router")
 MTP = "mtp"  # the submodule with a model's layers for multi-token prediction
@@ -128,7 +128,7 @@ def is_attention(module: nn.Module) -> bool:
 def counts_cached_tokens(module: nn.Module) -> bool:
     """Return whether a layer asks its cache for the number of tokens, which is one for all rows of a batch (attention of Llama 4)."""
     owners: tuple[Any, ...] = type(module).__mro__  # an operator may have given it a class of its own
-    return any("past_key_values.get_seq_length(self.layer_idx)" in source_of(owner) for owner in owners if is_library(owner))
+    return any(f"{CACHE}.get_seq_length(self.layer_idx)" in source_of(owner) for owner in owners if is_library(owner))
 
 
 def is_norm(module: nn.Module) -> bool:

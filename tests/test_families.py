@@ -112,7 +112,7 @@ def recorded(model: PreTrainedModel) -> dict[str, Call]:
 
 
 def test_no_family_is_left_out() -> None:
-    assert not unlisted_families(), "these have the shared experts interface and no row in tests/family_rows.py"
+    assert not unlisted_families(), "these have the shared experts interface and no row in tests/support/family_rows.py"
 
 
 @pytest.mark.parametrize("case", served_cases(), ids=ids_of)

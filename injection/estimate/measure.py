@@ -32,7 +32,7 @@ from moegraft.injection.checkpoint.sources import live_source
 from moegraft.injection.injected import injection_of
 from moegraft.injection.parallel import Processes
 from moegraft.operators.atomic_file import user_cache, write_file
-from moegraft.operators.base import GpuRates, Operator, Rate
+from moegraft.operators.base import CACHE, GpuRates, Operator, Rate
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.cpu import kernel_in_use
 from moegraft.operators.expert_group import Peer, Shares
@@ -301,8 +301,8 @@ def _overheads_ms() -> tuple[float, float]:
     context = injection_of(model).context  # type: ignore[union-attr] # it was injected just now
 
     def layer_ms() -> float:
-        cache = model(token, use_cache=True).past_key_values
-        step = partial(model, input_ids=token, past_key_values=cache, use_cache=True)
+        cache = model(token, use_cache=True)[CACHE]
+        step = partial(model, input_ids=token, use_cache=True, **{CACHE: cache})
         for _ in range(RECORDED_STEPS):
             step()
         return _best_fifth_s(step) / OVERHEAD_LAYERS * 1e3

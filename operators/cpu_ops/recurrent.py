@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import Runtime
+from moegraft.operators.base import CACHE
 from moegraft.operators.cpu import ELEMENT_CODES
 from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NotRecognisedError, probe
 from moegraft.operators.custom_ops import needs_gradient
@@ -96,7 +97,7 @@ class CpuRecurrent(CpuOperator):
     @contextmanager
     def _state_of(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
-        cache = given.get("cache_params", given.get("past_key_values"))
+        cache = given.get("cache_params", given.get(CACHE))
         layers = getattr(cache, "layers", ())
         place: Any = module.layer_idx
         layer = layers[place] if isinstance(place, int) and place < len(layers) else None

@@ -33,12 +33,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from transformers.masking_utils import create_chunked_causal_mask
 from transformers.utils.generic import ModelOutput
 
-from moegraft.operators.base import call_arguments
+from moegraft.operators.base import CACHE, call_arguments
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import adopt, buffers_of, makes_own_cache
 from moegraft.operators.decode.loop import effective_config
 from moegraft.operators.decode.pages import PagedCache
-from moegraft.operators.decode.replay import CACHE, Forward, FrozenModel, Kind, Step, StepReplay
+from moegraft.operators.decode.replay import Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.decode.states import TENSORS, SavedStates, has_states, keeps_nothing
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.step_graph import StepGraph

@@ -40,7 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils.generic import ModelOutput
 
-from moegraft.operators.base import call_arguments
+from moegraft.operators.base import CACHE, call_arguments
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.rollback import passes_over
 from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken, Greedy, Sampling, Scores, shorten, shortening
@@ -308,7 +308,7 @@ class DecodedSequence:
     @property
     def cache(self) -> Cache | None:
         self.flush()
-        return self._kwargs.get("past_key_values")
+        return self._kwargs.get(CACHE)
 
     def __enter__(self) -> Self:
         return self
@@ -342,7 +342,7 @@ class DecodedSequence:
         self._note(outputs)
         # Adopts the cache that the model created; `flush` counts the tokens.
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
-        self.passes = passes_over(self._kwargs.get("past_key_values"), self._replay)
+        self.passes = passes_over(self._kwargs.get(CACHE), self._replay)
         logits: torch.Tensor = outputs.logits[0, -1]
         return logits.to(torch.float32)
 
@@ -477,5 +477,5 @@ class DecodedSequence:
             sequences=self.input_ids.clone(),  # type: ignore[arg-type]
             scores=tuple(self._scores) if self._with_scores else None,  # type: ignore[arg-type]
             logits=tuple(self._logits) if self._with_logits else None,  # type: ignore[arg-type]
-            past_key_values=self._kwargs.get("past_key_values"),
+            **{CACHE: self._kwargs.get(CACHE)},
         )

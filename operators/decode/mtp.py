@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moegraft.operators.base import CACHE
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.drafts import Drafter, draw
 from moegraft.operators.decode.loop import DecodedSequence
@@ -159,7 +160,7 @@ class MtpStreams:
             "states": states,
             "position_ids": torch.arange(end - len(tokens), end, device=states.device)[None],
             "layer": number,
-            "past_key_values": passes.cache,
+            CACHE: passes.cache,
         }
         found: Any = (
             self._replay.forward(self._model, self._step, (), arguments, between_steps=True)
@@ -170,12 +171,12 @@ class MtpStreams:
         return found.hidden_states[-1], found.logits[0, -1].to(torch.float32)
 
     def _step(
-        self, input_ids: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, layer: int, past_key_values: Any
+        self, input_ids: torch.Tensor, states: torch.Tensor, position_ids: torch.Tensor, layer: int, **cache: Any
     ) -> CausalLMOutputWithPast:
         """The forward pass of a layer, with the outputs of a model of which it is the only layer."""
-        made = self._layers.forward_layer(layer, states, position_ids=position_ids, mtp_cache=past_key_values, input_ids=input_ids)
+        made = self._layers.forward_layer(layer, states, position_ids=position_ids, mtp_cache=cache[CACHE], input_ids=input_ids)
         logits = self._layers._project_to_logits(made[:, -1:])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values, hidden_states=(made,))
+        return CausalLMOutputWithPast(logits=logits, **cache, hidden_states=(made,))
 
 
 def _streams_of(model: PreTrainedModel, cache: Any, position: int, replay: StepReplay | None = None) -> MtpStreams:

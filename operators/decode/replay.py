@@ -28,7 +28,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from moegraft.operators.base import Operator
+from moegraft.operators.base import CACHE, Operator
 from moegraft.operators.decode.cache import adopt
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.rollback import CachedPasses
@@ -38,7 +38,6 @@ from moegraft.operators.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
-CACHE = "past_key_values"
 VERIFIED_STEPS = 2  # of each kind, computed both ways: what counts in Python may be right in the first
 MAX_KINDS = 32  # of which programs are kept, for each position in a group: a server's batch has two for each number of rows
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded

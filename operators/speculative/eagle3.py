@@ -24,6 +24,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import output_capturing
 
+from moegraft.operators.base import CACHE
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import CheckpointError, error_sentence
 from moegraft.operators.linear import WEIGHT_TYPES, QuantizedLinear, QuantizedLinearOptions
@@ -413,14 +414,14 @@ class Eagle3Head(nn.Module):
             config=self.config,
             inputs_embeds=embedded,
             attention_mask=None,
-            past_key_values=mtp_cache,
+            **{CACHE: mtp_cache},
             position_ids=position_ids,
         )
         attended, _ = layer["self_attn"](
             torch.cat([layer["input_layernorm"](embedded), normed], dim=-1),
             position_embeddings=self.rotary_emb(embedded, position_ids),
             attention_mask=mask,
-            past_key_values=mtp_cache,
+            **{CACHE: mtp_cache},
         )
         states = (normed if self._norm_before_residual else states) + attended
         made: torch.Tensor = states + layer["mlp"](layer["post_attention_layernorm"](states))

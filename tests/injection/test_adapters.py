@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import build_model, case_of
+from support.families import build_model, case_of, needs_adapters_of_transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -283,6 +283,7 @@ def test_a_saved_chat_is_not_resumed_with_another_adapter(folders: dict[str, Pat
 
 def test_a_configuration_of_pefts_own_names_the_way() -> None:
     """For this family PEFT takes `gate_proj` for the experts' fused matrices, which its own layers would read."""
+    needs_adapters_of_transformers()
     model: Any = optimize_and_load(demo_path(), "cpu", progress=False)
     with pytest.raises(AttributeError, match=r"packed experts have no parameter gate_up_proj: .* by moegraft\.injection\.lora"):
         model.add_adapter(LoraConfig(target_modules=["gate_proj", "up_proj"]))

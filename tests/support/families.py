@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import check_peft_version
 
 from moegraft.operators.decode.states import has_states
 from moegraft.operators.layout import read_layout, why_unsupported
@@ -63,7 +66,7 @@ def unlisted_families() -> list[str]:
 
 def family_cases() -> list[FamilyCase]:
     """Return every row whose family the installed transformers has; a family without the interface becomes a refused case."""
-    cases = [case for case in ROWS if (_models_folder() / case.family).is_dir()]
+    cases = [case for case in ROWS if (_models_folder() / case.family).is_dir() and transformers.__version__ not in case.broken_in]
     without = {case.family for case in cases} - set(library_families())
     return [
         dataclasses.replace(case, reason=case.reason or f"matches no module of {case.model_class}") if case.family in without else case
@@ -258,3 +261,11 @@ def weight_of(linear: nn.Module) -> torch.Tensor:
 def written(folder: Path) -> dict[str, tuple[int, int]]:
     """Return what changes of the files of a folder when they are written again."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def needs_adapters_of_transformers() -> None:
+    """Skip the calling test where transformers' own `add_adapter` refuses the installed PEFT."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except (ImportError, ValueError) as error:
+        pytest.skip(str(error))

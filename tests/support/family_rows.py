@@ -12,6 +12,7 @@ VOCAB_SIZE = 101  # odd, so that padded rows of a kernel are noticed
 # group; 6 experts are no power of two.
 SMALL_TEXT: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
+    "unpadded_vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 40,
     "moe_intermediate_size": 24,
@@ -162,6 +163,7 @@ class FamilyCase:
     towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # other sub-configurations by name
     whole: Mapping[str, Any] = field(default_factory=dict)  # fields outside the sub-configurations
     generates: bool = True  # False for models that label tokens: supported when loaded, refused as a checkpoint
+    broken_in: tuple[str, ...] = ()  # releases of transformers whose own model ends in an error
     reason: str | None = None  # why it is refused, a part of the message if the model can be built; None if it is supported
 
     @property
@@ -178,10 +180,11 @@ def _row(
     towers: Mapping[str, Mapping[str, Any]] | None = None,
     whole: Mapping[str, Any] | None = None,
     generates: bool = True,
+    broken_in: tuple[str, ...] = (),
     reason: str | None = None,
 ) -> FamilyCase:
     merged = {name: value for part in text for name, value in part.items()}
-    return FamilyCase(model_type, model_class, family or model_type, merged, towers or {}, whole or {}, generates, reason)
+    return FamilyCase(model_type, model_class, family or model_type, merged, towers or {}, whole or {}, generates, broken_in, reason)
 
 
 ROWS: tuple[FamilyCase, ...] = (
@@ -241,13 +244,28 @@ ROWS: tuple[FamilyCase, ...] = (
     _row("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
     _row("hy_v3", "HYV3ForCausalLM"),
     _row("hy_v4", "HYV4ForCausalLM"),
+    _row(
+        "hy_v4_vl",
+        "HYV4VLForConditionalGeneration",
+        EVERY_HEAD_ITS_KEYS,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
+    ),
     _row("inkling_text", "InklingForCausalLM", HYBRID_SLIDING, family="inkling"),
     _row("inkling2", "Inkling2ForConditionalGeneration", HYBRID_SLIDING, reason=UNKNOWN_GATE.format("Inkling2Experts")),
     _row("inkling2_text", "Inkling2ForCausalLM", HYBRID_SLIDING, family="inkling2", reason=UNKNOWN_GATE.format("Inkling2Experts")),
+    _row("inkling2_loop", "Inkling2LoopForConditionalGeneration", HYBRID_SLIDING, reason=UNKNOWN_GATE.format("Inkling2LoopExperts")),
+    _row(
+        "inkling2_loop_text",
+        "Inkling2LoopForCausalLM",
+        HYBRID_SLIDING,
+        family="inkling2_loop",
+        reason=UNKNOWN_GATE.format("Inkling2LoopExperts"),
+    ),
     _row("jamba", "JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "expert_layer_offset": 0}),
     _row("kimi_linear", "KimiLinearForCausalLM", EVERY_HEAD_ITS_KEYS, LINEAR_THEN_FULL),
     _row("kolibri1", "Kolibri1ForCausalLM", SLIDING_THEN_FULL),
     _row("laguna", "LagunaForCausalLM"),
+    _row("lara_mini", "LaraMiniForCausalLM", {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}),
     _row("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention", "conv"]}),
     # One expert per token, as published, and layers without positions, whose temperature grows with the text.
     _row("llama4_text", "Llama4ForCausalLM", SMALL_LLAMA4, {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 1]}, family="llama4"),
@@ -259,6 +277,7 @@ ROWS: tuple[FamilyCase, ...] = (
         towers={
             "vision_config": {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "intermediate_size": 128}
         },
+        broken_in=("5.24.0",),  # reads `image_outputs`, which the outputs of its text model do not have
     ),
     _row("mellum", "MellumForCausalLM", DENSE_THEN_SPARSE),
     _row("mimo_v2_flash", "MiMoV2FlashForCausalLM"),

@@ -27,6 +27,7 @@ import uvicorn
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.app import make_app, server_config
 from moegraft.injection.cli.serve.service import Limits, Service
+from moegraft.operators.base import CACHE
 
 PATIENCE_S = 60  # long enough for a busy machine, but ends a hang
 
@@ -140,7 +141,7 @@ def scripted(
 
     def script(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         positions = kwargs.get("position_ids")
-        position = kwargs["past_key_values"].get_seq_length() - 1 if positions is None else int(positions[0, -1])
+        position = kwargs[CACHE].get_seq_length() - 1 if positions is None else int(positions[0, -1])
         if kwargs["input_ids"].shape[1] > 1 or position != last[0] + 1:
             began[:] = [position]
             answer[:] = second if mark in tokenizer.decode(kwargs["input_ids"][0]) else first

@@ -24,6 +24,7 @@ from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
+from moegraft.operators.base import CACHE
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 
 
@@ -270,8 +271,8 @@ class Answerer:
             with stop.listening(self._loaded.model):
                 cache = self._read_ahead(token_ids, cache) if images is None else cache
                 beside = {} if images is None else images.generate_arguments(cached_tokens)
-                made = self._generate(token_ids, streamer=streamer, past_key_values=cache, **limits, **beside)
-            self.cache.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made.past_key_values)
+                made = self._generate(token_ids, streamer=streamer, **{CACHE: cache}, **limits, **beside)
+            self.cache.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made[CACHE])
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:

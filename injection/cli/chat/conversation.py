@@ -24,6 +24,7 @@ from moegraft.injection.cli.chat.prompt_cache import Checkpoint, why_not_appenda
 from moegraft.injection.cli.images import ImageError, ImageInputs, ImageReader, Picture
 from moegraft.injection.injected import injection_of
 from moegraft.operators.atomic_file import write_file
+from moegraft.operators.base import CACHE
 from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.states import TENSORS
 from moegraft.operators.errors import MoegraftError
@@ -375,7 +376,7 @@ def _cache(
     # Of one token, with the heads, sizes, dtypes and devices of the model's keys, values and states.
     cache, call = new_cache(model), cast(Any, model)
     with torch.no_grad():
-        call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+        call(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True, **{CACHE: cache})
     checkpoints = []
     for place in places:
         _fill(cache, tensors, place, f"{place}:")

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.injected import new_cache
+from moegraft.operators.base import CACHE
 from moegraft.operators.cache_form import layer_types, name_layers
 from moegraft.operators.decode.mtp import read_chunk
 from moegraft.operators.decode.mtp_layers import asked_states, mtp_layers, read_states
@@ -107,7 +108,7 @@ def read_ahead(model: PreTrainedModel, token_ids: list[int], cache: DynamicCache
     while (left := len(token_ids) - computed) > chunk_tokens:
         size = chunk_tokens - 1 if stateful and left == chunk_tokens + 1 else chunk_tokens
         chunk = torch.tensor([token_ids[computed : computed + size]], device=model.device)
-        outputs = call(input_ids=chunk, past_key_values=cache, use_cache=True, **extra)
+        outputs = call(input_ids=chunk, use_cache=True, **{CACHE: cache}, **extra)
         computed += size
         if drafts:
             read_chunk(model, cache, torch.tensor([token_ids[: computed + 1]], device=model.device), read_states(model, outputs))

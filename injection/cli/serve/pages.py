@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles, shared_tokens
 from moegraft.injection.injected import injection_of
+from moegraft.operators.base import CACHE
 from moegraft.operators.cache_form import layer_types
 from moegraft.operators.decode.cache import new_cache
 from moegraft.operators.decode.mtp import PagedStreams, example_cache
@@ -322,8 +323,8 @@ class SequencePool:
         output = self._model(
             input_ids=torch.tensor(token_ids, device=device),
             **{name: value.to(device) for name, value in self._cache.arguments().items()} | extra,
-            past_key_values=self._cache,
             use_cache=True,
+            **{CACHE: self._cache},
         )
         self._cache.finish()
         if self.streams is not None:
@@ -577,9 +578,9 @@ def _stock_steps(model: PreTrainedModel, singly: int = 1) -> tuple[DynamicCache,
     with torch.inference_mode():
         for prompt in _probes(model):
             cache = new_cache(model)
-            call(input_ids=torch.tensor([prompt[:-singly]], device=model.device), past_key_values=cache, use_cache=True)
+            call(input_ids=torch.tensor([prompt[:-singly]], device=model.device), use_cache=True, **{CACHE: cache})
             for token in prompt[-singly:]:  # a step that returns no cache is not recorded: no other will be over this one
-                output = call(input_ids=torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=False)
+                output = call(input_ids=torch.tensor([[token]], device=model.device), use_cache=False, **{CACHE: cache})
             steps.append(output.logits[0, -1].float())
     return cache, torch.stack(steps)
 
@@ -646,9 +647,9 @@ def _check_images(model: PreTrainedModel, pool: SequencePool, images: ImageInput
     with torch.inference_mode():
         cache = new_cache(model)
         given = images.arguments(0, len(ids))
-        call(input_ids=torch.tensor([ids], device=device), past_key_values=cache, use_cache=True, **given)
+        call(input_ids=torch.tensor([ids], device=device), use_cache=True, **{CACHE: cache}, **given)
         place = torch.tensor([[len(ids) + images.position_shift]], device=device)
-        output = call(input_ids=torch.tensor([token], device=device), past_key_values=cache, use_cache=False, position_ids=place)
+        output = call(input_ids=torch.tensor([token], device=device), use_cache=False, position_ids=place, **{CACHE: cache})
         sequence = pool.begin(ids, len(ids) + 1, multiple=0, images=images)
         try:
             pool.forward([sequence], [ids[: images.end]], **images.arguments(0, images.end))

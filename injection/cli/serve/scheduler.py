@@ -17,6 +17,7 @@ from moegraft.injection.cli.serve.job import Ask, Job, TokenScore
 from moegraft.injection.cli.serve.pages import CacheMemory, SequencePool
 from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
 from moegraft.injection.injected import injection_of
+from moegraft.operators.base import CACHE
 from moegraft.operators.decode.pages import PAGE_TOKENS, PagedSequence
 from moegraft.operators.draft import BatchDrafts, DraftedRow
 
@@ -38,7 +39,7 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     operator = None if injection is None else injection.model_operator
     if operator is not None and operator.batch_drafts() is None and not stores_codes(model):
         return f"{operator.name} decodes one sequence at a time with these options"
-    if not {"position_ids", "attention_mask", "past_key_values"} <= inspect.signature(model.forward).parameters.keys():
+    if not {"position_ids", "attention_mask", CACHE} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"
     asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]
     return f"the model's generation config sets {', '.join(asked)}" if asked else None

@@ -16,6 +16,7 @@ from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
 from moegraft.injection.cli.serve.sampling import Draft, adjusted, score, usable
 from moegraft.injection.injected import injection_of
+from moegraft.operators.base import CACHE
 from moegraft.operators.cache_form import KvCache
 
 MOST_PROMPTS = 8  # that are computed alternately
@@ -119,7 +120,6 @@ class SequentialDecoder:
             made = self._model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                past_key_values=cache,
                 streamer=answer,
                 stopping_criteria=[answer.ended],
                 logits_processor=[answer.adjusted],
@@ -128,10 +128,11 @@ class SequentialDecoder:
                 num_beams=1,
                 pad_token_id=self._pad_token,
                 return_dict_in_generate=True,
+                **{CACHE: cache},
                 **_sampling(job, answer.penalty),
                 **beside,
             )
-        self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made.past_key_values)
+        self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made[CACHE])
         self._prefix_scope = job.scope
         job.finish("cancelled" if job.cancelled else "stop")
         if job.ending == "failed":  # only the tokens before this request are certainly right in the cache

@@ -21,14 +21,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.base import MAX_REPLAYED_SEQUENCES
+from moegraft.operators.base import CACHE, MAX_REPLAYED_SEQUENCES
 from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName, buffers_of, cache_counts, cache_tensors, holder
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.native.fit import Boundaries, RecordedStep, fit
 from moegraft.operators.decode.native.program import HIDDEN_STATES, OtherSizeError, StepProgram
 from moegraft.operators.decode.native.record import NotRecordableError, Recorder
 from moegraft.operators.decode.pages import PagedCache
-from moegraft.operators.decode.replay import CACHE, VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
+from moegraft.operators.decode.replay import VERIFIED_STEPS, Forward, FrozenModel, Kind, Step, StepReplay
 from moegraft.operators.decode.rollback import CachedPasses
 from moegraft.operators.decode.states import is_past, past_tokens
 from moegraft.operators.draft import DraftSettings, DraftSwitch

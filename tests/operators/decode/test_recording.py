@@ -15,6 +15,7 @@ from support.families import prompt
 from torch import nn
 
 from moegraft.cpu_backend import NormSpec
+from moegraft.operators.base import CACHE
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
 NORM = NormSpec("float32", 8, 1e-6)
@@ -29,9 +30,9 @@ class Computes(nn.Module):
         self.layer = layer
         self.compute = compute
 
-    def forward(self, x: torch.Tensor, *args: Any, past_key_values: Any, **kwargs: Any) -> torch.Tensor:
-        position = past_key_values.get_seq_length(1)
-        found: torch.Tensor = self.layer(x, *args, past_key_values=past_key_values, **kwargs)
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        position = kwargs[CACHE].get_seq_length(1)
+        found: torch.Tensor = self.layer(x, *args, **kwargs)
         if x.shape[1] > 1:
             return found
         return found + self.compute(torch.arange(8.0) + position, position).float().reshape(1, -1).mean(-1) / (position + 1)

@@ -14,6 +14,7 @@ from support.families import greedy, prompt, served_cases
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
+from moegraft.operators.base import CACHE
 from moegraft.operators.decode import loop
 from moegraft.operators.decode.drafts import Drafting, ExpertsDrafter
 from moegraft.operators.decode.loop import DecodedSequence, Decoding
@@ -203,6 +204,6 @@ def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> l
     torch.manual_seed(0)
     texts = []
     for _ in range(DRAWS):
-        result = decoding(model, ids, processors(), criteria, config, past_key_values=DynamicCache(), use_cache=True)
+        result = decoding(model, ids, processors(), criteria, config, use_cache=True, **{CACHE: DynamicCache()})
         texts.append(tuple(result[0, ids.shape[1] :].tolist()))
     return texts
