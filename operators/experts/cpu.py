@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,17 +23,10 @@ from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.offload.frames import InFile
 from moegraft.operators.sparsity import LayerSparsity
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, FloatType
 from moegraft.operators.weights import PackedWeights, Part, StoredBlocks, WeightSource, codes_for, sampled
 
 PACKERS = 2  # threads; each holds an expert as it was read, and `moegraft plan` counts two
-StoredType = Literal["float32", "float16", "bfloat16"]
-STORED_TYPES: dict[torch.dtype, StoredType] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
-}
 
 
 class CpuExperts:
@@ -224,17 +216,17 @@ class CpuExperts:
                 advance(done.result())
 
 
-def stored_type(dtype: torch.dtype, origin: str) -> StoredType:
-    """Return the weight type that weights of a dtype are packed to without rounding, but float64.
+def stored_type(dtype: torch.dtype, origin: str) -> FloatType:
+    """Return the weight type that weights of a dtype are packed to where rules name none.
 
     Raises:
         CheckpointError: the kernels have none for them.
     """
-    if dtype not in STORED_TYPES:
+    if dtype not in FLOAT_TYPES:
         raise CheckpointError(
             f"{origin}: dtype {dtype} cannot be an expert's weight; float32, float16 and bfloat16 checkpoints are supported"
         )
-    return STORED_TYPES[dtype]
+    return FLOAT_TYPES[dtype]
 
 
 def pack_piece(packed: PackedExperts, place: int, layout: ExpertsLayout, source: WeightSource, part: Part, expert: int) -> int:

@@ -18,12 +18,13 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.experts.cpu import STORED_TYPES, pack_piece, stored_type
+from moegraft.operators.experts.cpu import pack_piece, stored_type
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.weight_formats import FLOAT_TYPES
 from moegraft.operators.weights import WeightSource, sampled
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class SparseExperts(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
-        packed = sparse_layout(layout.shape, layout.gate, STORED_TYPES[dtype])
+        packed = sparse_layout(layout.shape, layout.gate, FLOAT_TYPES[dtype])
         return Footprint({str(options.device): layout.num_experts * packed.expert_bytes})
 
     @classmethod
