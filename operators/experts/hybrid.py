@@ -31,6 +31,7 @@ from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, G
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
+from moegraft.operators.router_maps import RouterMaps, RouterMapsError
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.thresholds import SparsityOptions
@@ -163,9 +164,11 @@ class ExpertsPacking(Packing):
     def options_for(
         self, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
     ) -> HybridExpertsOptions:
-        reason = options.cache.why_unfit(read_layout(module).num_experts, path)
-        if reason is not None:
+        num_experts = read_layout(module).num_experts
+        if (reason := options.cache.why_unfit(num_experts, path)) is not None:
             raise TraceError(reason)
+        if options.prefetch.maps is not None and (reason := RouterMaps(options.prefetch.maps).why_unfit(path, num_experts)) is not None:
+            raise RouterMapsError(reason)
         chosen: HybridExpertsOptions = super().options_for(path, module, options, resolve)
         return chosen
 
@@ -321,7 +324,7 @@ class HybridExperts(Operator):
             self.overlap = overlap_in(block, sibling_router(block), self.backend.forward, unwatched=True)
         if self._framed is not None:
             layers, number = self._framed
-            layers.ready(number, path, None if sibling_router(block) is None else router_of(model, path))
+            layers.ready(number, path, None if sibling_router(block) is None else router_of(model, path), self.options.prefetch.maps)
         if self._engines is None:
             return
         router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive
