@@ -46,13 +46,13 @@ class RouterMaps:
         self.path = path
         self._names = _names(path, path.stat().st_mtime_ns)
 
-    def why_unfit(self, path: str, num_experts: int) -> str | None:
-        """Return why the file cannot serve the layer of experts at `path`; None where it can."""
+    def why_unfit(self, num_experts: int, path: str | None) -> str | None:
+        """Return why the maps cannot serve a layer of so many experts, or that of `path`; None where they can."""
+        found = {shape[0] for shape in self._names.values()}
+        if num_experts not in found:
+            return f"{self.path}: maps of layers with {', '.join(map(str, sorted(found)))} experts, where this one has {num_experts}"
         paths = {each for name in self._names for each in name.removesuffix(".weight").split(">")}
-        if path not in paths:
-            return f"{self.path}: the maps of another model, which has no {path}"
-        found = {shape[0] for name, shape in self._names.items() if path in name.removesuffix(".weight").split(">")}
-        return None if found == {num_experts} else f"{self.path}: maps of layers with {found} experts, where {path} has {num_experts}"
+        return None if path is None or path in paths else f"{self.path}: the maps of another model, which has no {path}"
 
     def rows(self, source: str, router: Router) -> RouterRows | None:
         """Return what names the experts of `router` on the input of the router at the path `source`; None where there is no map."""
@@ -63,13 +63,21 @@ class RouterMaps:
             return RouterRows(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias"), own.choice_bias)
 
 
+def why_unfit(maps: Path | None, num_experts: int, path: str | None = None) -> str | None:
+    """Return why a file of maps, where one is given, cannot serve a layer of so many experts, or that of `path`; None where it can."""
+    try:
+        return None if maps is None else RouterMaps(maps).why_unfit(num_experts, path)
+    except (OSError, RouterMapsError) as error:
+        return f"{error_sentence(error)}; moegraft calibrate --router-maps FILE fits maps to a text"
+
+
 @lru_cache(maxsize=1)  # each layer of a plan asks for it
 def _names(path: Path, changed_ns: int) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the maps' weights, by name."""
     try:
         with safe_open(path, "pt") as file:
             if (file.metadata() or {}).get("format") != FORMAT:
-                raise RouterMapsError(f"{path}: no file of router maps; moegraft calibrate --router-maps FILE fits them")
+                raise RouterMapsError(f"{path}: no file of router maps")
             names = [name for name in file.keys() if name.endswith(".weight")]  # noqa: SIM118 # it is no dictionary
             return {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except SafetensorError as error:

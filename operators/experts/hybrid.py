@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts
+from moegraft.operators import router_maps
 from moegraft.operators.base import DecodeLoss, Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
@@ -31,7 +32,6 @@ from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, G
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
-from moegraft.operators.router_maps import RouterMaps, RouterMapsError
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.thresholds import SparsityOptions
@@ -167,8 +167,8 @@ class ExpertsPacking(Packing):
         num_experts = read_layout(module).num_experts
         if (reason := options.cache.why_unfit(num_experts, path)) is not None:
             raise TraceError(reason)
-        if options.prefetch.maps is not None and (reason := RouterMaps(options.prefetch.maps).why_unfit(path, num_experts)) is not None:
-            raise RouterMapsError(reason)
+        if (reason := router_maps.why_unfit(options.prefetch.maps, num_experts, path)) is not None:
+            raise router_maps.RouterMapsError(reason)
         chosen: HybridExpertsOptions = super().options_for(path, module, options, resolve)
         return chosen
 
@@ -239,7 +239,7 @@ class HybridExperts(Operator):
             unfit = why_unfit(name, columns)
             if unfit is not None:
                 return unfit
-        return options.cache.why_unfit(layout.num_experts)
+        return options.cache.why_unfit(layout.num_experts) or router_maps.why_unfit(options.prefetch.maps, layout.num_experts)
 
     @classmethod
     def traits(cls, options: HybridExpertsOptions) -> Traits:

@@ -158,6 +158,7 @@ def _maps_lines(shares: Sequence[tuple[float, float]], path: Path) -> list[str]:
     return [
         "experts of the last fifth of the text, by the number of layers between the input and the router:",
         *columns(rows, right=(0, 1, 2)),
+        *(["the maps name fewer experts than the routers somewhere: fit them to more text"] if any(b < a for a, b in shares) else []),
         f"{path}: written; in rules: prefetch: {{maps: {path.name}}}",
     ]
 

@@ -19,7 +19,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import sparse_layers
 from moegraft.injection.demo import demo_path
 from moegraft.injection.texts import read_text
-from moegraft.operators.router_maps import RouterMapsError
+from moegraft.operators.errors import RuleFileError
 from moegraft.operators.routing_trace import Trace
 from moegraft.operators.thresholds import FILE_NAME, read_thresholds
 
@@ -175,7 +175,10 @@ def test_router_maps_are_fitted_and_used(folder: Path, run: Run, run_json: RunJs
     plain, loaded = (optimize_and_load(folder, each, progress=False, threads=1) for each in ("cpu-exact", rules))
     torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, atol=1e-3, rtol=1e-3)
     maps.write_bytes(b"x")
-    with pytest.raises(RouterMapsError, match="maps: no file of router maps"):
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:2:.*maps: no file of router maps .*; moegraft calibrate --router-maps FILE fits"):
+        optimize_and_load(folder, rules, progress=False)
+    maps.unlink()
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:2:.*maps: No such file or directory; moegraft calibrate"):
         optimize_and_load(folder, rules, progress=False)
 
 
