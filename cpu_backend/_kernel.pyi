@@ -207,10 +207,11 @@ class ExpertFrames:
             RuntimeError: the file cannot be opened, or is too short.
             ValueError: a wrong offset or number of checksums; the frames are open.
         """
-    def set_router(self, layer: int, weight: Tensor, choice_bias: Tensor | None = None) -> None:
-        """Set the rows of a layer's router (E, H), read in place, by which its experts are predicted.
+    def set_router(self, layer: int, weight: Tensor, bias: Tensor | None = None, choice_bias: Tensor | None = None) -> None:
+        """Set the rows (E, H), of a layer's router or fitted ones, read in place, by which its experts are predicted.
 
         Args:
+            bias: (E,) float32 of the logits.
             choice_bias: (E,) float32, added to the sigmoid of logits for the choice.
         """
     def open(self, nbytes: int, policy: CachePolicy | None = None) -> None:

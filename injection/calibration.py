@@ -25,6 +25,7 @@ from moegraft.injection.texts import read_text
 from moegraft.injection.verify import compare_logits, logits_of
 from moegraft.operators.errors import CheckpointError, ThresholdsError, UnsupportedModelError
 from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.router_maps import RouterMaps, fit_maps, named_shares, save_maps
 from moegraft.operators.routing_trace import Trace, record_trace
 from moegraft.operators.sparsity import LayerSparsity, whole
 from moegraft.operators.thresholds import (
@@ -331,6 +332,30 @@ def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, sourc
             advance(len(part))
 
     return record_trace(model, windows(), source)
+
+
+def fit_router_maps(
+    model: PreTrainedModel, ids: torch.Tensor, window: int, path: Path, advance: Advance = lambda tokens: None
+) -> list[tuple[float, float]]:
+    """Fit router maps to the first four fifths of a text, (T,) int64, and write them.
+
+    Returns:
+        By the number of layers ahead, the share of the experts of the last fifth that routers and maps name.
+
+    Raises:
+        UnsupportedModelError: the text is too short, or the model has no routers that maps could stand for.
+    """
+    fitted, rest = ids[: len(ids) * 4 // 5], ids[len(ids) * 4 // 5 :]
+    if not len(fitted) or not len(rest):
+        raise UnsupportedModelError(f"the text has {len(ids)} tokens: too few to fit router maps to, and to measure them with")
+
+    def windows(part: torch.Tensor) -> Iterator[torch.Tensor]:
+        for each in part.split(window_of(model, window)):
+            yield each
+            advance(len(each))
+
+    save_maps(fit_maps(model, windows(fitted)), path)
+    return named_shares(model, windows(rest), RouterMaps(path))
 
 
 def _routed_targets(layers: Sequence[ExpertsLayer], target: float, options: CalibrationOptions) -> dict[str, float]:

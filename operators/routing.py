@@ -112,6 +112,35 @@ def scores_of(router_output: Any, num_experts: int, function: str | None = None)
     return scores[:, :num_experts]
 
 
+@dataclass(frozen=True, slots=True)
+class RouterRows:
+    """What chooses experts by the products of a token with one row of weights for each.
+
+    Attributes:
+        weight: (E, H).
+        bias: (E,) of the logits; None for none.
+        choice_bias: (E,), added to the sigmoid of the logits for the choice (DeepSeek-V3); None where the largest logits are chosen.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
+
+    def to(self, device: torch.device) -> RouterRows:
+        """Return the same on a device."""
+        return RouterRows(*(None if each is None else each.to(device) for each in (self.weight, self.bias, self.choice_bias)))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def choose(self, tokens: torch.Tensor, top_k: int) -> torch.Tensor:
+        """Return the ids (T, K) int64 of the likeliest experts for tokens (T, H), the likeliest first."""
+        scores = F.linear(tokens.to(self.weight.dtype), self.weight).float()
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.choice_bias is not None:
+            scores = scores.sigmoid() + self.choice_bias
+        return scores.topk(top_k, dim=-1).indices
+
+
 class Router:
     """One layer's router, called as its block calls it.
 
@@ -181,6 +210,16 @@ class Router:
         index = read.top_k_index.long()
         weights = self.scores(output).gather(-1, index) if read.top_k_weights is None else read.top_k_weights
         return index.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))  # many routers do not sort
+
+    def rows(self) -> RouterRows | None:
+        """Return the router's rows where it has one for each expert and nothing else to compute logits with; they leave out groups."""
+        parameters = dict(self.module.named_parameters())
+        rows = [each for each in parameters.values() if each.dim() == 2 and len(each) == self.num_experts]
+        biases = [each for name, each in parameters.items() if name.rpartition(".")[2] == "bias" and each.shape == (self.num_experts,)]
+        if len(rows) != 1 or len(biases) > 1:
+            return None
+        correction = getattr(self.module, "e_score_correction_bias", None)
+        return RouterRows(rows[0].detach(), biases[0].detach() if biases else None, None if correction is None else correction.detach())
 
     def top_k(self) -> int:
         """Return the number of experts per token.

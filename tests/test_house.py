@@ -78,6 +78,7 @@ INTERFACE = {
     "machine",
     "reference",
     "registry",
+    "router_maps",
     "routing",
     "routing_trace",
     "sparsity",

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from moegraft.cpu_backend import PackedExperts
+from moegraft.operators import router_maps
 from moegraft.operators.base import DecodeLoss, Footprint, Operator, Packing, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
@@ -163,9 +164,11 @@ class ExpertsPacking(Packing):
     def options_for(
         self, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
     ) -> HybridExpertsOptions:
-        reason = options.cache.why_unfit(read_layout(module).num_experts, path)
-        if reason is not None:
+        num_experts = read_layout(module).num_experts
+        if (reason := options.cache.why_unfit(num_experts, path)) is not None:
             raise TraceError(reason)
+        if (reason := router_maps.why_unfit(options.prefetch.maps, num_experts, path)) is not None:
+            raise router_maps.RouterMapsError(reason)
         chosen: HybridExpertsOptions = super().options_for(path, module, options, resolve)
         return chosen
 
@@ -236,7 +239,7 @@ class HybridExperts(Operator):
             unfit = why_unfit(name, columns)
             if unfit is not None:
                 return unfit
-        return options.cache.why_unfit(layout.num_experts)
+        return options.cache.why_unfit(layout.num_experts) or router_maps.why_unfit(options.prefetch.maps, layout.num_experts)
 
     @classmethod
     def traits(cls, options: HybridExpertsOptions) -> Traits:
@@ -321,7 +324,7 @@ class HybridExperts(Operator):
             self.overlap = overlap_in(block, sibling_router(block), self.backend.forward, unwatched=True)
         if self._framed is not None:
             layers, number = self._framed
-            layers.ready(number, path, None if sibling_router(block) is None else router_of(model, path))
+            layers.ready(number, path, None if sibling_router(block) is None else router_of(model, path), self.options.prefetch.maps)
         if self._engines is None:
             return
         router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from moegraft.operators.cpu import as_array
 from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
-from moegraft.operators.routing import Router
+from moegraft.operators.router_maps import RouterMaps
+from moegraft.operators.routing import Router, RouterRows
+from moegraft.operators.routing_trace import DEPTHS
 from moegraft.operators.sparsity import LayerSparsity
 
 ALIKE = 0.98  # of the chosen experts; rounding decides between equals
@@ -176,9 +179,23 @@ class LookAhead:
         self._rows: torch.Tensor | None = None  # (L, E, H)
         self._alike: list[bool | None] = [None] * len(routers)  # whether the rows choose as the router does; None: not compared yet
         self._top_k = 0
+        self._maps: dict[tuple[int, int], RouterRows] = {}
 
-    def chosen(self, tokens: torch.Tensor, layers: range) -> list[torch.Tensor]:
-        """(T, H) -> for each of the layers (T, K) int64, the likeliest expert first."""
+    def use(self, maps: RouterMaps, device: torch.device) -> None:
+        """Name experts by fitted maps where there are some."""
+        for source, target in combinations(range(len(self._routers)), 2):
+            rows = maps.rows(self._routers[source].path, self._routers[target]) if target - source <= DEPTHS else None
+            if rows is not None:
+                self._maps[source, target] = rows.to(device)
+
+    def chosen(self, tokens: torch.Tensor, layers: range, source: int | None = None) -> list[torch.Tensor]:
+        """(T, H) -> for each of the layers (T, K) int64, the likeliest expert first.
+
+        Args:
+            source: the layer whose router's input the tokens are; None for those of a draft, behind the last layer.
+        """
+        if source is not None and len(tokens) and all((source, layer) in self._maps for layer in layers):
+            return [self._maps[source, layer].choose(tokens, self._routers[layer].top_k()) for layer in layers]
         if not len(layers) or not len(tokens):
             return [self._routers[layer].route(tokens) for layer in layers]
         if all(self._alike[layer] for layer in layers):

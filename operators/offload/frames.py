@@ -17,7 +17,8 @@ from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelErro
 from moegraft.operators.machine import probe_machine
 from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.options import parse_bytes
-from moegraft.operators.routing import Router
+from moegraft.operators.router_maps import RouterMaps
+from moegraft.operators.routing import Router, RouterRows
 
 logger = logging.getLogger(__name__)
 # Of what is free when the rest of the model is loaded; the rest is for the KV cache, activations and other programs. An estimate.
@@ -50,6 +51,7 @@ class FramedLayers:
         self._memory: tuple[str, CacheOptions] | None = None
         self._layers: list[tuple[PackedExperts, InFile] | None] = []
         self._ready: dict[int, tuple[str, Router | None]] = {}
+        self._maps: RouterMaps | None = None
         self._frames: ExpertFrames | None = None
 
     def join(self, memory: str, policy: CacheOptions, num_experts: int, expert_bytes: int) -> int:
@@ -77,13 +79,17 @@ class FramedLayers:
         """Take a layer whose file is complete; `packed` maps it."""
         self._layers[number] = packed, stored
 
-    def ready(self, number: int, path: str, router: Router | None) -> None:
+    def ready(self, number: int, path: str, router: Router | None, maps: Path | None = None) -> None:
         """Take a layer's path and the router that predicts it, once the model is loaded; with the last layer, the frames open.
+
+        Args:
+            maps: a file of router maps, which predict a layer in place of its router where they can.
 
         Raises:
             NotEnoughMemoryError: too little memory is free for a layer.
         """
         self._ready[number] = path, router
+        self._maps = None if maps is None else RouterMaps(maps)
         if len(self._ready) < len(self._layers):
             return
         layers = [(*self._ready[number], *layer) for number, layer in enumerate(self._layers) if layer is not None]
@@ -110,7 +116,8 @@ class FramedLayers:
         self._frames = frames
         for number, (_, router, packed, _) in enumerate(layers):
             if router is not None and packed.shape.num_experts == router.num_experts:  # of several processes, each holds some of them
-                _predict_by(frames, number, router)
+                fitted = self._maps.rows(paths[number - 1], router) if self._maps is not None and number else None
+                _predict_by(frames, number, fitted or router.rows())
         every, size = sum(experts), sum(packed.nbytes for _, _, packed, _ in layers)
         folder = layers[0][3].path.parent
         if frames.frames >= every:
@@ -128,10 +135,9 @@ class FramedLayers:
         return {} if frames is None else {"frames": frames.frames, "frame_bytes": frames.frame_bytes, **frames.counts()}
 
 
-def _predict_by(frames: ExpertFrames, layer: int, router: Router) -> None:
-    """Predict a layer by its router, if that is a matrix with a row for each expert."""
-    rows = [each for each in router.module.parameters() if each.dim() == 2 and len(each) == router.num_experts]
-    if len(rows) != 1 or rows[0].device.type != "cpu" or rows[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+def _predict_by(frames: ExpertFrames, layer: int, rows: RouterRows | None) -> None:
+    """Predict a layer by rows in host memory."""
+    if rows is None or rows.weight.device.type != "cpu" or rows.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return
-    bias = getattr(router.module, "e_score_correction_bias", None)
-    frames.set_router(layer, rows[0].detach().contiguous(), None if bias is None else bias.detach().float().contiguous())
+    bias, choice_bias = (None if each is None else each.float().contiguous() for each in (rows.bias, rows.choice_bias))
+    frames.set_router(layer, rows.weight.contiguous(), bias, choice_bias)

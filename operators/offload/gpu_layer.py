@@ -160,7 +160,7 @@ class GpuLayer:
         last = self._index + self.engine.prefetcher.options.depth(len(router_input))
         tokens = router_input[-PREDICT_TOKENS:]
         later = range(self._index + 1, min(last + 1, len(self.layers.routers)))
-        return {f"layer {layer}": chosen for layer, chosen in zip(later, self._look_ahead.chosen(tokens, later), strict=True)}
+        return {f"layer {layer}": chosen for layer, chosen in zip(later, self._look_ahead.chosen(tokens, later, self._index), strict=True)}
 
 
 class _RouterCalls:

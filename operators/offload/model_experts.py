@@ -30,6 +30,7 @@ from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Urgency
+from moegraft.operators.router_maps import RouterMaps
 from moegraft.operators.routing import Router
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 from moegraft.operators.timeline import Timeline
@@ -256,6 +257,8 @@ def open_engine(
     slots = cache.slots
     sparsity = [layer.sparsity for layer in loaded]
     layers = kind.engine_layers(device.torch_device, runtime, packed, routers, sparsity, cache.arena)
+    if options.prefetch.maps is not None:
+        layers.look_ahead.use(RouterMaps(options.prefetch.maps), device.torch_device)
     synthetic = SyntheticCalls(layers, top_k)
     costs = CostModel(warm_up(device, cache, synthetic.executor, synthetic.neurons))
     gpu_layers = None

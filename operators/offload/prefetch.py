@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -50,11 +51,14 @@ class PrefetchOptions:
         lookahead: how many layers ahead `impact` looks.
         promote: whether experts that the CPU served move up while the link is idle. Without it a cache changes only where transfers
             are planned or predicted.
+        maps: a file of `moegraft calibrate --router-maps`, whose maps name the experts of later layers in place of their routers. Experts
+            in `memory` are predicted by it as well.
     """
 
     policy: PrefetchName = "impact"
     lookahead: int = 3
     promote: bool = True
+    maps: Path | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.lookahead <= 3:

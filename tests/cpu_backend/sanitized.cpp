@@ -718,7 +718,7 @@ void experts_in_frames() {
     if (layer == 2) checksums.assign(kExperts, 1);  // of other experts
     const ExpertsInFile place = {path, in_memory[0]->bytes() * static_cast<std::size_t>(layer), bytes, kExperts, checksums};
     in_file.back()->use_frames(frames, frames->add(place));
-    frames->set_router(layer, {router.data(), ActivationType::kFloat32, 41, {}});
+    frames->set_router(layer, {router.data(), ActivationType::kFloat32, 41, {}, {}});
   }
   frames->open(ExpertFrames::frame_bytes_for(bytes) * static_cast<std::size_t>(frames->least_frames()));
   Runtime runtime(3, "scalar", false);

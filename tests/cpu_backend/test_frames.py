@@ -149,16 +149,18 @@ def test_experts_stay_by_the_rank_of_the_policy(name: str, tmp_path: Path, runti
     assert stored.frames.counts()["resident"] == hits
 
 
-def test_a_router_predicts_the_next_layer(tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_router_predicts_the_next_layer(biased: bool, tmp_path: Path, runtimes: dict[str, Runtime]) -> None:
     stored = store(tmp_path, 2, LEAST)
     runtime = next(iter(runtimes.values()))
     rows = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(5))
-    stored.frames.set_router(1, rows)
+    bias = 9 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(7)) if biased else torch.zeros(EXPERTS)
+    stored.frames.set_router(1, rows, bias if biased else None)
     generator = torch.Generator().manual_seed(6)
     out = np.empty((1, HIDDEN), np.float32)
     for _ in range(60):
         x = torch.randn(1, HIDDEN, generator=generator)
-        weights, chosen = (x @ rows.T).softmax(-1).topk(TOP_K)
+        weights, chosen = (x @ rows.T + bias).softmax(-1).topk(TOP_K)
         anywhere = torch.randint(0, EXPERTS // 2, (1, TOP_K), generator=generator) * 2 + torch.tensor([[0, 1]])
         runtime.forward(stored.packed[0], x.numpy(), anywhere.numpy(), weights.numpy(), out)
         time.sleep(0.002)  # for the prediction, in most steps

@@ -17,7 +17,8 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators import machine
 from moegraft.operators.errors import MoegraftError, NotEnoughMemoryError, RuleFileError, UnsupportedModelError
-from moegraft.operators.routing import Router
+from moegraft.operators.router_maps import fit_maps, save_maps
+from moegraft.operators.routing import Router, routers_of
 from moegraft.operators.routing_trace import TraceError, record_trace
 
 RULES = """
@@ -141,6 +142,25 @@ def test_a_profile_that_is_not_there_is_found_before_loading(tmp_path: Path) -> 
     with pytest.raises(TraceError, match=r"trace\.npz: the profile of another model, which has no model\.layers\.\d+\.mlp\.experts"):
         load(tmp_path, options)
     assert not (tmp_path / "cache").exists(), "nothing was packed"
+
+
+def test_maps_predict_experts_on_the_disk(tmp_path: Path) -> None:
+    """Maps that only name the experts that are never chosen leave predictions without a hit, and the answers as they are."""
+    build_model(case_of("qwen3_moe")).save_pretrained(tmp_path / "model")
+    mapped = load(tmp_path, f"cache_dir: '{tmp_path}/cache'")
+    save_maps(fit_maps(mapped, [prompt(60)[0]]), tmp_path / "maps")
+    first, second = routers_of(mapped)
+    weight = torch.zeros(6, 64)
+    wrong = {f"{first}>{second}.weight": weight, f"{first}>{second}.bias": torch.tensor([9.0, 9, 0, 0, 0, 0])}
+    save_maps(wrong, tmp_path / "wrong")
+    precisions = []
+    for maps in ("maps", "wrong"):
+        framed = f"cache_dir: '{tmp_path}/cache', memory: {least(mapped)}, prefetch: {{maps: {maps}}}"
+        model = load(tmp_path, framed)
+        for expected, found in zip(outputs(mapped), outputs(model), strict=True):
+            assert torch.equal(expected, found)
+        precisions.append(files_of(model)["precision"])
+    assert precisions[0] > precisions[1]
 
 
 def test_a_profile_serves_a_part_of_the_layers(tmp_path: Path) -> None:

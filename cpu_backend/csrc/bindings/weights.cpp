@@ -242,18 +242,21 @@ int add_layer(const py::object& self, PyExperts& packed, const std::string& path
   return layer;
 }
 
-void set_router(PyFrames& self, int layer, const py::object& weight, const py::object& choice_bias) {
+void set_router(PyFrames& self, int layer, const py::object& weight, const py::object& bias, const py::object& choice_bias) {
   const TensorView rows(weight, "weight");
-  RouterRows router = {rows.data(), rows.float_type(), static_cast<int>(rows.shape(rows.dims() - 1)), {}};
+  RouterRows router = {rows.data(), rows.float_type(), static_cast<int>(rows.shape(rows.dims() - 1)), {}, {}};
   rows.require_shape({self.frames->experts_of(layer), router.hidden});
   self.routers.append(weight);
-  if (!choice_bias.is_none()) {
-    const TensorView bias(choice_bias, "choice_bias");
-    bias.require_float(ActivationType::kFloat32);
-    bias.require_shape({self.frames->experts_of(layer)});
-    const auto* const values = reinterpret_cast<const float*>(bias.data());
-    router.choice_bias.assign(values, values + bias.shape(0));
-  }
+  const auto copied = [&](const py::object& given, const char* name) -> std::vector<float> {
+    if (given.is_none()) return {};
+    const TensorView view(given, name);
+    view.require_float(ActivationType::kFloat32);
+    view.require_shape({self.frames->experts_of(layer)});
+    const auto* const values = reinterpret_cast<const float*>(view.data());
+    return {values, values + view.shape(0)};
+  };
+  router.bias = copied(bias, "bias");
+  router.choice_bias = copied(choice_bias, "choice_bias");
   self.frames->set_router(layer, std::move(router));
 }
 
@@ -332,7 +335,7 @@ void bind_frames(py::module_& module) {
                            static_cast<std::size_t>(ExpertFrames::least_frames_for(num_experts, readers));
                   })
       .def("add", "experts, path, offset, checksums=()", &add_layer)
-      .def("set_router", "layer, weight, choice_bias=None", &set_router)
+      .def("set_router", "layer, weight, bias=None, choice_bias=None", &set_router)
       .def("open", "nbytes, policy=None",
            [](PyFrames& self, std::uint64_t nbytes, const py::object& policy) {
              self.frames->open(nbytes, policy.is_none() ? nullptr : policy.cast<PyPolicy&>().policy);

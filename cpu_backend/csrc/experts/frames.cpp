@@ -69,9 +69,9 @@ std::vector<int> chosen(const RouterRows& router, int experts, const std::vector
   for (int token = 0; token < tokens; ++token) {
     const float* x = hidden.data() + static_cast<std::size_t>(token) * static_cast<std::size_t>(router.hidden);
     for (int e = 0; e < experts; ++e) {
-      const float logit =
-          dot(static_cast<const std::byte*>(router.weight) + row_bytes * static_cast<std::size_t>(e), router.type, x, router.hidden);
       const auto at = static_cast<std::size_t>(e);
+      const float product = dot(static_cast<const std::byte*>(router.weight) + row_bytes * at, router.type, x, router.hidden);
+      const float logit = router.bias.empty() ? product : product + router.bias[at];
       scores[at] = router.choice_bias.empty() ? logit : 1.0f / (1.0f + std::exp(-logit)) + router.choice_bias[at];
     }
     std::iota(order.begin(), order.end(), 0);

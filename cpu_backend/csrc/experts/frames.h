@@ -38,11 +38,12 @@ struct ExpertsInFile {
   std::vector<std::uint32_t> checksums;  // CRC-32 of each expert, verified at its first read; empty: none
 };
 
-// A layer's router, which predicts what the layer will need from the hidden states of the one before. The memory is another owner's.
+// Rows of weights, a router's or fitted ones, which predict what a layer will need from the hidden states of the one before. The memory is another owner's.
 struct RouterRows {
   const void* weight = nullptr;  // (count, hidden)
   ActivationType type = ActivationType::kFloat32;
   int hidden = 0;
+  std::vector<float> bias;  // of the logits; empty: none
   std::vector<float> choice_bias;  // added to the sigmoid of the logits for the choice (DeepSeek-V3); empty: none
 };
 

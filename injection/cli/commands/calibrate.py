@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,6 +25,9 @@ def calibrate(
     routing: Annotated[
         Path | None, option("--routing", "FILE.npz", "Record the routers' choices: a profile for expert caches and weights.")
     ] = None,
+    router_maps: Annotated[
+        Path | None, option("--router-maps", "FILE", "Fit maps that name the experts of later layers: 'prefetch: {maps: FILE}' in rules.")
+    ] = None,
     text: Annotated[Path | None, option("--text", "FILE", "Text like that of the model's later use; default: a short bundled one.")] = None,
     target: Annotated[
         list[float] | None, option("--target", "SHARE", "Sparsity to try, such as 0.85; may be repeated; default: 0.5, 0.7 and 0.85.")
@@ -43,16 +47,24 @@ def calibrate(
     With --out, one pass over the first four fifths of the text finds the quantiles of each layer's activations. The last fifth is
     then run with every neuron and with each target, which gives sparsity, perplexity and how often the most likely next token stays
     the same. The file is valid for this model's weights and for any target; rules name it in 'sparsity' (see the guide). With
-    --routing, one pass over the whole text records each router's scores and choices, for expert caches.
+    --routing, one pass over the whole text records each router's scores and choices, for expert caches. With --router-maps, the first four
+    fifths fit a map from the input of each router to the logits of the next three, and the last fifth shows how many experts they name.
     Exit code 0: the files are written; 1: the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    if out is None and routing is None:
-        raise OptionsError("nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both")
-    for name, path in (("--out", out), ("--routing", routing)):
+    if out is None and routing is None and router_maps is None:
+        raise OptionsError("nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or --router-maps FILE")
+    for name, path in (("--out", out), ("--routing", routing), ("--router-maps", router_maps)):
         if path is not None:
             check_new_file(path, name, force=force)
     content = text_content(text, "calibration")
-    from moegraft.injection.calibration import CalibrationOptions, describe_source, record_routing, sparse_rules, work_tokens
+    from moegraft.injection.calibration import (
+        CalibrationOptions,
+        describe_source,
+        fit_router_maps,
+        record_routing,
+        sparse_rules,
+        work_tokens,
+    )
     from moegraft.injection.calibration import calibrate as find_thresholds
     from moegraft.injection.cli.models import find_source, load_model, rules_of, short_name, text_ids
     from moegraft.injection.rules import read_rules
@@ -85,6 +97,11 @@ def calibrate(
         trace.save(routing)
         lines += _routing_lines(trace, routing)
         data["routing"] = _routing_json(trace, routing)
+    if router_maps is not None:
+        with terminal.stage("fitting", len(ids)) as advance:
+            shares = fit_router_maps(loaded.model, ids, window, router_maps, advance)
+        lines += _maps_lines(shares, router_maps)
+        data["router_maps"] = {"file": router_maps, "named_by_routers": [a for a, _ in shares], "named_by_maps": [b for _, b in shares]}
     write_result(terminal, lines, data, as_json=json)
 
 
@@ -108,6 +125,17 @@ def _routing_lines(trace: Trace, routing: Path) -> list[str]:
         f"routing of {plural(trace.num_tokens, 'token')} in {plural(trace.num_layers, 'layer')}, "
         f"{trace.top_k} of {trace.num_experts} experts per token",
         f"{routing}: written; in rules: cache: {{policy: static, profile: {routing.name}}}",
+    ]
+
+
+def _maps_lines(shares: Sequence[tuple[float, float]], path: Path) -> list[str]:
+    rows: list[tuple[str, ...]] = [("layers ahead", "named by routers", "named by maps")]
+    rows += [(str(depth), *(f"{100 * share:.1f} %" for share in pair)) for depth, pair in enumerate(shares, 1)]
+    return [
+        "experts of the last fifth of the text, by the number of layers between the input and the router:",
+        *columns(rows, right=(0, 1, 2)),
+        *(["the maps name fewer experts than the routers somewhere: fit them to more text"] if any(b < a for a, b in shares) else []),
+        f"{path}: written; in rules: prefetch: {{maps: {path.name}}}",
     ]
 
 

@@ -19,6 +19,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import sparse_layers
 from moegraft.injection.demo import demo_path
 from moegraft.injection.texts import read_text
+from moegraft.operators.errors import RuleFileError
 from moegraft.operators.routing_trace import Trace
 from moegraft.operators.thresholds import FILE_NAME, read_thresholds
 
@@ -86,7 +87,7 @@ def test_rules_that_name_the_file_can_make_it(folder: Path, run: Run, text: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or both"),
+        ((), "nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or --router-maps FILE"),
         (("--routing", "no/such/folder/x.npz"), "no/such/folder/x.npz: the folder no/such/folder does not exist"),
         (("--out", "x.json", "--target", "1.5"), "target is a share from 0 to below 1, not 1.5"),
         (("--out", "x.json", "--target", "0"), "target 0 leaves no neuron out"),
@@ -141,6 +142,44 @@ def test_recorded_routing_is_what_the_routers_choose(folder: Path, run_json: Run
     )
     loaded = optimize_and_load(folder, rules, progress=False, threads=1)
     assert loaded(ids[None, :8]).logits.isfinite().all()
+
+
+def test_router_maps_are_fitted_and_used(folder: Path, run: Run, run_json: RunJson, text: Path, tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    arguments = (
+        "calibrate",
+        "--model",
+        folder,
+        "--rules",
+        "cpu-exact",
+        "--text",
+        text,
+        "--tokens",
+        400,
+        "--window",
+        50,
+        "--router-maps",
+        maps,
+    )
+    found = run_json(*arguments)
+    assert found["exit_code"] == 0 and set(found) == {"exit_code", "router_maps"}
+    shares = found["router_maps"]["named_by_routers"] + found["router_maps"]["named_by_maps"]
+    assert len(shares) == 6 and all(0 < share <= 1 for share in shares)
+    assert run(*arguments).exit_code == 2, "the file exists"
+    result = run(*arguments, "--force")
+    assert "layers ahead  named by routers  named by maps" in result.stdout and "prefetch: {maps: maps}" in result.stdout
+    rules, ids = tmp_path / "rules.yaml", torch.arange(5, 60)[None]
+    rules.write_text(
+        "- match: {kind: experts}\n  replace: {class: hybrid_experts, kwargs: {gpu: emulated, cache: {slots: 2}, prefetch: {maps: maps}}}\n"
+    )
+    plain, loaded = (optimize_and_load(folder, each, progress=False, threads=1) for each in ("cpu-exact", rules))
+    torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, atol=1e-3, rtol=1e-3)
+    maps.write_bytes(b"x")
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:2:.*maps: no file of router maps .*; moegraft calibrate --router-maps FILE fits"):
+        optimize_and_load(folder, rules, progress=False)
+    maps.unlink()
+    with pytest.raises(RuleFileError, match=r"rules\.yaml:2:.*maps: No such file or directory; moegraft calibrate"):
+        optimize_and_load(folder, rules, progress=False)
 
 
 def test_thresholds_and_routing_in_one_run(folder: Path, run: Run, text: Path, tmp_path: Path) -> None:

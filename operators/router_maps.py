@@ -1,0 +1,179 @@
+"""Linear maps from the input of a layer's router to the logits of a later layer's router, fitted to a text by least squares.
+
+HybriMoE (section IV-C) asks a later layer's router on the earlier input. A map that is fitted to what that router will see names more
+experts: of the bundled model's, one to three layers ahead, 86, 82 and 79 % instead of 74, 64 and 60 % (benchmarks/README.md).
+
+A file of maps is a safetensors file with `SOURCE>TARGET.weight` (E, H) float16 and `.bias` (E,) float32 for paths of two experts modules.
+
+Shapes: T tokens, E experts, K experts per token, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from moegraft.operators.atomic_file import new_file
+from moegraft.operators.errors import MoegraftError, UnsupportedModelError, error_sentence
+from moegraft.operators.routing import Router, RouterRows
+from moegraft.operators.routing_trace import DEPTHS, RoutedCall, watch_routing
+
+FORMAT = "moegraft router maps 1"
+# Tokens for which a router's own rows count as much as the text: a map that few tokens fit stays near the router's weights.
+PRIOR_TOKENS = 100
+
+
+class RouterMapsError(MoegraftError):
+    """A file has no router maps, or those of another model; the message names it."""
+
+
+class RouterMaps:
+    """The maps of a file.
+
+    Raises:
+        OSError, RouterMapsError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._names = _names(path, path.stat().st_mtime_ns)
+
+    def why_unfit(self, num_experts: int, path: str | None) -> str | None:
+        """Return why the maps cannot serve a layer of so many experts, or that of `path`; None where they can."""
+        found = {shape[0] for shape in self._names.values()}
+        if num_experts not in found:
+            return f"{self.path}: maps of layers with {', '.join(map(str, sorted(found)))} experts, where this one has {num_experts}"
+        paths = {each for name in self._names for each in name.removesuffix(".weight").split(">")}
+        return None if path is None or path in paths else f"{self.path}: the maps of another model, which has no {path}"
+
+    def rows(self, source: str, router: Router) -> RouterRows | None:
+        """Return what names the experts of `router` on the input of the router at the path `source`; None where there is no map."""
+        own, name = router.rows(), f"{source}>{router.path}"
+        if own is None or f"{name}.weight" not in self._names:
+            return None
+        with safe_open(self.path, "pt") as file:
+            return RouterRows(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias"), own.choice_bias)
+
+
+def why_unfit(maps: Path | None, num_experts: int, path: str | None = None) -> str | None:
+    """Return why a file of maps, where one is given, cannot serve a layer of so many experts, or that of `path`; None where it can."""
+    try:
+        return None if maps is None else RouterMaps(maps).why_unfit(num_experts, path)
+    except (OSError, RouterMapsError) as error:
+        return f"{error_sentence(error)}; moegraft calibrate --router-maps FILE fits maps to a text"
+
+
+@lru_cache(maxsize=1)  # each layer of a plan asks for it
+def _names(path: Path, changed_ns: int) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of the maps' weights, by name."""
+    try:
+        with safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("format") != FORMAT:
+                raise RouterMapsError(f"{path}: no file of router maps")
+            names = [name for name in file.keys() if name.endswith(".weight")]  # noqa: SIM118 # it is no dictionary
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        raise RouterMapsError(f"{path}: no file of router maps ({error_sentence(error)})") from error
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one router's inputs x (T, H), and of the rests (T, E) that the router of each later layer leaves of its logits, by path."""
+
+    tokens: int = 0
+    x: torch.Tensor | None = None  # (H,) float64
+    xx: torch.Tensor | None = None  # (H, H) float64
+    rests: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # (E,), (H, E) float64
+
+
+@torch.no_grad()
+def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPTHS) -> dict[str, torch.Tensor]:
+    """Fit maps to texts, each (T,) int64 in one forward pass, and return the tensors of their file.
+
+    Takes H * H * 8 bytes of memory for each layer.
+
+    Raises:
+        UnsupportedModelError: no two layers have routers that choose by rows of weights.
+    """
+    sums: dict[str, _Sums] = {}
+    routers: dict[str, Router] = {}
+    for calls in _routed(model, texts):
+        inputs = [call.router_input.float().cpu() for call in calls]
+        for number, (call, x) in enumerate(zip(calls, inputs, strict=True)):
+            own = sums.setdefault(call.router.path, _Sums())
+            routers[call.router.path] = call.router
+            own.tokens += len(x)
+            own.x = x.double().sum(0) + (0 if own.x is None else own.x)
+            own.xx = (x.T @ x).double() + (0 if own.xx is None else own.xx)
+            for later, seen in list(zip(calls, inputs, strict=True))[number + 1 : number + 1 + depths]:
+                rows = later.router.rows()
+                if rows is None:
+                    continue
+                rest = F.linear(seen - x, rows.weight.float().cpu())
+                total, product = own.rests.get(later.router.path, (0, 0))
+                own.rests[later.router.path] = rest.double().sum(0) + total, (x.T @ rest).double() + product
+    tensors = {}
+    for source, own in sums.items():
+        if not own.rests:
+            continue
+        assert own.x is not None and own.xx is not None, "it has tokens"
+        mean = own.x / own.tokens
+        centred = own.xx - own.tokens * mean[:, None] * mean
+        prior = PRIOR_TOKENS * centred.trace() / (own.tokens * len(mean))
+        factor = torch.linalg.cholesky(centred + prior * torch.eye(len(mean), dtype=torch.float64))
+        for target, (total, product) in own.rests.items():
+            rows = routers[target].rows()
+            assert rows is not None, "it has left a rest"
+            moved = torch.cholesky_solve(product - mean[:, None] * total, factor).T
+            bias = total / own.tokens - moved @ mean + (0 if rows.bias is None else rows.bias.double().cpu())
+            tensors[f"{source}>{target}.weight"] = (rows.weight.double().cpu() + moved).to(torch.float16).contiguous()
+            tensors[f"{source}>{target}.bias"] = bias.float()
+    if not tensors:
+        raise UnsupportedModelError("no two layers have routers that choose experts by rows of weights: there is nothing to fit")
+    return tensors
+
+
+def save_maps(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write the tensors of `fit_maps`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with new_file(path) as file:
+        file.write(safetensors.torch.save(dict(tensors), {"format": FORMAT}))
+
+
+@torch.no_grad()
+def named_shares(model: nn.Module, texts: Iterable[torch.Tensor], maps: RouterMaps, depths: int = DEPTHS) -> list[tuple[float, float]]:
+    """Return which share of the tokens' experts routers and maps name, by the number of layers ahead; a text is as in `fit_maps`."""
+    hits = torch.zeros(depths, 2, dtype=torch.float64)
+    counts = torch.zeros(depths, 1, dtype=torch.float64)
+    for calls in _routed(model, texts):
+        for number, call in enumerate(calls):
+            for depth, later in enumerate(calls[number + 1 : number + 1 + depths]):
+                rows = maps.rows(call.router.path, later.router)
+                if rows is None:
+                    continue
+                chosen = later.top_k_index
+                named = later.router.route(call.router_input), rows.choose(call.router_input, chosen.shape[1])
+                hits[depth] += torch.tensor([float((each[:, :, None] == chosen[:, None]).sum()) for each in named])
+                counts[depth] += chosen.numel()
+    return [(float(router), float(fitted)) for router, fitted in hits / counts.clamp(min=1)]
+
+
+def _routed(model: nn.Module, texts: Iterable[torch.Tensor]) -> Iterable[Sequence[RoutedCall]]:
+    """Run texts; yield the calls of all layers for each."""
+    run: Callable[..., object] = model
+    for ids in texts:
+        calls: list[RoutedCall] = []
+        with watch_routing(model, calls.append):
+            run(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
+        yield calls
