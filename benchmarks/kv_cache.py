@@ -32,7 +32,7 @@ from moegraft.cpu_backend import Runtime
 from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.decode.pages import PAGE_TOKENS, pages_of, token_bytes
-from moegraft.operators.kv_cache import BITS, QuantizedKvCacheOptions, group_of, quantised_cache
+from moegraft.operators.kv_cache import STORAGES, QuantizedKvCacheOptions
 
 WINDOW = 768  # tokens, of which the first half is the prompt
 STORED = ("keys", "values", "_quantized_keys", "_quantized_values", "data")
@@ -62,20 +62,21 @@ def followed(model: PreTrainedModel, cache: Any, window: torch.Tensor) -> torch.
 
 
 def rows(
-    model: PreTrainedModel, windows: list[torch.Tensor], name: str, backends: Sequence[str] = tuple(BITS)
+    model: PreTrainedModel, windows: list[torch.Tensor], name: str, backends: Sequence[str] = tuple(STORAGES)
 ) -> Iterator[dict[str, object]]:
     config = model.config.get_text_config(decoder=True)
     exact = [followed(model, DynamicCache(config=config), window) for window in windows]
-    named = [(backend, bits) for backend in BITS if backend in backends for bits in reversed(BITS[backend])]
+    named = [(backend, bits) for backend in STORAGES if backend in backends for bits in reversed(STORAGES[backend].bits)]
     kinds = [None, *(QuantizedKvCacheOptions(backend=backend, bits=bits) for backend, bits in named)]
     for options in kinds:
-        reason = None if options is None else options.missing_reason()
+        storage = None if options is None else options.storage(config)
+        reason = None if storage is None else storage.unsupported_reason(model)
         if reason is not None:
             print(f"not measured: {reason}")
             continue
         found, held = [], 0
         for window in windows:
-            cache: Any = DynamicCache(config=config) if options is None else quantised_cache(model, options)
+            cache: Any = DynamicCache(config=config) if storage is None else storage.new_cache()
             found.append(followed(model, cache, window))
             held = cache_bytes(cache)
         logs, right = torch.cat(found), torch.cat(exact)
@@ -85,7 +86,7 @@ def rows(
             "dtype": str(model.dtype).removeprefix("torch."),
             "backend": "exact" if options is None else options.backend,
             "bits": 8 * model.dtype.itemsize if options is None else options.bits,
-            "group": "" if options is None or options.backend == "fp8" else group_of(config, options),
+            "group": "" if storage is None else storage.form().group or "",
             "tokens": len(logs),
             "kl_nats": round(float((right.exp() * (right - logs)).sum(-1).mean()), 6),
             "same_token": round(float((logs.argmax(-1) == right.argmax(-1)).float().mean()), 4),
@@ -156,7 +157,7 @@ def main() -> None:
     options = parser(__doc__, rounds=31, layers=8, tokens=16384)
     options.add_argument("--attention", action="store_true", help="measure attention, and no model")
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of attention (default: 1 2)")
-    options.add_argument("--backends", nargs="+", choices=BITS, default=list(BITS), help="beside the exact cache (default: all)")
+    options.add_argument("--backends", nargs="+", choices=STORAGES, default=list(STORAGES), help="beside the exact cache (default: all)")
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
     options.add_argument("--dtype", default="bfloat16")
@@ -171,7 +172,7 @@ def main() -> None:
     ids = token_ids(given.text.read_text(encoding="utf-8") if given.text else held_out(), given.model)[None]
     model = optimize_and_load(given.model, "cpu-exact", dtype=getattr(torch, given.dtype), progress=False)
     windows = list(ids[:, : given.windows * WINDOW].split(WINDOW, dim=1))
-    replaces = () if set(given.backends) == set(BITS) else ("model", "backend", "bits")
+    replaces = () if set(given.backends) == set(STORAGES) else ("model", "backend", "bits")
     recorder = Recorder("kv_cache", ("torch", "transformers", "hqq"), replaces=replaces, write=given.write)
     for row in rows(model, windows, "bundled" if given.model == str(demo_path()) else Path(given.model).name, given.backends):
         recorder.add(row)

@@ -250,7 +250,6 @@ class ModelOperator(InPlaceOperator):
 
     kind = "model"
     uncaptured = "an operator of the model's own decodes"
-    codes_pages = False  # whether a server stores keys and values in pages of codes
 
     def __init__(self, options: Any) -> None:
         super().__init__()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -15,18 +16,15 @@ from transformers.cache_utils import DynamicLayer, QuantizedCache
 from moegraft.operators.base import CACHE, ModelOperator, Operator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.coded_cache import CodedCache, codable
+from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
 from moegraft.operators.decode.pages import SCALE_BYTES
 from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, why_not_split
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.structure import counts_cached_tokens, is_attention
 
 Backend = Literal["hqq", "fp8", "native"]
-# hqq also offers 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens.
-BITS: dict[Backend, tuple[int, ...]] = {"hqq": (2, 4, 8), "fp8": (8,), "native": (8,)}
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
-LAYERS: dict[Backend, str] = {"hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +46,17 @@ class QuantizedKvCacheOptions:
     residual: int | None = None
 
     def __post_init__(self) -> None:
-        known = BITS[self.backend]
+        known = STORAGES[self.backend].bits
         if self.bits not in known:
             raise ValueError(f"bits with 'backend: {self.backend}' must be {' or '.join(map(str, known))}, not {self.bits}")
-        if self.backend != "hqq" and self.residual is not None:
+        if not STORAGES[self.backend].has_residual and self.residual is not None:
             raise ValueError(f"'backend: {self.backend}' keeps no tokens in the model's dtype: remove 'residual'")
         if self.residual is not None and self.residual < 1:
             raise ValueError(f"residual must be 1 or more, not {self.residual}")
 
-    def form(self, group: int) -> QuantisedForm:
-        """Return the form of the cache of a model whose group size is `group`."""
-        if self.backend == "native":
-            return QuantisedForm(self.bits, group, 0, scale_bytes=SCALE_BYTES, in_place=True)
-        if self.backend == "fp8":
-            return QuantisedForm(self.bits, None, 0)
-        return QuantisedForm(self.bits, group, self.residual or RESIDUAL)
-
-    def cache_config(self, group: int) -> dict[str, object]:
-        """Return the arguments of transformers' `QuantizedCache`."""
-        if self.backend == "fp8":
-            return {"backend": self.backend}
-        sizes = {"nbits": self.bits, "q_group_size": group, "residual_length": self.residual or RESIDUAL}
-        return {"backend": self.backend, "axis_key": 1, "axis_value": 1, **sizes}
-
-    def missing_reason(self) -> str | None:
-        """Return which package the backend lacks and how to install it, or None where the backend can run."""
-        if self.backend == "native":
-            return None
-        if self.backend == "fp8":
-            if hasattr(cache_utils, "Fp8QuantizedLayer"):
-                return None
-            return "this version of transformers has no fp8 cache: install transformers 5.23, or write 'backend: hqq'"
-        return None if find_spec("hqq") else "hqq is not installed; install it with pip install 'moegraft[kv-cache]' (or pip install hqq)"
+    def storage(self, config: PreTrainedConfig) -> Storage:
+        """Return how the cache of a model with this config is stored."""
+        return STORAGES[self.backend](self, config)
 
 
 class QuantizedKvCache(ModelOperator):
@@ -98,11 +75,10 @@ class QuantizedKvCache(ModelOperator):
     summary = "keeps keys and values in fewer bits: less memory, and text that may change"
     uncaptured = "the key-value cache is quantised: it grows and is rewritten"
 
-    def __init__(self, options: QuantizedKvCacheOptions, group: int) -> None:
+    def __init__(self, options: QuantizedKvCacheOptions, storage: Storage) -> None:
         super().__init__(options)
-        self._group = group
+        self._storage = storage
         self._caches = 0
-        self.codes_pages = options.backend == "native"
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: QuantizedKvCacheOptions) -> str | None:
@@ -110,147 +86,253 @@ class QuantizedKvCache(ModelOperator):
         if reason is not None:
             return reason
         assert isinstance(module, PreTrainedModel), "others do not generate text"
-        if options.backend == "native":
-            return _unsupported_pages(module)
-        return _unsupported_layers(module) or _unsupported_group(module.config, options) or options.missing_reason()
+        return options.storage(module.config).unsupported_reason(module)
 
     @classmethod
     def build(cls, module: nn.Module, options: QuantizedKvCacheOptions, context: InjectionContext) -> Self:
         assert isinstance(module, PreTrainedModel), "unsupported_reason refuses all others"
-        return cls(options, group_of(module.config, options))
+        return cls(options, options.storage(module.config))
 
     @classmethod
     def traits(cls, options: QuantizedKvCacheOptions) -> Traits:
-        return Traits("", cache_form=lambda config: options.form(group_of(config, options)))
+        return Traits("", cache_form=lambda config: options.storage(config).form())
 
     def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
-        if self.options.backend != "native":
-            return
-        stock = (path for path, module in model.named_modules() if is_attention(module) and path not in operators)
-        if (path := next(stock, None)) is not None:
-            raise UnsupportedModelError(
-                f"{path}: the codes of 'backend: native' are read by cpu_attention alone; add a rule with 'match: {{kind: attention}}' and "
-                "'class: cpu_attention', or write another backend"
-            )
+        if (reason := self._storage.wrong_operators(model, operators)) is not None:
+            raise UnsupportedModelError(reason)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
-        if self.options.backend == "native" and model.device.type != "cpu":
-            raise UnsupportedModelError(
-                f"'backend: native' keeps keys and values in the memory of a CPU, and the model is on {model.device}: write 'backend: fp8' "
-                "or 'backend: hqq'"
-            )
+        if (reason := self._storage.wrong_device(model.device)) is not None:
+            raise UnsupportedModelError(reason)
 
     def new_cache(self, model: PreTrainedModel) -> Cache:
         self._caches += 1
-        return quantised_cache(model, self.options)
+        return self._storage.new_cache()
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = call_arguments(plain, args, kwargs)
         if isinstance(arguments.get(CACHE), QuantizedCache):
             return plain(**arguments)
-        reason = _other_cache_reason(model, arguments, native=self.options.backend == "native")
+        reason = _other_cache_reason(model, arguments, self._storage)
         if reason is not None:
             self.warn_once(f"the cache is not quantised: {reason}")
             return plain(**arguments)
-        self._caches += 1
-        if self.options.backend == "native" or _other_layers(model):  # `generate` makes caches of full attention alone
-            return plain(**{**arguments, CACHE: quantised_cache(model, self.options)})
-        # A new dictionary per call: older versions of transformers remove entries from it.
-        return plain(**{**arguments, "cache_implementation": "quantized", "cache_config": self.options.cache_config(self._group)})
+        return plain(**{**arguments, CACHE: self.new_cache(model)})
 
     def statistics(self) -> Mapping[str, object]:
         """Return how many caches were created."""
         return {"quantised_caches": self._caches}
 
     def placement(self) -> str:
-        rows = "a scale for each token of a head" if self.options.backend == "native" else f"groups of {self._group}"
-        scales = "one scale per layer" if self.options.backend == "fp8" else rows
-        return f"key-value cache: {self.name}, {self.options.bits} bits by {self.options.backend}, {scales}"
+        return f"key-value cache: {self.name}, {self.options.bits} bits by {self.options.backend}, {self._storage.scales}"
 
 
-def quantised_cache(model: PreTrainedModel, options: QuantizedKvCacheOptions) -> QuantizedCache:
-    """Return an empty cache, as `generate` creates it; layers with recurrent or convolution states keep these as they are."""
-    if options.backend == "native":
-        return CodedCache(_layers(model))
-    config: Any = options.cache_config(group_of(model.config, options))
-    if not _other_layers(model):
-        return QuantizedCache(config=model.config.get_text_config(decoder=True), **config)
-    kind = getattr(cache_utils, LAYERS[config.pop("backend")])
-    return _CacheWithStates([kind(**config) if type(layer) is DynamicLayer else layer for layer in _layers(model)])
+Setting = Callable[[str], Any]  # returns an argument of a call of `generate`, else the value of its generation config
 
 
-class _CacheWithStates(QuantizedCache):
+class Storage(ABC):
+    """How a backend stores the cache of one model.
+
+    Attributes:
+        bits: of a stored value, to choose from.
+        has_residual: whether the latest tokens stay in the model's dtype.
+        stored: the types of layers of the model's own cache whose keys and values are quantised.
+        refusal: why a model is refused that has other layers with keys and values.
+    """
+
+    bits: ClassVar[tuple[int, ...]] = (8,)
+    has_residual: ClassVar[bool] = False
+    stored: ClassVar[tuple[type, ...]]
+    refusal: ClassVar[str]
+
+    def __init__(self, options: QuantizedKvCacheOptions, config: PreTrainedConfig) -> None:
+        self.options = options
+        self.config = config.get_text_config(decoder=True)
+
+    @property
+    @abstractmethod
+    def scales(self) -> str:
+        """What shares a scale, for people."""
+
+    @abstractmethod
+    def form(self) -> QuantisedForm:
+        """Return the form of the cache."""
+
+    @abstractmethod
+    def new_cache(self) -> QuantizedCache:
+        """Return an empty cache, in which layers that are not `stored` stay as they are."""
+
+    def unsupported_reason(self, model: PreTrainedModel) -> str | None:
+        """Return why the model cannot have such a cache, or None where it can."""
+        layers, names = self.stock_layers(), layer_types(self.config)
+        stay = [keeps_nothing(layer) or (has_states(layer) and attention_part(layer) is None) for layer in layers]
+        others = [index for index, layer in enumerate(layers) if not stay[index] and type(layer) not in self.stored]
+        if others:
+            return f"{name_layers(layers, others, names)[0]}, {self.refusal}"
+        return why_not_split(model, Cache(layers=layers), names)
+
+    def wrong_operators(self, model: nn.Module, operators: Mapping[str, Operator]) -> str | None:
+        """Return which module cannot compute with such a cache, and what to do, or None where all can."""
+        return None
+
+    def wrong_device(self, device: torch.device) -> str | None:
+        """Return why the cache of a model on this device cannot be stored so, or None where it can."""
+        return None
+
+    def unread_reason(self, model: PreTrainedModel, arguments: Mapping[str, Any], setting: Setting) -> str | None:
+        """Return why attention would not read such a cache in a call of `generate`, or None where it does."""
+        return None
+
+    def stock_layers(self) -> list[Any]:
+        """Return the layers of an empty cache of the model's own."""
+        return DynamicCache(config=self.config).layers
+
+
+class _Codes(Storage):
+    """Codes of 8 bits in pages, each row with a scale, which attention reads in place."""
+
+    scales = "a scale for each token of a head"
+    stored = CODABLE
+    refusal = "whose keys and values are not stored as codes"
+
+    def form(self) -> QuantisedForm:
+        rank: int | None = getattr(self.config, "kv_lora_rank", None)
+        # With a latent, a token has a row of latents and one of rotary keys.
+        row = _heads(self.config)[1][0] if rank is None else (rank + self.config.qk_rope_head_dim) // 2
+        return QuantisedForm(self.options.bits, row, 0, scale_bytes=SCALE_BYTES, in_place=True)
+
+    def new_cache(self) -> QuantizedCache:
+        return CodedCache(self.stock_layers())
+
+    def unsupported_reason(self, model: PreTrainedModel) -> str | None:
+        counting = next((module for module in model.modules() if counts_cached_tokens(module)), None)
+        if counting is not None:
+            named = type(counting).__name__
+            return f"{named} scales queries by the number of tokens in the cache, of which pages have none for a whole batch"
+        return super().unsupported_reason(model)
+
+    def wrong_operators(self, model: nn.Module, operators: Mapping[str, Operator]) -> str | None:
+        stock = (path for path, module in model.named_modules() if is_attention(module) and path not in operators)
+        path = next(stock, None)
+        if path is None:
+            return None
+        return (
+            f"{path}: the codes of 'backend: native' are read by cpu_attention alone; add a rule with 'match: {{kind: attention}}' and "
+            "'class: cpu_attention', or write another backend"
+        )
+
+    def wrong_device(self, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return None
+        return (
+            f"'backend: native' keeps keys and values in the memory of a CPU, and the model is on {device}: write 'backend: fp8' or "
+            "'backend: hqq'"
+        )
+
+    def unread_reason(self, model: PreTrainedModel, arguments: Mapping[str, Any], setting: Setting) -> str | None:
+        if model.training:
+            return "the model is in training mode, in which attention is PyTorch's"
+        if setting("output_attentions") or model.config.output_attentions:
+            return "the call asks for attention weights"
+        mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
+        padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
+        if mask is None and isinstance(ids, torch.Tensor) and pad is not None:  # of which `generate` makes a mask
+            padded = bool(torch.isin(ids, torch.as_tensor(pad)).any())
+        return "a batch with padding has other positions than pages of codes" if padded else None
+
+
+class _RestoredLayers(Storage):
+    """Layers of transformers' quantised caches, which restore their keys and values for each pass."""
+
+    stored = (DynamicLayer,)
+    refusal = "and transformers quantises the cache only of layers with full attention, and nothing beside it"
+
+    @abstractmethod
+    def missing_reason(self) -> str | None:
+        """Return why such layers cannot be created for this model, and what to install or write; None where they can."""
+
+    @abstractmethod
+    def new_layer(self) -> object:
+        """Return an empty layer of the cache."""
+
+    def new_cache(self) -> QuantizedCache:
+        return _MixedCache([self.new_layer() if type(layer) in self.stored else layer for layer in self.stock_layers()])
+
+    def unsupported_reason(self, model: PreTrainedModel) -> str | None:
+        return super().unsupported_reason(model) or self.missing_reason()
+
+
+class _MixedCache(QuantizedCache):
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)  # the class in between makes layers of full attention alone
 
 
-def _layers(model: PreTrainedModel) -> list[Any]:
-    return DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+class _Hqq(_RestoredLayers):
+    bits = (2, 4, 8)  # hqq also has 1 bit, too few for readable text, and 3 bits, which it restores in tens of values across tokens
+    has_residual = True
+
+    @property
+    def group(self) -> int:
+        """The number of values that share a scale; 1 where no group fits.
+
+        Every token's keys and values have to form whole groups that fill whole bytes: groups are packed side by side.
+        """
+        heads, widths = _heads(self.config)
+        groups_per_byte = 8 // self.options.bits
+        fitting = (size for size in GROUPS if all(width % size == 0 and (heads * width // size) % groups_per_byte == 0 for width in widths))
+        return next(fitting, 1)
+
+    @property
+    def scales(self) -> str:
+        return f"groups of {self.group}"
+
+    @property
+    def residual(self) -> int:
+        return self.options.residual or RESIDUAL
+
+    def form(self) -> QuantisedForm:
+        return QuantisedForm(self.options.bits, self.group, self.residual)
+
+    def missing_reason(self) -> str | None:
+        if self.group == 1:
+            heads, widths = _heads(self.config)
+            values = f"{heads} head{'' if heads == 1 else 's'} of {' and '.join(map(str, sorted(set(widths))))} values per token"
+            return f"{values} do not fill whole bytes in any groups of {GROUPS[-1]} or more; write 'backend: fp8'"
+        return None if find_spec("hqq") else "hqq is not installed; install it with pip install 'moegraft[kv-cache]' (or pip install hqq)"
+
+    def new_layer(self) -> object:
+        sizes = {"nbits": self.options.bits, "q_group_size": self.group, "residual_length": self.residual}
+        return cache_utils.HQQQuantizedLayer(axis_key=1, axis_value=1, **sizes)
 
 
-def _other_layers(model: PreTrainedModel) -> list[int]:
-    """Return the layers of a model's cache that are not of full attention alone."""
-    return [index for index, layer in enumerate(_layers(model)) if type(layer) is not DynamicLayer]
+class _Fp8(_RestoredLayers):
+    scales = "one scale per layer"
+
+    def form(self) -> QuantisedForm:
+        return QuantisedForm(self.options.bits, None, 0)
+
+    def missing_reason(self) -> str | None:
+        if hasattr(cache_utils, "Fp8QuantizedLayer"):
+            return None
+        return "this version of transformers has no fp8 cache: install transformers 5.23, or write 'backend: hqq'"
+
+    def new_layer(self) -> object:
+        return cache_utils.Fp8QuantizedLayer()
 
 
-def group_of(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> int:
-    """Return the number of values that share a scale; 1 where no group fits, which `unsupported_reason` reports."""
-    if options.backend == "native":
-        text = config.get_text_config(decoder=True)
-        rank: int | None = getattr(text, "kv_lora_rank", None)
-        return _heads(config)[1][0] if rank is None else (rank + text.qk_rope_head_dim) // 2  # a row of latents and one of rotary keys
-    return next((size for size in GROUPS if _fits(size, config, options)), 1)
-
-
-def _fits(group: int, config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> bool:
-    """Return whether every token's keys and values form whole groups that fill whole bytes: hqq packs groups side by side."""
-    heads, widths = _heads(config)
-    groups_per_byte = 8 // options.bits if options.backend == "hqq" else 1
-    return all(width % group == 0 and (heads * width // group) % groups_per_byte == 0 for width in widths)
+STORAGES: dict[Backend, type[Storage]] = {"hqq": _Hqq, "fp8": _Fp8, "native": _Codes}
 
 
 def _heads(config: PreTrainedConfig) -> tuple[int, list[int]]:
     """Return the least number of heads per token in the cache and the widths of keys and values, whole or as a latent."""
-    text = config.get_text_config(decoder=True)
-    latent = [getattr(text, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")]
+    latent = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")]
     if any(latent):
         return 1, [width for width in latent if width]
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return heads, [getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
 
 
-def _unsupported_group(config: PreTrainedConfig, options: QuantizedKvCacheOptions) -> str | None:
-    if options.backend == "fp8" or group_of(config, options) > 1:
-        return None
-    heads, widths = _heads(config)
-    values = f"{heads} head{'' if heads == 1 else 's'} of {' and '.join(map(str, sorted(set(widths))))} values per token"
-    return f"{values} do not fill whole bytes in any groups of {GROUPS[-1]} or more; write 'backend: fp8'"
-
-
-def _unsupported_layers(model: PreTrainedModel) -> str | None:
-    layers, names = _layers(model), layer_types(model.config)
-    plain = [keeps_nothing(layer) or (has_states(layer) and attention_part(layer) is None) for layer in layers]
-    others = [index for index in _other_layers(model) if not plain[index]]
-    if others:
-        named, _ = name_layers(layers, others, names)
-        return f"{named}, and transformers quantises the cache only of layers with full attention, and nothing beside it"
-    return why_not_split(model, Cache(layers=layers), names)
-
-
-def _unsupported_pages(model: PreTrainedModel) -> str | None:
-    counting = next((module for module in model.modules() if counts_cached_tokens(module)), None)
-    if counting is not None:
-        return f"{type(counting).__name__} scales queries by the number of tokens in the cache, of which pages have none for a whole batch"
-    layers, names = _layers(model), layer_types(model.config)
-    with_states = [has_states(layer) and attention_part(layer) is None for layer in layers]
-    others = [index for index, layer in enumerate(layers) if not (codable(layer) or keeps_nothing(layer) or with_states[index])]
-    if others:
-        named, _ = name_layers(layers, others, names)
-        return f"{named}, whose keys and values are not stored as codes"
-    return why_not_split(model, Cache(layers=layers), names)
-
-
-def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], *, native: bool) -> str | None:
+def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], storage: Storage) -> str | None:
     """Return why a call cannot use a quantised cache, or None where it can."""
     given = arguments.get("generation_config")
     config = model.generation_config if given is None else given
@@ -269,17 +351,4 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], *,
         return "beam search reorders the cache at every token"
     if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
         return "rejected draft tokens cannot be removed from a quantised cache"
-    return _unread_codes_reason(model, arguments, setting) if native else None
-
-
-def _unread_codes_reason(model: PreTrainedModel, arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> str | None:
-    """Return why attention would not read codes in a call."""
-    if model.training:
-        return "the model is in training mode, in which attention is PyTorch's"
-    if setting("output_attentions") or model.config.output_attentions:
-        return "the call asks for attention weights"
-    mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
-    padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
-    if mask is None and isinstance(ids, torch.Tensor) and pad is not None:  # of which `generate` makes a mask
-        padded = bool(torch.isin(ids, torch.as_tensor(pad)).any())
-    return "a batch with padding has other positions than pages of codes" if padded else None
+    return storage.unread_reason(model, arguments, setting)

@@ -18,6 +18,15 @@ from numpy.typing import NDArray
 
 from moegraft.operators import block_encoding as encoders
 
+FloatType = Literal["float32", "float16", "bfloat16"]
+# The formats that weights in floating point are packed to unrounded; float64, which no kernel has, is rounded once.
+FLOAT_TYPES: Mapping[torch.dtype, FloatType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "float32",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GpuFormat:

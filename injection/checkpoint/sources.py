@@ -23,7 +23,7 @@ from moegraft.injection.checkpoint.packed import MARK, packed_modules
 from moegraft.injection.checkpoint.quantised import Quantised
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout
-from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weight_formats import FLOAT_TYPES, STORED_FORMATS
 from moegraft.operators.weights import Codes, Part, StoredBlocks, StoredTypes, WeightSource, WeightTypes, narrowest, widest
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class _WeightType:
 def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> _WeightType:
     quantised = _quantised(tensor)
     if quantised is None:
-        name = "float32" if tensor.dtype in (None, torch.float64) else str(tensor.dtype).removeprefix("torch.")
+        name = "float32" if tensor.dtype is None else FLOAT_TYPES[tensor.dtype]
         return _WeightType(name, name)
     if not (as_codes and quantised.lossless_types):
         return _WeightType(quantised.converted_type, quantised.converted_type)

@@ -70,7 +70,7 @@ app = typer.Typer(
 
 @app.command(epilog="Options may be written with _ for -; --model_path, --gguf_path, --optimize_config_path and --cpu_infer work as well.")
 @user_errors(PROGRAM, together=True)
-@takes_options(ModelOptions, SamplingOptions, ChatOptions)
+@takes_options
 def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -> None:
     """Chat with a mixture-of-experts model on this machine; by default with the small bundled one."""
     terminal = open_terminal(quiet=options.quiet)

@@ -18,11 +18,11 @@ from transformers.utils import logging as transformers_logging
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.images import ImageReader, read_image_reader
-from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, parse_size, parse_sizes, talks_to_user
+from moegraft.injection.cli.options import BUNDLED, ModelOptions, OptionsError, TargetOptions, talks_to_user
 from moegraft.injection.cli.output import Terminal, plural
 from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import Injection
-from moegraft.injection.meta_model import MetaModel, build_meta_model, find_model, folder_rules, read_tokenizer
+from moegraft.injection.meta_model import MetaModel, ModelSource, build_meta_model, find_model, folder_rules, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.progress import ProgressLine
 from moegraft.injection.rules import DEFAULT_RULES, RuleFile, read_rules
@@ -184,13 +184,22 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity(logging.ERROR)
 
 
-def open_meta_model(options: ModelOptions) -> MetaModel:
+def find_source(options: ModelOptions) -> ModelSource:
+    """Return where the model's files are.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    return find_model(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
+
+
+def open_meta_model(options: ModelOptions, *, weights: bool = False) -> MetaModel:
     """
     Raises:
         CheckpointError, UnsupportedModelError: there is no such model, or it cannot be built.
     """
     quiet_libraries()
-    return build_meta_model(model_of(options), trust_remote_code=options.trust_remote_code, gguf=options.gguf)
+    return build_meta_model(model_of(options), weights=weights, trust_remote_code=options.trust_remote_code, gguf=options.gguf)
 
 
 def rules_of(options: ModelOptions) -> str | dict[str, Any]:
@@ -210,23 +219,21 @@ def model_and_rules(options: ModelOptions) -> tuple[MetaModel, RuleFile, Operato
     return open_meta_model(options), rules, registry
 
 
-def target_machine(
-    measured: Measurements | None, *, ram: str | None, gpu_memory: str | None, gpu_bandwidth: float | None, link_bandwidth: float | None
-) -> TargetMachine:
+def target_machine(measured: Measurements | None, options: TargetOptions) -> TargetMachine:
     """Return this machine, with the memory and rates that options state instead of its own.
 
     Raises:
-        OptionsError: a size is not valid, or a bandwidth is stated without a GPU.
+        OptionsError: a bandwidth is stated without a GPU.
     """
     from moegraft.injection.estimate.forecast import TargetMachine
     from moegraft.injection.estimate.memory import budget_of
 
     machine = probe_machine()
     of_gpu = measured.gpu if measured is not None else None
-    budget = budget_of(machine, parse_sizes(gpu_memory, "--gpu-memory"), of_gpu, gbps=gpu_bandwidth, link_gbps=link_bandwidth)
-    if budget is None and not (gpu_bandwidth is None and link_bandwidth is None):
+    gbps, link_gbps = options.gpu_bandwidth, options.link_bandwidth
+    budget = budget_of(machine, options.gpu_memory, of_gpu, gbps=gbps, link_gbps=link_gbps)
+    if budget is None and not (gbps is None and link_gbps is None):
         raise OptionsError(
             "--gpu-bandwidth and --link-bandwidth need a GPU, and this machine has none: state its memory as well, with --gpu-memory 24GiB"
         )
-    stated = parse_size(ram, "--ram")
-    return TargetMachine(machine.available_bytes if stated is None else stated, measured, budget)
+    return TargetMachine(machine.available_bytes if options.ram is None else options.ram, measured, budget)

@@ -7,10 +7,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -96,39 +97,61 @@ def _variable(text: str) -> tuple[str, object]:
         raise OptionsError(f"--var {text}: the value is not YAML; quote it") from error
 
 
-Options = Any  # a frozen dataclass; each command has its own, so no single type fits
+class Fields:
+    """Which fields of an options dataclass a command has, as metadata of its parameter; the others keep their defaults.
 
-
-def takes_options(*groups: type[Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn a function that takes one object of each group, in order, into a Typer command.
-
-    Fields are annotated like Typer parameters: `Annotated[int, option("--threads", "N", "CPU threads.")] = 0`. A ValueError from the
-    checks of a group becomes an OptionsError.
+    Args:
+        names: of the fields.
+        other: annotations that take the place of those that fields have.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**values: object) -> None:
-            try:
-                given = [group(**{field.name: values[field.name] for field in fields(group)}) for group in groups]
-            except MoegraftError:
-                raise
-            except ValueError as error:
-                raise OptionsError(str(error)) from error
-            command(*given)
+    def __init__(self, *names: str, **other: Any) -> None:
+        self.names, self.other = names, other
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__annotations__ = {}  # Typer reads the signature alone
-        parameters = []
-        for group in groups:
-            hints = get_type_hints(group, include_extras=True)
-            for each in fields(group):
-                default = each.default if each.default_factory is MISSING else each.default_factory()
-                kind = inspect.Parameter.KEYWORD_ONLY
-                parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=hints[each.name]))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
 
-    return decorate
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn a function into a Typer command: a parameter that is an options dataclass becomes an option for each of its fields.
+
+    Fields are annotated like Typer parameters: `Annotated[int, option("--threads", "N", "CPU threads.")] = 0`. A function that follows,
+    such as `parse_size`, returns the field's value for an option's text and name. A ValueError from the checks of a dataclass becomes an
+    OptionsError.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Callable[..., object], list[str]]] = {}
+    parsers: dict[str, Callable[[Any], object]] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        group, *metadata = get_args(hints[name]) if get_origin(hints[name]) is Annotated else [hints[name]]
+        if not (isinstance(group, type) and is_dataclass(group)):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        only = metadata[0] if metadata else Fields(*(each.name for each in fields(group)))
+        chosen = [each for each in fields(group) if each.name in only.names]
+        groups[name] = group, [each.name for each in chosen]
+        own = get_type_hints(group, include_extras=True)
+        for each in chosen:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            annotation = only.other.get(each.name, own[each.name])
+            about, *parse = annotation.__metadata__
+            if parse:
+                parsers[each.name] = partial(parse[0], option=f"--{each.name.replace('_', '-')}")
+                annotation = Annotated[str | None, about]
+            parameters.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+    def run(**values: object) -> None:
+        try:
+            values |= {name: parse(values[name]) for name, parse in parsers.items()}
+            given = {name: group(**{each: values.pop(each) for each in chosen}) for name, (group, chosen) in groups.items()}
+        except MoegraftError:
+            raise
+        except ValueError as error:
+            raise OptionsError(str(error)) from error
+        command(**given, **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {}  # Typer reads the signature alone
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def _show_version(wanted: bool) -> None:
@@ -150,28 +173,17 @@ VersionOption: TypeAlias = Annotated[bool, option("--version", None, "Print the 
 RulesArgument: TypeAlias = Annotated[
     str | None, typer.Argument(metavar="RULES", help="Rule file, or the name of a shipped one; default: cpu.")
 ]
-ModelOption: TypeAlias = Annotated[
-    str | None, option("--model", "NAME", "Hub id or folder (config.json is enough); default: the bundled model.")
+ConfigOption: TypeAlias = Annotated[
+    str | None, _model_option("--model", "NAME", "Hub id or folder (config.json is enough); default: the bundled model.")
 ]
-LoadedModelOption: TypeAlias = Annotated[str | None, option("--model", "NAME", "Hub id or folder; default: the bundled model.")]
-RulesOption: TypeAlias = Annotated[str | None, option("--rules", "FILE", "Rule file, or the name of a shipped one; default: cpu.")]
-ThreadsOption: TypeAlias = Annotated[int, option("--threads", "N", "CPU threads; 0: one per core.", min=0)]
-GgufOption: TypeAlias = Annotated[str | None, option("--gguf", "PATH", "Take the weights from this GGUF file or folder.")]
-VarOption: TypeAlias = Annotated[list[str] | None, option("--var", "NAME=VALUE", "Set ${NAME} of the rule file; may be repeated.")]
-TrustOption: TypeAlias = Annotated[bool, option("--trust-remote-code", None, "Run Python code that comes with the model.")]
-GpuMemoryOption: TypeAlias = Annotated[
-    str | None,
-    option(
-        "--gpu-memory", "SIZE", "Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine."
-    ),
+# The options of commands that load a model, those that plan for one, and those that only look at its structure.
+LoadedModelOptions: TypeAlias = Annotated[ModelOptions, Fields("model", "rules", "var", "gguf", "threads", "trust_remote_code")]
+PlannedModelOptions: TypeAlias = Annotated[
+    ModelOptions, Fields("model", "rules", "var", "gguf", "trust_remote_code", model=ConfigOption, rules=RulesArgument)
 ]
-GpuBandwidthOption: TypeAlias = Annotated[
-    float | None, option("--gpu-bandwidth", "GB/S", "Memory bandwidth of that GPU; default: measured, else assumed.", min=1)
-]
-LinkBandwidthOption: TypeAlias = Annotated[
-    float | None, option("--link-bandwidth", "GB/S", "Bandwidth of copies to that GPU; default: measured, else assumed.", min=0.1)
-]
-RamOption: TypeAlias = Annotated[str | None, option("--ram", "SIZE", "Host memory to plan for, such as 64GiB; default: the free memory.")]
+MetaModelOptions: TypeAlias = Annotated[ModelOptions, Fields("model", "gguf", "trust_remote_code", model=ConfigOption)]
+
+
 JsonOption: TypeAlias = Annotated[bool, option("--json", None, "Print one JSON object to standard output.")]
 
 
@@ -197,6 +209,41 @@ def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     """
     sizes = [parse_size(part, option) for part in text.split(",")] if text is not None else None
     return None if sizes is None else tuple(size for size in sizes if size is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """What to plan for instead of this machine's memory and rates."""
+
+    ram: Annotated[int | None, option("--ram", "SIZE", "Host memory to plan for, such as 64GiB; default: the free memory."), parse_size] = (
+        None
+    )
+    gpu_memory: Annotated[
+        tuple[int, ...] | None,
+        option(
+            "--gpu-memory",
+            "SIZE",
+            "Memory of the GPUs to plan for, such as 24GiB or 24GiB,24GiB; 0: none; default: the GPUs of this machine.",
+        ),
+        parse_sizes,
+    ] = None
+    gpu_bandwidth: Annotated[
+        float | None, option("--gpu-bandwidth", "GB/S", "Memory bandwidth of that GPU; default: measured, else assumed.", min=1)
+    ] = None
+    link_bandwidth: Annotated[
+        float | None, option("--link-bandwidth", "GB/S", "Bandwidth of copies to that GPU; default: measured, else assumed.", min=0.1)
+    ] = None
+
+
+def check_new_file(path: Path, option: str, *, force: bool) -> None:
+    """
+    Raises:
+        OptionsError: the file exists and is not to be overwritten, or its folder does not exist.
+    """
+    if path.exists() and not force:
+        raise OptionsError(f"{path} exists; give --force to overwrite it, or {option} with another FILE")
+    if not path.parent.is_dir():
+        raise OptionsError(f"{path}: the folder {path.parent} does not exist; create it first")
 
 
 _sampling = partial(option, rich_help_panel="Sampling (default: the model's generation_config.json)", show_default=False)

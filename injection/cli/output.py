@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +262,14 @@ Json = Mapping[str, Any]  # different for each command
 def write_json(terminal: Terminal, data: Json) -> None:
     """Write one JSON object. NaN and infinity become null; paths and other objects become text."""
     terminal.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def write_result(terminal: Terminal, lines: Iterable[str], data: Json, *, as_json: bool) -> None:
+    """Write a command's result: `data` as JSON where that is asked for, else `lines` of text."""
+    if as_json:
+        write_json(terminal, data)
+    else:
+        terminal.write("\n".join(lines) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import nn
 
 from moegraft.injection.estimate.measure import Measurements, Network
@@ -27,14 +26,13 @@ from moegraft.operators.expert_group import Shares
 from moegraft.operators.layout import experts_per_token, read_layout
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import SHARED_NAMES, kinds
-from moegraft.operators.weight_formats import STORED_FORMATS
+from moegraft.operators.weight_formats import FLOAT_TYPES, STORED_FORMATS
 from moegraft.operators.weights import BLOCK_BYTES, WeightTypes
 
 # Weight types without a measured rate, and the type whose kernels have about the same rate.
 MEASURED_AS = {"float16": "bfloat16"} | {
     name: min(("int4", "int8"), key=lambda measured: abs(BLOCK_BYTES[measured] - BLOCK_BYTES[name])) for name in STORED_FORMATS
 }
-DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float32"}
 HOST_MS = 0.2  # the scheduling of a layer in Python: host_us_per_layer in benchmarks/results/hybrid_modelled.csv, 2 slow cores
 
 
@@ -109,7 +107,7 @@ def work_of(planned: PlannedModel, *, on_gpu: bool = False) -> list[Work]:
             if not own or isinstance(module, nn.Embedding):
                 continue
             share = _share_per_token(module, planned) if "experts" in kinds(path, module, skeleton) else 1.0
-            work = Work("linear", DTYPE_NAMES[skeleton.dtype], own * skeleton.dtype.itemsize, own, share, device="gpu" if on_gpu else "cpu")
+            work = Work("linear", FLOAT_TYPES[skeleton.dtype], own * skeleton.dtype.itemsize, own, share, device="gpu" if on_gpu else "cpu")
         alike = replace(work, nbytes=0, weight_count=0, is_shared=any(part in SHARED_NAMES for part in parts))
         nbytes, count = sums.get(alike, (0, 0))
         sums[alike] = nbytes + work.nbytes, count + work.weight_count

@@ -15,12 +15,13 @@ import psutil
 import torch
 from torch import nn
 
-from moegraft.injection.estimate.forecast import DTYPE_NAMES, Work, missing_rates, work_of
+from moegraft.injection.estimate.forecast import Work, missing_rates, work_of
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.estimate.memory import PlannedModel
 from moegraft.injection.planning import LAYER
 from moegraft.operators.layout import experts_per_token, read_layout
 from moegraft.operators.structure import kinds
+from moegraft.operators.weight_formats import FLOAT_TYPES
 
 FLOAT = 4  # bytes of a float32
 # Of an adapter's parameters: themselves, their gradients, and AdamW's two moments.
@@ -154,7 +155,7 @@ def _tokens_s(
     if measured is None:
         return None, ()
     works = work_of(planned)
-    in_dtype = [replace(work, weights=DTYPE_NAMES[planned.meta_model.dtype]) for work in works if work.kind == "experts"]
+    in_dtype = [replace(work, weights=FLOAT_TYPES[planned.meta_model.dtype]) for work in works if work.kind == "experts"]
     missing = missing_rates([*works, *in_dtype], measured)
     if missing:
         return None, missing
@@ -188,7 +189,7 @@ def _backward_seconds(work: Work, dtype: torch.dtype, load: TrainingLoad, measur
     if work.kind != "experts":
         return forward_s
     expanded = work.weight_count * dtype.itemsize / (measured.read_gbps * 1e9)
-    return 2 / 3 * forward_s + replace(work, weights=DTYPE_NAMES[dtype]).seconds(measured, load.tokens) + expanded
+    return 2 / 3 * forward_s + replace(work, weights=FLOAT_TYPES[dtype]).seconds(measured, load.tokens) + expanded
 
 
 def _attention_operations(planned: PlannedModel, load: TrainingLoad) -> float | None:

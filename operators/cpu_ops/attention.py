@@ -125,17 +125,10 @@ class CpuAttention(CpuOperator):
         groups = int(getattr(module, "num_key_value_groups", 1))
         sinks = getattr(module, "sinks", None)
         heads = sinks.numel() if isinstance(sinks, torch.Tensor) else 2 * groups
-        query, key, value = (
-            torch.randn(1, count, rows, 16, generator=generator) for count, rows in ((heads, 3), (heads // groups, 5), (heads // groups, 5))
-        )
-        shown = torch.ones(3, 5, dtype=torch.bool).tril(2)[None, None]
-        mask = shown if base == "sdpa" else torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
-        kwargs: dict[str, Any] = {"scaling": 0.3, "dropout": 0.0}
-        if isinstance(sinks, torch.Tensor):
-            kwargs["s_aux"] = sinks.detach().float().cpu()
-        expected = probe(self.stock_function(module), module, query, key, value, mask, **kwargs)[0]
-        computed = self.compute((query, key, value), mask, *kernel_arguments(module, query, mask, kwargs))
-        if not _agree(expected, computed, _TOLERANCE):
+        sizes = (heads, 3), (heads // groups, 5), (heads // groups, 5)
+        query, key, value = (torch.randn(1, *size, 16, generator=generator) for size in sizes)
+        tensors = query, key, value
+        if not self._agrees(module, tensors, 0.3, lambda mask, numbers: self.compute(tensors, mask, *numbers)):
             raise NotRecognisedError("its function computes something else than scaled dot-product attention")
 
     def _test_latents(self, module: nn.Module) -> None:
@@ -151,18 +144,29 @@ class CpuAttention(CpuOperator):
         sizes = ((1, heads, 3, nope + rotary), (1, 1, 5, rank), (1, 1, 5, rotary))
         query, latents, keys = (torch.randn(size, generator=generator).to(weight.dtype) for size in sizes)
         key, value = probe(getattr(type(module), EXPAND), module, latents, keys)
+        spread = float(key.float().std()) * (nope + rotary) ** 0.5
+        scaling = 1 / spread if spread > 0 else 1.0
+        compute = partial(self.compute_latent, module, query, latents, keys)
+        if not self._agrees(module, (query, key, value), scaling, compute):
+            raise NotRecognisedError("it computes something else from its latents than their projection by kv_b_proj")
+
+    def _agrees(
+        self, module: nn.Module, tensors: Tensors, scaling: float, compute: Callable[[torch.Tensor, Numbers], torch.Tensor]
+    ) -> bool:
+        """Return whether `compute(mask, numbers)` answers as the module's own function does, for the last three of five tokens."""
+        query, key, value = tensors
+        dtype, sinks = query.dtype, getattr(module, "sinks", None)
         shown = torch.ones(3, 5, dtype=torch.bool).tril(2)[None, None]
         is_sdpa = self._config._attn_implementation == "sdpa"
-        mask = shown if is_sdpa else torch.zeros(shown.shape, dtype=weight.dtype).masked_fill(~shown, torch.finfo(weight.dtype).min)
-        spread = float(key.float().std()) * (nope + rotary) ** 0.5
-        kwargs: dict[str, Any] = {"scaling": 1 / spread if spread > 0 else 1.0, "dropout": 0.0}
-        sinks = getattr(module, "sinks", None)
+        mask = shown if is_sdpa else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+        kwargs: dict[str, Any] = {"scaling": scaling, "dropout": 0.0}
         if isinstance(sinks, torch.Tensor):
-            kwargs["s_aux"] = sinks.detach().to(weight.dtype)
+            kwargs["s_aux"] = sinks.detach().to("cpu", dtype)
         expected = probe(self.stock_function(module), module, query, key, value, mask, **kwargs)[0]
-        computed = self.compute_latent(module, query, latents, keys, mask, kernel_arguments(module, query, mask, kwargs))
-        if not _agree(expected.float(), computed.float(), _TOLERANCE if weight.dtype == torch.float32 else _HALF_TOLERANCE):
-            raise NotRecognisedError("it computes something else from its latents than their projection by kv_b_proj")
+        computed = compute(mask, kernel_arguments(module, query, mask, kwargs))
+        tolerance = _TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE
+        same_shape = expected.shape == computed.shape
+        return same_shape and float((expected.float() - computed.float()).norm()) <= tolerance * float(expected.float().norm())
 
     def answer(self, module: nn.Module, *args: Any) -> tuple[LatentStates, LatentStates] | None:
         """Return keys and values that are expanded when something asks for them, or None to leave `expand_kv` to the module."""
@@ -431,10 +435,6 @@ def require_causal(layer: LayerInPages | None, mask: torch.Tensor | None, querie
 def pages_of_latents(latents: torch.Tensor, rotary: torch.Tensor) -> LayerInPages | None:
     """Return the layer whose pages a latent cache is in; None for one that is read as tensors, as all without rotary keys are."""
     return getattr(latents, "pages", None) if rotary.shape[3] else None
-
-
-def _agree(expected: torch.Tensor, computed: torch.Tensor, tolerance: float) -> bool:
-    return expected.shape == computed.shape and float((expected - computed).norm()) <= tolerance * float(expected.norm())
 
 
 def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:

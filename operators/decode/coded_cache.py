@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Qu
 
 from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError, pages_of, token_bytes
 
+CODABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache whose keys and values can be codes, without states beside them
 _GROWTH = 8  # a layer grows by an eighth of its pages, and by at least as many
 
 
@@ -111,10 +112,5 @@ class CodedCache(QuantizedCache):
 
     def __init__(self, layers: list[Any]) -> None:
         windows = (int(getattr(layer, "sliding_window", None) or 0) for layer in layers)
-        replaced = [CodedLayer(window) if codable(layer) else layer for layer, window in zip(layers, windows, strict=True)]
+        replaced = [CodedLayer(window) if type(layer) in CODABLE else layer for layer, window in zip(layers, windows, strict=True)]
         Cache.__init__(self, layers=replaced)  # the class in between makes layers of full attention alone
-
-
-def codable(layer: object) -> bool:
-    """Return whether a layer of a cache has keys and values that can be codes, and no states beside them."""
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)

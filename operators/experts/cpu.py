@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,17 +23,10 @@ from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.layout import ExpertsLayout
 from moegraft.operators.offload.frames import InFile
 from moegraft.operators.sparsity import LayerSparsity
-from moegraft.operators.weight_formats import FORMATS
+from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, FloatType
 from moegraft.operators.weights import PackedWeights, Part, StoredBlocks, WeightSource, codes_for, sampled
 
 PACKERS = 2  # threads; each holds an expert as it was read, and `moegraft plan` counts two
-StoredType = Literal["float32", "float16", "bfloat16"]
-STORED_TYPES: dict[torch.dtype, StoredType] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float64: "float32",  # the kernel's widest type; float64 checkpoints are rounded once
-}
 
 
 class CpuExperts:
@@ -211,7 +203,7 @@ class CpuExperts:
         """Read and pack the experts in order, two at the same time."""
 
         def pack(place: int, expert: int) -> int:
-            return sum(self._pack_piece(packed, place, expert, part, source) for part in self._layout.parts())
+            return sum(pack_piece(packed, place, self._layout, source, part, expert) for part in self._layout.parts())
 
         threads = min(self.runtime.threads, PACKERS)
         with ThreadPoolExecutor(threads, thread_name_prefix="moegraft-pack") as pool:
@@ -223,33 +215,39 @@ class CpuExperts:
             for done in packing:
                 advance(done.result())
 
-    def _pack_piece(self, packed: PackedExperts, place: int, expert: int, part: Part, source: WeightSource) -> int:
-        """Read a piece and pack it; return its bytes in the checkpoint."""
-        weight_type = packed.weight_type_of(part.removesuffix("_bias"))
-        codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
-        if codes is not None:
-            if isinstance(codes, StoredBlocks):
-                packed.pack_blocks(place, part, codes.blocks)
-            else:
-                packed.pack_quantized(place, part, codes.codes, codes.scales)
-            return codes.elements * source.dtype.itemsize
-        piece = self._checked(source, part, expert)
-        if part.endswith("_bias"):
-            packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
-        elif FORMATS[weight_type].stored:
-            packed.pack_blocks(place, part, _encoded(piece, weight_type, source.origin(part, expert)))
-        else:
-            packed.pack(place, part, as_array(rounded(piece).contiguous()))
-        return piece.nbytes
 
-    def _checked(self, source: WeightSource, part: Part, expert: int) -> torch.Tensor:
-        piece = source.read_shaped(part, self._layout.part_shape(part), expert)
-        if piece.dtype not in STORED_TYPES:
-            raise CheckpointError(
-                f"{source.origin(part, expert)}: dtype {piece.dtype} cannot be an expert's weight; "
-                "float32, float16 and bfloat16 checkpoints are supported"
-            )
-        return piece
+def stored_type(dtype: torch.dtype, origin: str) -> FloatType:
+    """Return the weight type that weights of a dtype are packed to where rules name none.
+
+    Raises:
+        CheckpointError: the kernels have none for them.
+    """
+    if dtype not in FLOAT_TYPES:
+        raise CheckpointError(
+            f"{origin}: dtype {dtype} cannot be an expert's weight; float32, float16 and bfloat16 checkpoints are supported"
+        )
+    return FLOAT_TYPES[dtype]
+
+
+def pack_piece(packed: PackedExperts, place: int, layout: ExpertsLayout, source: WeightSource, part: Part, expert: int) -> int:
+    """Read a piece and pack it as a part of the expert at `place`; return its bytes in the checkpoint."""
+    weight_type = packed.weight_type_of(part.removesuffix("_bias"))
+    codes = None if part.endswith("_bias") else codes_for(source, part, expert, weight_type)
+    if codes is not None:
+        if isinstance(codes, StoredBlocks):
+            packed.pack_blocks(place, part, codes.blocks)
+        else:
+            packed.pack_quantized(place, part, codes.codes, codes.scales)
+        return codes.elements * source.dtype.itemsize
+    piece, origin = source.read_shaped(part, layout.part_shape(part), expert), source.origin(part, expert)
+    stored_type(piece.dtype, origin)  # all others are refused
+    if part.endswith("_bias"):
+        packed.pack_bias(place, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
+    elif FORMATS[weight_type].stored:
+        packed.pack_blocks(place, part, _encoded(piece, weight_type, origin))
+    else:
+        packed.pack(place, part, as_array(rounded(piece).contiguous()))
+    return piece.nbytes
 
 
 def _encoded(piece: torch.Tensor, weight_type: str, origin: str) -> NDArray[np.uint8]:

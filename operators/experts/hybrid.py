@@ -23,7 +23,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
-from moegraft.operators.experts.cpu import STORED_TYPES, CpuExperts, RankExperts, kernel_inputs
+from moegraft.operators.experts.cpu import CpuExperts, RankExperts, kernel_inputs
 from moegraft.operators.experts.forecast import SharedSlots
 from moegraft.operators.experts.low_rank import Factors, adapted_experts
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
@@ -35,7 +35,7 @@ from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weight_formats import FORMATS, WEIGHT_TYPES, why_unfit
+from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, WEIGHT_TYPES, why_unfit
 from moegraft.operators.weights import PackedWeights, WeightSource, WeightTypes
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class HybridExpertsOptions:
 
 
 def _packed_as(weights: str, dtype: torch.dtype) -> str:
-    return str(WeightTypes.parse(weights).map(lambda each: STORED_TYPES[dtype] if each == "stored" else each))
+    return str(WeightTypes.parse(weights).map(lambda each: FLOAT_TYPES[dtype] if each == "stored" else each))
 
 
 class ExpertsPacking(Packing):

@@ -15,22 +15,20 @@ from torch import nn
 from moegraft.cpu_backend import PackedExperts
 from moegraft.operators.base import Footprint, Operator, Traits
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.cpu import as_array
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.experts.cpu import pack_piece, stored_type
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.weight_formats import FLOAT_TYPES
 from moegraft.operators.weights import WeightSource, sampled
 
 if TYPE_CHECKING:
     from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
-
-# The type that stored weights are packed to, which is also that of the activations.
-DTYPES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.bfloat16, torch.float64: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class SparseExperts(Operator):
         self.num_experts = layout.num_experts
         self._draft = draft
         self._device = device
-        self._dtype: torch.dtype | None = None
+        self._weight_type = "stored"  # what that means is known when the weights are loaded; activations have this type as well
         self._arena: torch.Tensor | None = None  # (E, expert_bytes) uint8
         self._kernels: SparseSlotExperts | None = None
         self._number = register(self)
@@ -102,7 +100,7 @@ class SparseExperts(Operator):
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
         layout = read_layout(module)
-        packed = sparse_layout(layout.shape, layout.gate, _type_name(DTYPES[dtype]))
+        packed = sparse_layout(layout.shape, layout.gate, FLOAT_TYPES[dtype])
         return Footprint({str(options.device): layout.num_experts * packed.expert_bytes})
 
     @classmethod
@@ -118,8 +116,7 @@ class SparseExperts(Operator):
         yield sampled(self._arena)
 
     def placement(self) -> str:
-        dtype = "stored" if self._dtype is None else _type_name(self._dtype)
-        return f"experts: {self.name}, {dtype} on {self._device}, {self.sparsity.describe()}"
+        return f"experts: {self.name}, {self._weight_type} on {self._device}, {self.sparsity.describe()}"
 
     def statistics(self) -> Mapping[str, object]:
         return {"sparsity": self.sparsity.statistics()}
@@ -129,24 +126,15 @@ class SparseExperts(Operator):
         from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 
         layout = self.layout
-        dtype = DTYPES.get(source.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                f"{source.origin('down')}: dtype {source.dtype} cannot be an expert's weight; float32, float16 and bfloat16 are supported"
-            )
-        kernels = SparseSlotExperts(layout.shape, layout.gate, _type_name(dtype), self._device)
+        weight_type = stored_type(source.dtype, source.origin("down"))
+        kernels = SparseSlotExperts(layout.shape, layout.gate, weight_type, self._device)
         arena = torch.empty(layout.num_experts, kernels.expert_bytes, dtype=torch.uint8, device=self._device)
-        packed = PackedExperts(replace(layout, num_experts=1).shape, layout.gate, _type_name(dtype), sparse=True)  # one after another
+        packed = PackedExperts(replace(layout, num_experts=1).shape, layout.gate, weight_type, sparse=True)  # one after another
         for expert in range(layout.num_experts):
             for part in layout.parts():
-                piece = source.read_shaped(part, layout.part_shape(part), expert)
-                if part.endswith("_bias"):
-                    packed.pack_bias(0, part.removesuffix("_bias"), as_array(piece.float().contiguous()))
-                else:
-                    packed.pack(0, part, as_array(piece.to(dtype).contiguous()))
-                advance(piece.nbytes)
+                advance(pack_piece(packed, 0, layout, source, part, expert))
             arena[expert].copy_(torch.from_numpy(packed.buffer))
-        self._dtype, self._arena, self._kernels = dtype, arena, kernels
+        self._weight_type, self._arena, self._kernels = weight_type, arena, kernels
         self.sparsity.attach(kernels)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -162,7 +150,7 @@ class SparseExperts(Operator):
         top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
         if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self.sparsity.begin(len(hidden_states))
-        x = hidden_states.detach().to(device, self._dtype).contiguous()
+        x = hidden_states.detach().to(device, getattr(torch, self._weight_type)).contiguous()
         absent = (top_k_index < 0) | (top_k_index >= self.num_experts)
         slots = top_k_index.masked_fill(absent, -1).to(device, torch.int32).contiguous()
         if (observer := self.sparsity.observer) is not None:
@@ -179,7 +167,3 @@ class SparseExperts(Operator):
     def extra_repr(self) -> str:
         layout = self.layout
         return f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}"
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

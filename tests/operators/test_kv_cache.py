@@ -85,7 +85,7 @@ def followed(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_stay_close_and_the_cache_is_smaller(backend: str, load) -> None:  # type: ignore[no-untyped-def]
     ids = prompt(PROMPT + NEW, batch=1, seed=3)
-    for bits in kv_options.BITS[backend]:  # type: ignore[index]
+    for bits in kv_options.STORAGES[backend].bits:  # type: ignore[index]
         model = load(options=f"backend: {backend}, bits: {bits}")
         plain, quantised = DynamicCache(config=model.config), new_cache(model)
         expected, found = followed(model, plain, ids), followed(model, quantised, ids)

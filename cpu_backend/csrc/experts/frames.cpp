@@ -404,10 +404,10 @@ void ExpertFrames::demand(int number, Routing& routing, const Demand& call) {
   if (!demands_.empty() || !predictions_.empty()) shared_->work.notify_all();
 }
 
-void ExpertFrames::expect(int number, const std::vector<int>& experts) {
+void ExpertFrames::expect(int number, const std::vector<int>& experts, bool stay) {
   for (const int expert : experts) {
     Entry& each = entry({number, expert});
-    each.expected = true;  // one that is in memory stays until its layer comes
+    each.expected |= stay;
     if (each.state != State::kAbsent) continue;
     each.state = State::kQueued;
     predictions_.push_back({number, expert});
@@ -417,12 +417,7 @@ void ExpertFrames::expect(int number, const std::vector<int>& experts) {
 void ExpertFrames::ask(int number, const std::vector<int>& experts) {
   check_use();
   const std::lock_guard<std::mutex> lock(shared_->mutex);
-  for (const int expert : experts) {
-    Entry& each = entry({number, expert});
-    if (each.state != State::kAbsent) continue;
-    each.state = State::kQueued;
-    predictions_.push_back({number, expert});
-  }
+  expect(number, experts, false);
   if (!predictions_.empty()) shared_->work.notify_all();
 }
 

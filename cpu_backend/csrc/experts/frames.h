@@ -161,7 +161,8 @@ class ExpertFrames {
   void release(int frame);  // evicts, and the frame is free
   void start_reading(Key key, int frame, std::deque<Key>& queue);
   void require(Key key, std::unique_lock<std::mutex>& lock);
-  void expect(int layer, const std::vector<int>& experts);
+  // Queues reads of experts that are not in memory; with `stay`, those that are stay until their layer comes.
+  void expect(int layer, const std::vector<int>& experts, bool stay = true);
   void expect_all(int layer);
   void read();
   int read_piece(const Layer& layer, Key key, int piece, std::byte* frame, std::size_t& done) const;  // returns an error, or 0

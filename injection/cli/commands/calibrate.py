@@ -8,20 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from moegraft.injection.cli.options import (
-    PROGRAM,
-    GgufOption,
-    JsonOption,
-    LoadedModelOption,
-    ModelOptions,
-    OptionsError,
-    RulesOption,
-    ThreadsOption,
-    TrustOption,
-    VarOption,
-    option,
-)
-from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.options import PROGRAM, JsonOption, LoadedModelOptions, OptionsError, check_new_file, option, takes_options
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
@@ -30,7 +18,9 @@ if TYPE_CHECKING:
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def calibrate(
+    options: LoadedModelOptions,
     out: Annotated[Path | None, option("--out -o", "FILE", "The thresholds file to write.")] = None,
     routing: Annotated[
         Path | None, option("--routing", "FILE.npz", "Record the routers' choices: a profile for expert caches and weights.")
@@ -38,8 +28,6 @@ def calibrate(
     router_maps: Annotated[
         Path | None, option("--router-maps", "FILE", "Fit maps that name the experts of later layers: 'prefetch: {maps: FILE}' in rules.")
     ] = None,
-    model: LoadedModelOption = None,
-    rules: RulesOption = None,
     text: Annotated[Path | None, option("--text", "FILE", "Text like that of the model's later use; default: a short bundled one.")] = None,
     target: Annotated[
         list[float] | None, option("--target", "SHARE", "Sparsity to try, such as 0.85; may be repeated; default: 0.5, 0.7 and 0.85.")
@@ -52,10 +40,6 @@ def calibrate(
     tokens: Annotated[int, option("--tokens", "N", "Tokens of the text to use.", min=1)] = 65536,
     window: Annotated[int, option("--window", "N", "Tokens of one forward pass.", min=2)] = 512,
     force: Annotated[bool, option("--force", None, "Overwrite existing files.")] = False,
-    threads: ThreadsOption = 0,
-    var: VarOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Find the thresholds below which operators leave neurons of experts out, and measure what that costs; or record routing.
@@ -70,12 +54,8 @@ def calibrate(
     if out is None and routing is None and router_maps is None:
         raise OptionsError("nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or --router-maps FILE")
     for name, path in (("--out", out), ("--routing", routing), ("--router-maps", router_maps)):
-        if path is not None and path.exists() and not force:
-            raise OptionsError(f"{path} exists; give --force to overwrite it, or {name} with another FILE")
-    for path in (out, routing, router_maps):
-        if path is not None and not path.parent.is_dir():
-            raise OptionsError(f"{path}: the folder {path.parent} does not exist; create it first")
-    options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
+        if path is not None:
+            check_new_file(path, name, force=force)
     content = text_content(text, "calibration")
     from moegraft.injection.calibration import (
         CalibrationOptions,
@@ -86,8 +66,7 @@ def calibrate(
         work_tokens,
     )
     from moegraft.injection.calibration import calibrate as find_thresholds
-    from moegraft.injection.cli.models import load_model, model_of, rules_of, short_name, text_ids
-    from moegraft.injection.meta_model import find_model
+    from moegraft.injection.cli.models import find_source, load_model, rules_of, short_name, text_ids
     from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
     from moegraft.operators.thresholds import write_thresholds
@@ -98,21 +77,21 @@ def calibrate(
         raise OptionsError(str(error)) from error
     terminal = open_terminal()
     registry = load_registry()
-    source = find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf)
+    source = find_source(options)
     rule_file = read_rules(rules_of(options), vars=options.vars(), registry=registry)
     loaded = load_model(options, terminal, rule_file if out is None else sparse_rules(rule_file, registry))
     ids = text_ids(loaded, content, text, tokens)
     lines: list[str] = []
     data: dict[str, object] = {}
     if out is not None:
-        about = describe_source(loaded.model, source, name=short_name(model), text_sha256=hashlib.sha256(content).hexdigest())
+        about = describe_source(loaded.model, source, name=short_name(options.model), text_sha256=hashlib.sha256(content).hexdigest())
         with terminal.stage("calibrating", work_tokens(loaded.model, ids, run)) as advance:
             thresholds = find_thresholds(loaded.model, about, ids, run, advance)
         write_thresholds(thresholds, out)
         lines += _thresholds_lines(thresholds, out)
         data |= _thresholds_json(thresholds, out)
     if routing is not None:
-        name = f"{short_name(model)}, {text.name if text is not None else 'the bundled text'}"
+        name = f"{short_name(options.model)}, {text.name if text is not None else 'the bundled text'}"
         with terminal.stage("recording", len(ids)) as advance:
             trace = record_routing(loaded.model, ids, window, name, advance)
         trace.save(routing)
@@ -123,10 +102,7 @@ def calibrate(
             shares = fit_router_maps(loaded.model, ids, window, router_maps, advance)
         lines += _maps_lines(shares, router_maps)
         data["router_maps"] = {"file": router_maps, "named_by_routers": [a for a, _ in shares], "named_by_maps": [b for _, b in shares]}
-    if json:
-        write_json(terminal, data)
-    else:
-        terminal.write("\n".join(lines) + "\n")
+    write_result(terminal, lines, data, as_json=json)
 
 
 def _thresholds_lines(thresholds: Thresholds, out: Path) -> list[str]:

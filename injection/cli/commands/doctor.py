@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError, option
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_result
 from moegraft.operators.errors import error_sentence, human_bytes
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ def doctor(
     facts = gather()
     measured = measure_and_save(terminal, disk) if measure else store.load()
     problems = find_problems(facts)
-    if json:
-        write_json(terminal, _as_json(facts, problems, measured))
-    else:
-        _write(facts, problems, measured, terminal)
+    write_result(terminal, _lines(facts, problems, measured), _as_json(facts, problems, measured), as_json=json)
     if any(problem.severity == "error" for problem in problems):
         raise typer.Exit(FINDINGS)
 
@@ -80,13 +77,10 @@ def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
     network = measure_network()
     if network is None:
         return
-    if as_json:
-        write_json(terminal, asdict(network))
-    else:
-        rows = [("rank", "host", "us for a layer", "Gbit/s")]
-        rows += [(str(rank), link.host, f"{link.layer_us:.0f}", f"{link.gbit:.1f}") for rank, link in enumerate(network.links, 1)]
-        rows.append(("all", "", f"{network.all_us:.0f}", ""))
-        terminal.write("\n".join(columns(rows, right=(0, 2, 3))) + "\n")
+    rows = [("rank", "host", "us for a layer", "Gbit/s")]
+    rows += [(str(rank), link.host, f"{link.layer_us:.0f}", f"{link.gbit:.1f}") for rank, link in enumerate(network.links, 1)]
+    rows.append(("all", "", f"{network.all_us:.0f}", ""))
+    write_result(terminal, columns(rows, right=(0, 2, 3)), asdict(network), as_json=as_json)
     try:
         terminal.notice(f"saved in {save(network)}")
     except OSError as error:
@@ -141,14 +135,13 @@ def _save(measured: Measurements, terminal: Terminal) -> None:
         terminal.notice(f"not saved, so that the next command measures again: {error_sentence(error)}", style="yellow")
 
 
-def _write(facts: Facts, problems: list[Problem], measured: Measurements | None, terminal: Terminal) -> None:
+def _lines(facts: Facts, problems: list[Problem], measured: Measurements | None) -> list[str]:
     lines = columns(_rows(facts))
     if measured is not None:
         lines += ["", *_measured_lines(measured)]
     else:
         lines += ["", "speed: not measured with these versions; run: moegraft doctor --measure"]
-    lines += ["", *(str(problem) for problem in problems)] if problems else ["", "no problems"]
-    terminal.write("\n".join(lines) + "\n")
+    return [*lines, "", *(map(str, problems) if problems else ["no problems"])]
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:

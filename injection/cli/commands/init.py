@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,17 +14,13 @@ from moegraft.injection.cli.commands.plan import as_json, gap_text
 from moegraft.injection.cli.options import (
     BUNDLED,
     PROGRAM,
-    GgufOption,
-    GpuBandwidthOption,
-    GpuMemoryOption,
     JsonOption,
-    LinkBandwidthOption,
-    ModelOption,
+    MetaModelOptions,
     ModelOptions,
     OptionsError,
-    RamOption,
-    TrustOption,
+    TargetOptions,
     option,
+    takes_options,
 )
 from moegraft.injection.cli.output import FINDINGS, Json, Terminal, diagnostic_json, open_terminal, plural, user_errors, write_json
 from moegraft.injection.rules import Diagnostic, RuleErrors, read_rules
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = Path("-")
 
 
-def from_ktransformers(source: Path, model: str | None, output: Path, terminal: Terminal, *, trust_remote_code: bool, json: bool) -> None:
+def from_ktransformers(source: Path, options: ModelOptions, output: Path, terminal: Terminal, *, json: bool) -> None:
     """Convert a KTransformers rule file, write the result if at least one rule is converted, and report the rules that are left out.
 
     Raises:
@@ -54,14 +50,14 @@ def from_ktransformers(source: Path, model: str | None, output: Path, terminal: 
     from moegraft.operators.structure import kinds
 
     rules = read_their_rules(source)
-    meta_model = open_meta_model(ModelOptions(model, trust_remote_code=trust_remote_code)) if model is not None else None
+    meta_model = open_meta_model(options) if options.model is not None else None
     paths = Paths.typical()
     if meta_model is not None:
         by_path = {path: kinds(path, module, meta_model.skeleton) for path, module in meta_model.skeleton.named_modules()}
         experts, linears = (tuple(path for path, of in by_path.items() if kind in of) for kind in ("experts", "linear"))
         paths = Paths(experts, linears)
     outcomes = convert(rules, paths)
-    text = file_text(outcomes, source, f"{model} ({meta_model.model_class})" if meta_model is not None else None)
+    text = file_text(outcomes, source, f"{options.model} ({meta_model.model_class})" if meta_model is not None else None)
     mapped = sum(outcome.operator not in (None, "default") for outcome in outcomes)
     checked = _check(text, meta_model) if mapped else ()
     findings = (*diagnostics(outcomes), *checked)
@@ -135,8 +131,10 @@ CONTEXT = 4096
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def init(
-    model: ModelOption = None,
+    options: MetaModelOptions,
+    stated: TargetOptions,
     output: Annotated[Path, option("--output --out -o", "FILE", "The file to write; - is standard output.")] = Path("rules.yaml"),
     from_ktransformers_file: Annotated[
         Path | None, option("--from-ktransformers", "FILE", "Convert this KTransformers rule file; with --model, for that model.")
@@ -145,14 +143,8 @@ def init(
         Goal | None,
         option("--goal", None, "Fast answers (decode, the default), fast prompts (prefill), or the most exact that fits (quality)."),
     ] = None,
-    ram: RamOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    gpu_bandwidth: GpuBandwidthOption = None,
-    link_bandwidth: LinkBandwidthOption = None,
     context: Annotated[int | None, option("--context", "N", f"Tokens of a sequence, prompt and answer; default: {CONTEXT}.", min=1)] = None,
     force: Annotated[bool, option("--force", None, "Overwrite an existing file.")] = False,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Write a rule file for this machine and this model: the best of all combinations of weight types, by prediction.
@@ -162,23 +154,21 @@ def init(
     rules of that file are converted one by one, and those left out are listed. Exit code 0: the file is written; 1: nothing fits,
     or no rule can be converted; 2: a file or the model cannot be read, or the command is wrong.
     """
-    stated = {"ram": ram, "gpu_memory": gpu_memory, "gpu_bandwidth": gpu_bandwidth, "link_bandwidth": link_bandwidth}
     if output != STANDARD_OUTPUT and output.exists() and not force:
         raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
-        given = {"goal": goal, **stated, "context": context, "gguf": gguf}
+        given = {"goal": goal, **asdict(stated), "context": context, "gguf": options.gguf}
         names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
         if names:
             raise OptionsError(f"{', '.join(names)}: --from-ktransformers converts a file and predicts nothing; use moegraft plan for that")
-        from_ktransformers(from_ktransformers_file, model, output, terminal, trust_remote_code=trust_remote_code, json=json)
+        from_ktransformers(from_ktransformers_file, options, output, terminal, json=json)
     else:
-        options = ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code)
         _predict_and_write(options, goal or "decode", context or CONTEXT, stated, output, terminal, json=json)
 
 
 def _predict_and_write(
-    options: ModelOptions, goal: Goal, context: int, stated: Mapping[str, Any], output: Path, terminal: Terminal, *, json: bool
+    options: ModelOptions, goal: Goal, context: int, stated: TargetOptions, output: Path, terminal: Terminal, *, json: bool
 ) -> None:
     from moegraft.injection.candidates import candidates, choose, file_text, packed_folder
     from moegraft.injection.cli.models import open_meta_model, target_machine
@@ -186,9 +176,9 @@ def _predict_and_write(
     from moegraft.injection.estimate.memory import Workload
     from moegraft.operators.registry import load_registry
 
-    target_machine(None, **stated)  # reports errors of the options before a measurement, which takes a minute
+    target_machine(None, stated)  # reports errors of the options before a measurement, which takes a minute
     meta_model = open_meta_model(options)
-    target = target_machine(store.load() or measure_and_save(terminal), **stated)
+    target = target_machine(store.load() or measure_and_save(terminal), stated)
     load = Workload(context, 1, min(512, context))
     tried = candidates(meta_model, load, target, load_registry())
     chosen = choose(tried, goal)

@@ -9,22 +9,15 @@ import typer
 
 from moegraft.injection.cli.options import (
     PROGRAM,
-    GgufOption,
-    GpuBandwidthOption,
-    GpuMemoryOption,
     JsonOption,
-    LinkBandwidthOption,
-    ModelOption,
-    ModelOptions,
     OptionsError,
-    RamOption,
-    RulesArgument,
-    TrustOption,
-    VarOption,
+    PlannedModelOptions,
+    TargetOptions,
     option,
     parse_sizes,
+    takes_options,
 )
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_json
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, user_errors, write_result
 from moegraft.operators.errors import UnsupportedModelError, human_bytes
 
 if TYPE_CHECKING:
@@ -38,18 +31,13 @@ GPU_FIGURES = ("count", "weights", "kv_cache", "reserve", "slots", "needed", "av
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def plan(
-    rules: RulesArgument = None,
-    model: ModelOption = None,
+    options: PlannedModelOptions,
+    stated: TargetOptions,
     context: Annotated[int, option("--context", "N", "Tokens a sequence holds, prompt and answer.", min=1)] = 4096,
     prompt: Annotated[int, option("--prompt", "N", "Tokens of a prompt, computed at once.", min=1)] = 512,
     batch: Annotated[int, option("--batch", "N", "Sequences at once.", min=1)] = 1,
-    ram: RamOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    gpu_bandwidth: GpuBandwidthOption = None,
-    link_bandwidth: LinkBandwidthOption = None,
-    var: VarOption = None,
-    gguf: GgufOption = None,
     nodes: Annotated[
         str | None, option("--nodes", "N|SIZES", "Machines that share the experts: their number, or each one's memory.")
     ] = None,
@@ -60,7 +48,6 @@ def plan(
         bool, option("--train", None, "Plan to train LoRA adapters instead, in steps of --batch rows of --prompt tokens.")
     ] = False,
     rank: Annotated[int, option("--rank", "R", "Of these adapters, on all linear layers but the head.", min=1)] = 16,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show the memory that a model needs with these rules, at rest, while loading and running, and its predicted speed.
@@ -69,7 +56,6 @@ def plan(
     for the GPUs of this machine, or those that --gpu-memory states. Exit code 0: the model fits; 1: it does not fit, or the rules
     are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
     from moegraft.injection.cli.models import model_and_rules, target_machine
     from moegraft.injection.estimate import measure as store
     from moegraft.injection.estimate.forecast import divided_forecast, forecast
@@ -77,35 +63,28 @@ def plan(
     from moegraft.injection.estimate.training import TrainingLoad
     from moegraft.injection.planning import plan as make_plan
 
-    target = target_machine(store.load(), ram=ram, gpu_memory=gpu_memory, gpu_bandwidth=gpu_bandwidth, link_bandwidth=link_bandwidth)
+    target = target_machine(store.load(), stated)
     meta_model, rule_file, registry = model_and_rules(options)
     planned = make_plan(meta_model, rule_file, registry=registry)
     workload = Workload(context, batch, min(prompt, context))
     if train:
         if nodes is not None:
             raise OptionsError("--train plans for one machine: experts in several processes have no gradients; remove --nodes")
-        if not _write_training(TrainingLoad(batch, prompt, rank), PlannedModel(meta_model, planned, registry), target, json=json):
-            raise typer.Exit(FINDINGS)
-        return
-    if nodes is not None:
+        lines, data = _training(TrainingLoad(batch, prompt, rank), PlannedModel(meta_model, planned, registry), target)
+    elif nodes is not None:
         counted = nodes.strip().isdigit() and int(nodes) >= 1  # machines that are only counted have this one's memory
         memory = (target.available_bytes,) * int(nodes) if counted else parse_sizes(nodes, "--nodes") or ()
         divided = divided_forecast(meta_model, rule_file, planned, workload, memory, target, registry, network, store.load_network())
-        _write_divided(divided, meta_model, planned, open_terminal(), as_json=json)
-        if not divided.fits:
-            raise typer.Exit(FINDINGS)
-        return
-    figures = forecast(meta_model, planned, workload, target, registry)
-    terminal = open_terminal()
-    if json:
-        write_json(terminal, as_json(figures, meta_model))
+        lines, data = _divided(divided, meta_model, planned)
     else:
-        _write(figures, meta_model, terminal)
-    if not figures.fits:
+        figures = forecast(meta_model, planned, workload, target, registry)
+        lines, data = _lines(figures, meta_model), as_json(figures, meta_model)
+    write_result(open_terminal(), lines, data, as_json=json)
+    if not data["ok"]:
         raise typer.Exit(FINDINGS)
 
 
-def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None:
+def _lines(figures: Forecast, meta_model: MetaModel) -> list[str]:
     from moegraft.operators.cpu import kernel_in_use
 
     memory, load, kernel = figures.memory, figures.load, kernel_in_use()
@@ -132,23 +111,20 @@ def _write(figures: Forecast, meta_model: MetaModel, terminal: Terminal) -> None
     if not figures.fits:
         lines += [f"it does not fit: {gap_text(figures)}; changes that would make it fit:"]
         lines += [f"  - {sentence}" for sentence in figures.would_fit]
-    terminal.write("\n".join(lines) + "\n")
+    return lines
 
 
-def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMachine, *, json: bool) -> bool:
-    """Write the figures of training; return whether the memory is enough."""
+def _training(load: TrainingLoad, planned: PlannedModel, target: TargetMachine) -> tuple[list[str], Json]:
+    """Return the figures of training as text and as JSON."""
     from moegraft.injection.estimate.forecast import tokens_text
     from moegraft.injection.estimate.training import training_forecast
 
     untrained = planned.plan.untrained
     if untrained is not None:
         raise UnsupportedModelError(f"this model cannot be trained with these rules: {untrained}")
-    figures, terminal = training_forecast(planned, load, target.measured), open_terminal()
+    figures = training_forecast(planned, load, target.measured)
     fits = figures.peak <= target.available_bytes
-    if json:
-        sums = {"step": figures.step, "peak": figures.peak, "available": target.available_bytes}
-        write_json(terminal, {"ok": fits, **asdict(figures), **sums})
-        return fits
+    sums = {"step": figures.step, "peak": figures.peak, "available": target.available_bytes}
     rows = [
         ("weights", human_bytes(figures.weights), f"frozen; with {human_bytes(figures.program)} of Python and its libraries"),
         ("adapters", human_bytes(figures.adapters), f"{figures.parameters:,} parameters of rank {load.rank}, gradients and AdamW"),
@@ -168,17 +144,13 @@ def _write_training(load: TrainingLoad, planned: PlannedModel, target: TargetMac
     if not fits:
         needed, free = human_bytes(figures.peak), human_bytes(target.available_bytes)
         lines.append(f"it does not fit: {needed} are needed and {free} are free; give fewer tokens in a step, or a smaller weight type")
-    terminal.write("\n".join(lines) + "\n")
-    return fits
+    return lines, {"ok": fits, **asdict(figures), **sums}
 
 
-def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan, terminal: Terminal, *, as_json: bool) -> None:
+def _divided(divided: DividedForecast, meta_model: MetaModel, planned: Plan) -> tuple[list[str], Json]:
+    """Return the figures of several machines as text and as JSON."""
     from moegraft.injection.estimate.forecast import tokens_text
 
-    if as_json:
-        rows: list[Json] = [asdict(node) for node in divided.nodes]
-        write_json(terminal, {"ok": divided.fits, "nodes": rows, "speed": asdict(divided.speed) if divided.speed else None})
-        return
     table = [("rank", "experts", "needed", "free", "")]
     for node in divided.nodes:
         gap = "" if node.fits else "does not fit"
@@ -192,7 +164,8 @@ def _write_divided(divided: DividedForecast, meta_model: MetaModel, planned: Pla
         lines.append(
             f"predicted: decode {decode}, prefill {prefill}, if all are as fast as this machine, with {divided.network_gbit:g} Gbit/s"
         )
-    terminal.write("\n".join(lines) + "\n")
+    nodes = [asdict(node) for node in divided.nodes]
+    return lines, {"ok": divided.fits, "nodes": nodes, "speed": asdict(divided.speed) if divided.speed else None}
 
 
 def _gpu_lines(figures: Forecast, exact: str) -> list[str]:

@@ -5,20 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from moegraft.injection.cli.options import (
-    PROGRAM,
-    GgufOption,
-    JsonOption,
-    LoadedModelOption,
-    ModelOptions,
-    OptionsError,
-    ThreadsOption,
-    TrustOption,
-    option,
-)
-from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.options import PROGRAM, Fields, JsonOption, ModelOptions, OptionsError, check_new_file, option, takes_options
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
@@ -31,10 +21,15 @@ NO_IMATRIX = "none"
 DEFAULT_TYPE = "Q4_K"
 DEFAULT_TOKENS = 16384
 FEW_TOKENS = 512  # llama.cpp refuses less than a context of as many
+_RulesOption: TypeAlias = Annotated[
+    str | None, option("--rules", "FILE", "Rules that the model is run with over that text, where memory is short; default: cpu.")
+]
 
 
 @user_errors(PROGRAM)
+@takes_options
 def quantize(
+    options: Annotated[ModelOptions, Fields("model", "rules", "gguf", "threads", "trust_remote_code", rules=_RulesOption)],
     out: Annotated[Path, option("--out -o", "FILE.gguf", "The file to write.")],
     weights: Annotated[
         str,
@@ -45,7 +40,6 @@ def quantize(
             "such a mapping.",
         ),
     ] = DEFAULT_TYPE,
-    model: LoadedModelOption = None,
     imatrix: Annotated[
         str | None,
         option(
@@ -55,15 +49,9 @@ def quantize(
             "none: all count equally; default: a short bundled text.",
         ),
     ] = None,
-    rules: Annotated[
-        str | None, option("--rules", "FILE", "Rules that the model is run with over that text, where memory is short; default: cpu.")
-    ] = None,
     tokens: Annotated[int, option("--tokens", "N", "Tokens of the text to use.", min=1)] = DEFAULT_TOKENS,
     window: Annotated[int, option("--window", "N", "Tokens of one forward pass.", min=2)] = 512,
     force: Annotated[bool, option("--force", None, "Overwrite an existing file.")] = False,
-    threads: ThreadsOption = 0,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Quantise a model's weights, and write them to a GGUF file.
@@ -76,16 +64,11 @@ def quantize(
     """
     if out.is_dir():
         raise OptionsError(f"--out {out} is a folder; give the name of a file in it, such as {out / 'model.gguf'}")
-    if out.exists() and not force:
-        raise OptionsError(f"{out} exists; give --force to overwrite it, or --out with another FILE")
     if out.suffix != ".gguf":
         raise OptionsError(f"--out {out}: the name of a GGUF file ends with .gguf")
-    if not out.parent.is_dir():
-        raise OptionsError(f"{out}: the folder {out.parent} does not exist; create it first")
-    options = ModelOptions(model, rules, gguf=gguf, threads=threads, trust_remote_code=trust_remote_code)
+    check_new_file(out, "--out", force=force)
     from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, with_written_mtp, write_export
-    from moegraft.injection.cli.models import model_of, quiet_libraries, short_name
-    from moegraft.injection.meta_model import build_meta_model
+    from moegraft.injection.cli.models import open_meta_model, short_name
     from moegraft.operators.atomic_file import NotNeededError, new_file
     from moegraft.operators.errors import human_bytes
     from moegraft.operators.weight_formats import GGUF_TYPES
@@ -96,8 +79,7 @@ def quantize(
         raise OptionsError(f"--weights: {error}") from error
     text = text_content(None if imatrix in (None, NO_IMATRIX) else Path(imatrix), "calibration")
     terminal = open_terminal()
-    quiet_libraries()
-    meta = build_meta_model(model_of(options), weights=True, gguf=gguf, trust_remote_code=trust_remote_code)
+    meta = open_meta_model(options, weights=True)
     written = with_written_mtp(meta)
     assert written.weights is not None, "a model that is built with its weights has them"
     plan = plan_export(written.weights, written.skeleton, choices)
@@ -109,7 +91,7 @@ def quantize(
             os.posix_fallocate(file.fileno(), 0, plan.nbytes)
             raise NotNeededError
         importance = _importance(options, meta, text, str(imatrix), tokens, window, terminal)
-    name = short_name(model)
+    name = short_name(options.model)
     with terminal.stage("quantising", plan.nbytes, "B") as advance:
         notices = write_export(plan, out, meta.source.folder, name, importance, advance, replace=force)
     if meta.mtp_bytes and not plan.further:
@@ -118,10 +100,7 @@ def quantize(
         )
     for notice in (*rounded, *_fallbacks(plan), *notices):
         terminal.notice(notice)
-    if json:
-        write_json(terminal, _as_json(plan, out, importance))
-    else:
-        terminal.write("\n".join(_lines(plan, out, options)) + "\n")
+    write_result(terminal, _lines(plan, out, options), _as_json(plan, out, importance), as_json=json)
 
 
 def _importance(

@@ -6,21 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 from moegraft.injection.cli.options import (
     PROGRAM,
-    GgufOption,
+    Fields,
     JsonOption,
-    ModelOption,
+    MetaModelOptions,
     ModelOptions,
     OptionsError,
-    RulesArgument,
-    TrustOption,
-    VarOption,
+    PlannedModelOptions,
     option,
+    takes_options,
 )
 from moegraft.injection.cli.output import (
     FINDINGS,
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
 
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
 Outcome = Literal["won", "lost", "not tried"]
+_CheckedModelOption: TypeAlias = Annotated[
+    str | None, option("--model", "NAME", "Check the rules for this model as well: hub id or folder; config.json is enough.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +65,24 @@ class Checked:
 
 
 @user_errors(PROGRAM)
+@takes_options
 def check(
     rules: Annotated[list[str], typer.Argument(metavar="RULES", help="Rule files, or names of shipped ones.")],
-    model: Annotated[
-        str | None, option("--model", "NAME", "Check the rules for this model as well: hub id or folder; config.json is enough.")
-    ] = None,
-    var: VarOption = None,
-    gguf: GgufOption = None,
+    options: Annotated[ModelOptions, Fields("model", "var", "gguf", "trust_remote_code", model=_CheckedModelOption)],
     strict: Annotated[bool, option("--strict", None, "Warnings count as errors.")] = False,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Check rule files, by themselves and with --model for that model. No weights are read.
 
     Exit code 0: no errors; 1: errors; 2: a file or the model cannot be read, or the command is wrong.
     """
-    if gguf is not None and model is None:
-        raise OptionsError(f"--gguf {gguf}: give --model, the folder or hub id that has the config of this file")
-    options = ModelOptions(model, var=var or [], gguf=gguf, trust_remote_code=trust_remote_code)
+    if options.gguf is not None and options.model is None:
+        raise OptionsError(f"--gguf {options.gguf}: give --model, the folder or hub id that has the config of this file")
     from moegraft.injection.cli.models import open_meta_model
     from moegraft.operators.registry import load_registry
 
     registry = load_registry()
-    meta_model = open_meta_model(options) if model is not None else None
+    meta_model = open_meta_model(options) if options.model is not None else None
     checked = [_checked(file, options.vars(), meta_model, registry) for file in rules]
     terminal = open_terminal()
     if json:
@@ -163,14 +160,11 @@ class Trial:
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def explain(
-    rules: RulesArgument = None,
-    model: ModelOption = None,
+    options: PlannedModelOptions,
     module: Annotated[str | None, option("--module", "PATH", "Show for this module only why each rule takes it or does not.")] = None,
     each: Annotated[bool, option("--each", None, "Print a line for each module instead of one for a run of layers.")] = False,
-    var: VarOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show which rule takes which module of a model, with which operator, options and bytes. No weights are read.
@@ -180,7 +174,6 @@ def explain(
     from moegraft.injection.cli.models import model_and_rules
 
     terminal = open_terminal()
-    options = ModelOptions(model, rules, var or [], gguf, trust_remote_code=trust_remote_code)
     meta_model, rule_file, registry = model_and_rules(options)
     explained = explanation(meta_model, rule_file, registry)
     trials = explained.trials(module) if module is not None else None
@@ -361,12 +354,11 @@ def swap_json(swap: Swap) -> Mapping[str, object]:
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A rule file, or the name of a shipped one.")],
     after: Annotated[str, typer.Argument(metavar="B", help="The file to compare it with.")],
-    model: ModelOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
+    options: MetaModelOptions,
     json: JsonOption = False,
 ) -> None:
     """Show what changes for a model from rule file A to rule file B, module by module. No weights are read.
@@ -379,7 +371,7 @@ def diff(
 
     registry = load_registry()
     rules = [read_rules(file, registry=registry) for file in (before, after)]
-    meta_model = open_meta_model(ModelOptions(model, gguf=gguf, trust_remote_code=trust_remote_code))
+    meta_model = open_meta_model(options)
     first, second = (plan(meta_model, rule_file, registry=registry) for rule_file in rules)
     changes = differences(first, second)
     terminal = open_terminal()

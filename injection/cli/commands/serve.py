@@ -7,12 +7,12 @@ import signal
 import socket
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, option, parse_size, takes_options, talks_to_user
+from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options, talks_to_user
 from moegraft.injection.cli.output import Terminal, importing, library_log, open_terminal, user_errors
+from moegraft.injection.cli.serve.limits import Limits, setting
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service
@@ -24,105 +24,34 @@ SPARE_CONNECTIONS = 128  # beside those of requests that run or wait, for idle c
 SHUTDOWN_S = 5  # how long streams may take to end once their answers have ended
 
 
-_option = partial(option, rich_help_panel="Server")
-
-
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The server's address, key and limits."""
+    """The server's address, key, names and adapters."""
 
-    host: Annotated[str, _option("--host", "ADDRESS", "Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1"
-    port: Annotated[int, _option("--port", "N", "Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
+    host: Annotated[str, setting("--host", "ADDRESS", "Address to listen on; 0.0.0.0: every network.")] = "127.0.0.1"
+    port: Annotated[int, setting("--port", "N", "Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
     api_key: Annotated[
-        str | None, _option("--api-key", "KEY", "Key that clients must send; better set in the environment.", envvar="MOEGRAFT_API_KEY")
+        str | None, setting("--api-key", "KEY", "Key that clients must send; better set in the environment.", envvar="MOEGRAFT_API_KEY")
     ] = None
-    max_queue: Annotated[int, _option("--max-queue", "N", "Requests that may wait; others are refused with 429.", min=1)] = 64
-    max_batch: Annotated[
-        int | None,
-        _option(
-            "--max-batch",
-            "N",
-            "Requests answered at once; each holds its own context. Default: 32, or 1 if decode steps are captured for a GPU, where one "
-            "answer is several times faster.",
-            min=1,
-        ),
-    ] = None
-    max_tokens: Annotated[int, _option("--max-tokens", "N", "Maximum length of an answer, in tokens.", min=1)] = 4096
-    max_body: Annotated[
-        int | None,
-        _option(
-            "--max-body",
-            "BYTES",
-            "Maximum request size; larger ones are refused with 413. Default: 1 MiB, or 16 MiB if the model reads images.",
-            min=1,
-        ),
-    ] = None
-    image_folder: Annotated[
-        Path | None,
-        _option("--image-folder", "FOLDER", "Requests may name images in this folder, as file:///PATH; by default none."),
-    ] = None
-    prefill_chunk: Annotated[
-        int, _option("--prefill-chunk", "N", "Prompt tokens computed between two decode steps of other answers; 0: all.", min=0)
-    ] = 512
-    max_client: Annotated[
-        int | None, _option("--max-client", "N", "Requests of one address that may wait; default: 7/8 of --max-queue.", min=1)
-    ] = None
-    kv_memory: Annotated[
-        str | None,
-        _option("--kv-memory", "SIZE", "Memory for keys and values, such as 8GiB; requests wait for it. Default: half of what is free."),
-    ] = None
-    prefix_cache: Annotated[
-        str | None,
-        _option("--prefix-cache", "SIZE", "Of --kv-memory, for conversations that may go on, such as 2GiB; 0: none. Default: half."),
-    ] = None
-    prefix_cache_dir: Annotated[
-        Path | None,
-        _option("--prefix-cache-dir", "FOLDER", "Also keep conversations in this folder, for the server to continue after a restart."),
-    ] = None
-    prefix_cache_disk: Annotated[
-        str | None,
-        _option(
-            "--prefix-cache-disk",
-            "SIZE",
-            "Limit of the files in --prefix-cache-dir, such as 50GiB. Default: a quarter of the free disk space.",
-        ),
-    ] = None
-    batch_invariant: Annotated[
-        bool,
-        _option(
-            "--batch-invariant",
-            None,
-            "Exactly the same answer whatever else is answered. Otherwise greedy texts may differ alone and beside others, as "
-            "rounding depends on the batch. Each token of each answer has a pass of its own: about a third of the tokens per second with "
-            "8 clients.",
-        ),
-    ] = False
     served_model_name: Annotated[
         list[str] | None,
-        _option("--served-model-name", "NAME", "Name of the model in requests; may be repeated. '*': any name is answered as well."),
+        setting("--served-model-name", "NAME", "Name of the model in requests; may be repeated. '*': any name is answered as well."),
     ] = None
     adapter: Annotated[
         list[str] | None,
-        _option("--adapter", "NAME=FOLDER", "LoRA adapter, which answers requests for the model NAME; may be repeated."),
+        setting("--adapter", "NAME=FOLDER", "LoRA adapter, which answers requests for the model NAME; may be repeated."),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
-        _option("--allow-origin", "ORIGIN", "Site whose pages may call the server, as https://example.org; may be repeated. '*': any."),
+        setting("--allow-origin", "ORIGIN", "Site whose pages may call the server, as https://example.org; may be repeated. '*': any."),
     ] = None
-    strict: Annotated[bool, _option("--strict", None, "Refuse parameters that would be ignored, as they have no effect here.")] = False
-    grace: Annotated[int, _option("--grace", "SECONDS", "Time for running answers to end when the server is stopped.", min=0)] = 10
+    grace: Annotated[int, setting("--grace", "SECONDS", "Time for running answers to end when the server is stopped.", min=0)] = 10
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError("--api-key is empty; give a key, or leave it out")
         if self.api_key is not None and not all("!" <= sign <= "~" for sign in self.api_key):
             raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
-        if self.image_folder is not None and not self.image_folder.is_dir():
-            raise ValueError(f"--image-folder {self.image_folder}: there is no such folder")
-        if self.prefix_cache_dir is not None and self.prefix_cache_dir.exists() and not self.prefix_cache_dir.is_dir():
-            raise ValueError(f"--prefix-cache-dir {self.prefix_cache_dir}: this is a file; give a folder")
-        if self.prefix_cache_disk is not None and self.prefix_cache_dir is None:
-            raise ValueError("--prefix-cache-disk limits --prefix-cache-dir, which is missing; give both")
         self.adapters()
 
     def adapters(self) -> dict[str, str]:
@@ -143,8 +72,8 @@ class ServeOptions:
 
 
 @user_errors(PROGRAM, together=True)
-@takes_options(ModelOptions, ServeOptions)
-def serve(model: ModelOptions, options: ServeOptions) -> None:
+@takes_options
+def serve(model: ModelOptions, limits: Limits, options: ServeOptions) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's interfaces, with a chat page at /.
 
     Requests are decoded as one batch where the model supports it, else one at a time; the log has the reason. Routes: /v1/chat/completions,
@@ -153,40 +82,21 @@ def serve(model: ModelOptions, options: ServeOptions) -> None:
     --grace seconds; a second signal ends it at once.
     """
     _require_server()
-    memory, prefixes = parse_size(options.kv_memory, "--kv-memory"), parse_size(options.prefix_cache, "--prefix-cache")
-    on_disk = parse_size(options.prefix_cache_disk, "--prefix-cache-disk")
-    if options.prefix_cache_dir is not None and prefixes == 0:
-        raise OptionsError("--prefix-cache-dir needs some --prefix-cache in memory, from which it is written; leave --prefix-cache 0 out")
     terminal = open_terminal()
     # Before weights are read, so that an address in use is reported at once.
     listening = _listen(options.host, options.port) if talks_to_user() else socket.socket()
     with listening, library_log(terminal):
         with importing(terminal):
             from moegraft.injection.cli.models import load_model
-            from moegraft.injection.cli.serve.service import Limits, Service
+            from moegraft.injection.cli.serve.service import Service
             from moegraft.injection.injected import injection_of
 
-        limits = Limits(
-            max_queue=options.max_queue,
-            max_tokens=options.max_tokens,
-            max_body=options.max_body,
-            max_batch=options.max_batch,
-            prefill_chunk=options.prefill_chunk,
-            max_client=options.max_client,
-            kv_memory=memory,
-            prefix_cache=prefixes,
-            prefix_folder=options.prefix_cache_dir,
-            prefix_disk=on_disk,
-            batch_invariant=options.batch_invariant,
-            strict=options.strict,
-            image_folder=options.image_folder,
-        )
         loaded = load_model(model, terminal, adapters=options.adapters())
         injection = injection_of(loaded.model)
         group = None if injection is None else injection.context.expert_group
         service = Service(loaded, limits, options.served_model_name or ())
         try:
-            _run(service, listening, options, terminal, group)
+            _run(service, listening, limits, options, terminal, group)
         finally:
             service.close()
         if group is not None:
@@ -210,7 +120,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror or error}; give another --host or --port") from error
 
 
-def _run(service: Service, listening: socket.socket, options: ServeOptions, terminal: Terminal, group: ExpertGroup | None) -> None:
+def _run(
+    service: Service, listening: socket.socket, limits: Limits, options: ServeOptions, terminal: Terminal, group: ExpertGroup | None
+) -> None:
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app, server_config
@@ -239,7 +151,7 @@ def _run(service: Service, listening: socket.socket, options: ServeOptions, term
     terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
     # On another address, clients use names that are not known here.
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None, options.allow_origin or ())
-    most = options.max_queue + (options.max_batch or MAX_BATCH) + SPARE_CONNECTIONS
+    most = limits.max_queue + (limits.max_batch or MAX_BATCH) + SPARE_CONNECTIONS
     config = server_config(app, most, log_level="warning", timeout_graceful_shutdown=options.grace + SHUTDOWN_S)
     server = Server(config)
     if group is not None:

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegraft.injection.cli.options import (
-    PROGRAM,
-    GgufOption,
-    JsonOption,
-    LoadedModelOption,
-    ModelOptions,
-    RulesOption,
-    ThreadsOption,
-    TrustOption,
-    VarOption,
-    option,
-)
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, plural, user_errors, write_json
+from moegraft.injection.cli.options import PROGRAM, JsonOption, LoadedModelOptions, option, takes_options
+from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
@@ -31,15 +20,11 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def verify(
-    model: LoadedModelOption = None,
-    rules: RulesOption = None,
+    options: LoadedModelOptions,
     text: Annotated[Path | None, option("--text", "FILE", "Text to use; default: the Gettysburg address.")] = None,
     tokens: Annotated[int, option("--tokens", "N", "Tokens of the text to use.", min=2)] = 256,
-    threads: ThreadsOption = 0,
-    var: VarOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Compare the injected model with the stock one on real text: every replaced module, the logits and the perplexity.
@@ -47,33 +32,28 @@ def verify(
     One stock module is in memory at a time, so the stock model need not fit. Exit code 0: every error is within the limit of its
     weight type; 1: one is not, or the rules are wrong; 2: a file or the model cannot be read, or the command is wrong.
     """
-    options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text_content(text, "gettysburg")
-    from moegraft.injection.cli.models import load_model, model_of, text_ids
-    from moegraft.injection.meta_model import find_model
+    from moegraft.injection.cli.models import find_source, load_model, text_ids
     from moegraft.injection.verify import verify as compare
 
     terminal = open_terminal()
     loaded = load_model(options, terminal)
     ids = text_ids(loaded, content, text, min(tokens, loaded.context_tokens or tokens), least=2)
     with terminal.stage(f"comparing on {len(ids)} tokens"):
-        verification = compare(loaded.model, find_model(model_of(options), trust_remote_code=trust_remote_code, gguf=gguf), ids)
-    if json:
-        write_json(terminal, _as_json(verification))
-    else:
-        _write(verification, terminal)
+        verification = compare(loaded.model, find_source(options), ids)
+    write_result(terminal, _lines(verification), _as_json(verification), as_json=json)
     if not verification.ok:
         raise typer.Exit(FINDINGS)
 
 
-def _write(verification: Verification, terminal: Terminal) -> None:
+def _lines(verification: Verification) -> list[str]:
     rows: list[tuple[str, ...]] = [("module", "operator", "weights", "relative error", "cosine", "limit", "")]
     rows += [_row(layer) for layer in verification.layers]
     logits = verification.logits
     left_out = f"{100 * (verification.left_out or 0):.1f} % of the routed ones"
-    lines = columns(rows, right=(3, 4, 5))
-    lines += [f"{path}: not compared, no token reaches it" for path in verification.unreached]
-    lines += [
+    return [
+        *columns(rows, right=(3, 4, 5)),
+        *(f"{path}: not compared, no token reaches it" for path in verification.unreached),
         f"logits over {logits.positions} positions: KL(stock || injected) {logits.kl_nats:.3g} nats, "
         f"the same likeliest token at {100 * logits.top1_agreement:.1f} %",
         *(
@@ -89,7 +69,6 @@ def _write(verification: Verification, terminal: Terminal) -> None:
         f"perplexity: stock {logits.stock_perplexity:.4g}, injected {logits.injected_perplexity:.4g}",
         verdict(verification),
     ]
-    terminal.write("\n".join(lines) + "\n")
 
 
 def _row(layer: LayerError) -> tuple[str, ...]:
@@ -133,15 +112,11 @@ def _as_json(verification: Verification) -> Json:
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
+@takes_options
 def drafts(
-    model: LoadedModelOption = None,
-    rules: RulesOption = None,
+    options: LoadedModelOptions,
     text: Annotated[Path | None, option("--text", "FILE", "Text to verify; default: the Gettysburg address.")] = None,
     longest: Annotated[int, option("--longest", "N", "Tokens of the longest draft.", min=1, max=15)] = 7,
-    threads: ThreadsOption = 0,
-    var: VarOption = None,
-    gguf: GgufOption = None,
-    trust_remote_code: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Measure drafting and verifying 1 to N tokens, and show the acceptance at which each length of draft is as fast as plain decoding.
@@ -150,7 +125,6 @@ def drafts(
     them, or one expert for each token without one. The text is given, so that every draft is accepted: what a model's own drafts gain
     follows from the share of accepted tokens, which /stats of local_chat shows. Measure while no other programs run.
     """
-    options = ModelOptions(model, rules, var or [], gguf, threads=threads, trust_remote_code=trust_remote_code)
     content = text_content(text, "gettysburg")
     import psutil
     import torch
@@ -174,10 +148,8 @@ def drafts(
     settings = DraftSettings(1) if operator is None else type(operator).traits(operator.options).drafting
     with terminal.stage("measuring drafts"), torch.inference_mode():
         found = measure_draft_costs(loaded.model, injection.context, ids, longest=longest, settings=settings)
-    if json:
-        write_json(terminal, {"drafters": [_costs_json(costs) for costs in found]})
-    else:
-        terminal.write("\n\n".join("\n".join(_costs_lines(costs)) for costs in found) + "\n")
+    tables = "\n\n".join("\n".join(_costs_lines(costs)) for costs in found)
+    write_result(terminal, [tables], {"drafters": [_costs_json(costs) for costs in found]}, as_json=json)
 
 
 def _costs_lines(costs: DraftCosts) -> list[str]:

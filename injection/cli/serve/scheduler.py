@@ -26,11 +26,18 @@ logger = logging.getLogger(__name__)
 PROCESSED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_p": 0.0, "typical_p": 1.0, "bad_words_ids": None}
 
 
+def stores_codes(model: PreTrainedModel) -> bool:
+    """Return whether the model's rules store keys and values as codes that attention reads in place, as pages of a server can."""
+    injection = injection_of(model)
+    form = None if injection is None else injection.plan.cache_form(model.config)
+    return form is not None and form.in_place
+
+
 def batching_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why requests for this model cannot be decoded together; None if they can."""
     injection = injection_of(model)
     operator = None if injection is None else injection.model_operator
-    if operator is not None and operator.batch_drafts() is None and not operator.codes_pages:
+    if operator is not None and operator.batch_drafts() is None and not stores_codes(model):
         return f"{operator.name} decodes one sequence at a time with these options"
     if not {"position_ids", "attention_mask", CACHE} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"

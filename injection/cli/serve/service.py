@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
+from moegraft.injection.cli.serve.limits import Limits
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
 from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, default_limit, mib, open_pool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
 from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
-from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit
+from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit, stores_codes
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import kv_cache
@@ -48,41 +49,6 @@ logger = logging.getLogger(__name__)
 MOST_SEED = (1 << 63) - 1
 MOST_BODY = 1 << 20  # bytes of a request
 MOST_IMAGE_BODY = 1 << 24  # where it may have images
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of one server.
-
-    Attributes:
-        max_queue: requests that may wait.
-        max_tokens: of one answer.
-        max_body: bytes of one request; None: 1 MiB, or 16 MiB if the model reads images.
-        max_batch: requests answered at once; None: one where decode steps are captured for a GPU, else `MAX_BATCH`.
-        prefill_chunk: prompt tokens computed between two decode steps; 0: all.
-        max_client: requests of one client that may wait; None: seven eighths of `max_queue`, as many clients may have one address.
-        kv_memory: bytes of keys and values; None: half of the free memory, or as much as `max_batch` whole contexts take.
-        prefix_cache: bytes of these for conversations that have ended; None: half.
-        prefix_folder: where they are stored as well, and found after a restart; None: nowhere.
-        prefix_disk: bytes of its files; None: a quarter of what is free.
-        batch_invariant: whether an answer is exactly the same whatever else is answered.
-        strict: whether requests with parameters that have no effect here are refused.
-        image_folder: whose images requests may name; None: none.
-    """
-
-    max_queue: int = 64
-    max_tokens: int = 4096
-    max_body: int | None = None
-    max_batch: int | None = None
-    prefill_chunk: int = 512
-    max_client: int | None = None
-    kv_memory: int | None = None
-    prefix_cache: int | None = None
-    prefix_folder: Path | None = None
-    prefix_disk: int | None = None
-    batch_invariant: bool = False
-    strict: bool = False
-    image_folder: Path | None = None
 
 
 MAX_BATCH = 32
@@ -156,7 +122,7 @@ class Service:
         injection = injection_of(loaded.model)
         operator = None if injection is None else injection.model_operator
         shared_tokens = rotary_limit(loaded.model)
-        coded = operator is not None and operator.codes_pages
+        coded = stores_codes(loaded.model)
         own_passes = limits.batch_invariant or shared_tokens == 0
         drafts = None if operator is None or own_passes else operator.batch_drafts()
         if shared_tokens == 0:
@@ -193,8 +159,8 @@ class Service:
                     logger.warning("serve: images are refused: %s", self.images)
                 if drafts is not None and pool.most_drafted is not None and pool.most_drafted < most:
                     logger.info("serve: at most %d answers draft: the memory has no room for the states of more", pool.most_drafted)
-                if limits.prefix_folder is not None:
-                    self.prefix_files = pool.files = self._prefix_files(pool, limits.prefix_folder)
+                if limits.prefix_cache_dir is not None:
+                    self.prefix_files = pool.files = self._prefix_files(pool, limits.prefix_cache_dir)
                     changed.callback(pool.files.close)
                 return Scheduler(
                     loaded.model,
@@ -214,7 +180,7 @@ class Service:
             raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
         level = logging.INFO if self._captured else logging.WARNING
         logger.log(level, "serve: requests are answered one at a time: %s", self.alone_because)
-        if limits.prefix_folder is not None:
+        if limits.prefix_cache_dir is not None:
             logger.warning("serve: --prefix-cache-dir has no effect where requests are answered one at a time")
         limit = default_limit(loaded.model) if limits.kv_memory is None else limits.kv_memory
         return SequentialDecoder(
@@ -237,7 +203,7 @@ class Service:
 
         limits, injection = self.limits, injection_of(self.loaded.model)
         replay = None if injection is None or injection.model_operator is not None else injection.context.replay
-        wanted = limits.max_batch in (None, 1) and limits.prefix_folder is None and not limits.batch_invariant
+        wanted = limits.max_batch in (None, 1) and limits.prefix_cache_dir is None and not limits.batch_invariant
         model: Any = self.loaded.model
         if not (wanted and isinstance(replay, CudaGraphs) and replay.captures(model)):
             return False
@@ -251,7 +217,7 @@ class Service:
         chunk = limits.prefill_chunk if limits.batch_invariant else None  # of which every bit depends there
         key = f"{model_fingerprint(self.loaded.model)} {pool.layout} {limits.batch_invariant} {chunk}"
         try:
-            files = PrefixFiles(folder, key, prefix_limit(folder) if limits.prefix_disk is None else limits.prefix_disk)
+            files = PrefixFiles(folder, key, prefix_limit(folder) if limits.prefix_cache_disk is None else limits.prefix_cache_disk)
         except OSError as error:
             raise OptionsError(f"--prefix-cache-dir {folder}: {error.strerror}; give a folder that can be written") from error
         logger.info("serve: %s has %s of prefixes, of at most %s", folder, mib(files.size), mib(files.limit))

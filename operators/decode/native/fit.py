@@ -20,7 +20,7 @@ import torch
 from transformers import PretrainedConfig
 
 from moegraft.operators.decode.cache import ForeignCacheError, StateName, storage_bytes
-from moegraft.operators.decode.native.record import Memory, NotRecordableError, Recording
+from moegraft.operators.decode.native.record import Call, Memory, NotRecordableError, Recording
 
 MAX_GROUP = 16  # tokens, with a program for each position in the group
 _LENGTH = re.compile("window|chunk|block|position|context|length|seq|topk|top_k|stride|factor|budget")  # in names of a config
@@ -116,18 +116,6 @@ class RecordedStep:
     outputs: Any  # the model's, with Memory in place of tensors
 
 
-@dataclass(frozen=True, slots=True)
-class FittedCall:
-    target: Any
-    leaves: Sequence[Any]  # Place for tensors, Affine for integers that depend on the position
-    form: Any
-    outputs: Sequence[Place]
-
-    @property
-    def name(self) -> str:
-        return self.target if isinstance(self.target, str) else str(self.target).removeprefix("aten.")
-
-
 @dataclass(slots=True)
 class FittedStep:
     """What two recorded steps have in common.
@@ -139,7 +127,7 @@ class FittedStep:
         counts: by how much each number of the cache grows.
     """
 
-    calls: list[FittedCall]
+    calls: list[Call]
     storage_bytes: list[Affine]
     produced: set[int]
     constants: dict[int, torch.Tensor]
@@ -163,7 +151,7 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
             raise NotRecordableError(step.recording.obstacle)
     fitted = _Fit(one, other)
     first, second = one.recording, other.recording
-    names = [[call.name for call in recording.calls] for recording in (first, second)]
+    names = [[str(call.target) for call in recording.calls] for recording in (first, second)]
     if names[0] != names[1]:
         places = [index for index, pair in enumerate(zip(*names, strict=False)) if pair[0] != pair[1]]
         what = names[1][places[0]] if places else f"{len(names[1])} calls after {len(names[0])}"
@@ -173,14 +161,14 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
     calls = []
     for a, b in zip(first.calls, second.calls, strict=True):
         if len(a.leaves) != len(b.leaves) or a.form != b.form or len(a.outputs) != len(b.outputs):
-            raise NotRecordableError(f"two steps call {a.name} with other arguments")
-        leaves = [fitted.leaf(x, y, a.name) for x, y in zip(a.leaves, b.leaves, strict=True)]
+            raise NotRecordableError(f"two steps call {a.target} with other arguments")
+        leaves = [fitted.leaf(x, y, str(a.target)) for x, y in zip(a.leaves, b.leaves, strict=True)]
         outputs = [fitted.place(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
-        grows = b.name == "aten.topk.default" and isinstance(leaves[1], Affine)
+        grows = b.name == "topk.default" and isinstance(leaves[1], Affine)
         if grows and not (choices_grow and leaves[1] in leaves[0].sizes):
             # min(limit, tokens), as in sparse attention: the limit is in neither recording.
             raise NotRecordableError("topk chooses more values from step to step, up to a limit that is not known")
-        calls.append(FittedCall(b.target, leaves, b.form, outputs))
+        calls.append(Call(b.target, leaves, b.form, outputs))
     own = {memory.storage for memory in (*other.inputs.values(), *other.before.values())}
     produced, constants = set(), {}
     for number, (x, y) in enumerate(zip(first.storages, second.storages, strict=True)):

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from moegraft.operators.decode.cache import StateName
-from moegraft.operators.decode.native.fit import Affine, CacheTensor, FittedCall, FittedStep, Place, product
-from moegraft.operators.decode.native.record import NotRecordableError
+from moegraft.operators.decode.native.fit import Affine, CacheTensor, FittedStep, Place, product
+from moegraft.operators.decode.native.record import Call, NotRecordableError
 
 ELEMENT_NAMES = {
     torch.float32: "float32",
@@ -127,7 +127,7 @@ class Lowering:
             stride = product(size, stride)
         return place
 
-    def _lower(self, call: FittedCall) -> None:
+    def _lower(self, call: Call) -> None:
         before = len(self.nodes)
         kernel = _KERNELS.get(call.name)
         appends = bool(call.outputs) and call.outputs[0].storage in self._grown and call.name == "cat.default"

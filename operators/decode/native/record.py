@@ -64,23 +64,24 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A recorded call.
+    """A recorded call, or what the same calls of two recordings have in common.
 
     Attributes:
         target: an ATen overload, or the name of a kernel.
-        leaves: the arguments, flattened: Memory for tensors, all else as it was given.
+        leaves: the arguments, flattened: Memory for tensors, all else as it was given. Of two recordings, Place for tensors, and Affine
+            for integers that depend on the position.
         form: how `leaves` make up the arguments and keyword arguments.
-        outputs: Memory for each tensor that an ATen overload returned; a kernel writes to its arguments.
+        outputs: Memory, or Place, for each tensor that an ATen overload returned; a kernel writes to its arguments.
     """
 
     target: Any
     leaves: Sequence[Any]
     form: TreeSpec
-    outputs: Sequence[Memory]
+    outputs: Sequence[Any]
 
     @property
     def name(self) -> str:
-        return self.target if isinstance(self.target, str) else str(self.target)
+        return str(self.target).removeprefix("aten.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def test_prefixes_on_disk_are_those_of_the_image(pair: Pair, tmp_path: Path) -> 
     first, other = (shown(LONG, picture(number), LONG) for number in (7, 8))
     cached = []
     for messages in ([first], [other], [first, text_message("assistant", "abc"), text_message("user", "and now?")]):
-        with serving(pair.loaded, Limits(max_tokens=20, prefix_folder=tmp_path)) as server:
+        with serving(pair.loaded, Limits(max_tokens=20, prefix_cache_dir=tmp_path)) as server:
             reply = answers(server, messages)
             assert reply.choices[0].message.content == pair.answer(messages)
             cached.append(reply.usage.prompt_tokens_details.cached_tokens)

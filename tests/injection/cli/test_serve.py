@@ -588,7 +588,7 @@ def test_without_captured_steps_there_are_batches(why: str, sliding: LoadedModel
     stock = sliding.model
     if why == "no static cache":
         stock = build_model(next(case for case in served_cases() if case.model_type == "inkling_text"))
-    limits = Limits(max_batch=1, prefix_folder=tmp_path / "prefixes") if why == "prefixes on disk" else Limits()
+    limits = Limits(max_batch=1, prefix_cache_dir=tmp_path / "prefixes") if why == "prefixes on disk" else Limits()
     rules = tmp_path / "rules.yaml"
     with device_kind(Refusing if why == "a capture that is refused" else VirtualDevice) as gpu:
         rules.write_text(CAPTURED.format(gpu=gpu))

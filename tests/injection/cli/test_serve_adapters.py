@@ -109,7 +109,7 @@ def test_prefixes_on_disk_are_those_of_the_adapter(chat_folder: Path, folders: d
     scaled = Path(shutil.copytree(first, tmp_path / "scaled"))
     config = json.loads((scaled / "adapter_config.json").read_text())
     (scaled / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 2 * config["lora_alpha"]}))
-    limits = Limits(prefix_folder=tmp_path / "prefixes", prefill_chunk=PART_TOKENS)
+    limits = Limits(prefix_cache_dir=tmp_path / "prefixes", prefill_chunk=PART_TOKENS)
     for folder, name, known in (
         (first, "poems", False),
         (first, "tiny", False),

@@ -266,7 +266,7 @@ def test_a_disk_that_fails_stops_the_writing_alone(started: Pools, tmp_path: Pat
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_server_goes_on_after_a_restart(loaded: LoadedModel, tmp_path: Path, invariant: bool) -> None:
     """A conversation's next turn begins with what the server before had; with `--batch-invariant` every bit is the same."""
-    limits = Limits(prefix_folder=tmp_path / "new" / "folder", prefill_chunk=PART_TOKENS, batch_invariant=invariant)
+    limits = Limits(prefix_cache_dir=tmp_path / "new" / "folder", prefill_chunk=PART_TOKENS, batch_invariant=invariant)
     question = "what " * 60
     with serving(loaded, limits) as server:
         first = ask(server, question, logprobs=True)
@@ -283,7 +283,7 @@ def test_a_server_goes_on_after_a_restart(loaded: LoadedModel, tmp_path: Path, i
 
 
 def test_other_weights_are_another_model(chat_folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:
-    limits = Limits(prefix_folder=tmp_path, prefill_chunk=PART_TOKENS)
+    limits = Limits(prefix_cache_dir=tmp_path, prefill_chunk=PART_TOKENS)
     question = "what " * 60
     with serving(loaded, limits) as server:
         ask(server, question)
@@ -299,7 +299,7 @@ def test_a_folder_that_cannot_be_written_is_refused(loaded: LoadedModel, tmp_pat
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(OptionsError, match=r"--prefix-cache-dir .*file.*give a folder that can be written"),
-        serving(loaded, Limits(prefix_folder=tmp_path / "file" / "folder")),
+        serving(loaded, Limits(prefix_cache_dir=tmp_path / "file" / "folder")),
     ):
         pass
 
