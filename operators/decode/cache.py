@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from moegraft.operators.base import CACHE
 from moegraft.operators.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     if makes_own_cache(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} makes a cache of its own in its first forward pass: pass no cache to that one, and the cache that it "
-            "returns as past_key_values to later ones"
+            f"returns as {CACHE} to later ones"
         )
     return adopt(DynamicCache(config=model.config.get_text_config(decoder=True)))
 
