@@ -127,7 +127,9 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPT
         assert own.x is not None and own.xx is not None, "it has tokens"
         mean = own.x / own.tokens
         centred = own.xx - own.tokens * mean[:, None] * mean
-        prior = PRIOR_TOKENS * centred.trace() / (own.tokens * len(mean))
+        if not bool(centred.isfinite().all()):
+            raise UnsupportedModelError(f"{source}: the inputs of its router are not finite, so that nothing can be fitted to them")
+        prior = (PRIOR_TOKENS * centred.trace() / (own.tokens * len(mean))).clamp(min=1e-12)
         factor = torch.linalg.cholesky(centred + prior * torch.eye(len(mean), dtype=torch.float64))
         for target, (total, product) in own.rests.items():
             rows = routers[target].rows()

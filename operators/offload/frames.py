@@ -50,8 +50,7 @@ class FramedLayers:
     def __init__(self) -> None:
         self._memory: tuple[str, CacheOptions] | None = None
         self._layers: list[tuple[PackedExperts, InFile] | None] = []
-        self._ready: dict[int, tuple[str, Router | None]] = {}
-        self._maps: RouterMaps | None = None
+        self._ready: dict[int, tuple[str, Router | None, Path | None]] = {}
         self._frames: ExpertFrames | None = None
 
     def join(self, memory: str, policy: CacheOptions, num_experts: int, expert_bytes: int) -> int:
@@ -88,17 +87,16 @@ class FramedLayers:
         Raises:
             NotEnoughMemoryError: too little memory is free for a layer.
         """
-        self._ready[number] = path, router
-        self._maps = None if maps is None else RouterMaps(maps)
+        self._ready[number] = path, router, maps
         if len(self._ready) < len(self._layers):
             return
         layers = [(*self._ready[number], *layer) for number, layer in enumerate(self._layers) if layer is not None]
         if layers:  # experts are in memory where no file can be written
             self._open(layers)
 
-    def _open(self, layers: Sequence[tuple[str, Router | None, PackedExperts, InFile]]) -> None:
+    def _open(self, layers: Sequence[tuple[str, Router | None, Path | None, PackedExperts, InFile]]) -> None:
         frames = ExpertFrames()
-        for _, _, packed, stored in layers:
+        for *_, packed, stored in layers:
             frames.add(packed, str(stored.path), stored.offset, stored.checksums)
         assert self._memory is not None, "a layer has joined"
         memory, options = self._memory
@@ -110,16 +108,16 @@ class FramedLayers:
                 f"memory: {memory}: {human_bytes(budget)} of {human_bytes(free)} that are free, and the experts of a layer, with "
                 f"those that are being read, take {human_bytes(least)}"
             )
-        experts = [packed.shape.num_experts for _, _, packed, _ in layers]
-        paths = [path for path, _, _, _ in layers]
+        experts = [packed.shape.num_experts for *_, packed, _ in layers]
+        paths = [path for path, *_ in layers]
         frames.open(budget, make_policy(options, paths, max(experts), top_k=max(experts)))  # scores are those of a token's experts alone
         self._frames = frames
-        for number, (_, router, packed, _) in enumerate(layers):
+        for number, (_, router, maps, packed, _) in enumerate(layers):
             if router is not None and packed.shape.num_experts == router.num_experts:  # of several processes, each holds some of them
-                fitted = self._maps.rows(paths[number - 1], router) if self._maps is not None and number else None
+                fitted = RouterMaps(maps).rows(paths[number - 1], router) if maps is not None and number else None
                 _predict_by(frames, number, fitted or router.rows())
-        every, size = sum(experts), sum(packed.nbytes for _, _, packed, _ in layers)
-        folder = layers[0][3].path.parent
+        every, size = sum(experts), sum(packed.nbytes for *_, packed, _ in layers)
+        folder = layers[0][-1].path.parent
         if frames.frames >= every:
             logger.info(
                 "memory has room for all %d experts (%s), which are read from %s as they are needed", every, human_bytes(size), folder

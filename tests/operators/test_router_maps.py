@@ -116,3 +116,12 @@ def test_nothing_to_fit() -> None:
     model = build_model(case_of("qwen3_moe"))
     with pytest.raises(UnsupportedModelError, match="no two layers have routers"):
         fit_maps(model, [])
+
+
+def test_states_that_are_not_finite_fit_nothing() -> None:
+    model = build_model(case_of("qwen3_moe"))
+    torch.nn.init.constant_(model.get_parameter("model.norm.weight"), float("nan"))
+    fit_maps(model, texts(1))  # behind all routers
+    torch.nn.init.constant_(model.get_parameter("model.embed_tokens.weight"), float("nan"))
+    with pytest.raises(UnsupportedModelError, match="the inputs of its router are not finite"):
+        fit_maps(model, texts(1))
