@@ -289,3 +289,13 @@ def test_a_trace_that_cannot_be_written_is_reported_before_the_answer(run: Run, 
     rules = tmp_path / "emulated.yaml"
     rules.write_text("version: 1\nextends: hybrid\nvars: {gpu: emulated, cache: 0.5}\nrules: []\n")
     assert str(tmp_path / "no") in refused(run("--prompt", "hello", "--rules", rules, "--trace", tmp_path / "no" / "trace.json", *ANSWER))
+
+
+def test_a_model_that_keeps_no_cache_answers(run: Run, chat_folder: Path, tmp_path: Path) -> None:
+    """Checkpoints saved after training state `use_cache: false`."""
+    folder = shutil.copytree(chat_folder, tmp_path / "model")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), "use_cache": False}))
+    result = run("--prompt", "hello", *ANSWER, model=folder)
+    assert result.exit_code == 0, result.exception
+    assert len(result.stdout) == 13
