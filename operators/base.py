@@ -307,9 +307,10 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 
 def with_cache_name(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a call with the cache under the name that transformers uses now, as its own models take it."""
-    if CACHE == "past_key_values" or "past_key_values" not in kwargs or CACHE in kwargs:
+    older = next((name for name in ("past_key_values", "cache_params") if name in kwargs), None)
+    if CACHE == "past_key_values" or older is None or CACHE in kwargs:
         return kwargs
-    return {CACHE if name == "past_key_values" else name: value for name, value in kwargs.items()}
+    return {CACHE if name == older else name: value for name, value in kwargs.items()}
 
 
 def call_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,12 @@ from moegraft.operators.atomic_file import new_file
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError, error_sentence
 from moegraft.operators.routing import Router, RouterRows
 from moegraft.operators.routing_trace import DEPTHS, RoutedCall, watch_routing
+from moegraft.operators.structure import MTP
 
 FORMAT = "moegraft router maps 1"
 # Tokens for which a router's own rows count as much as the text: a map that few tokens fit stays near the router's weights.
 PRIOR_TOKENS = 100
+ROUNDING = 1e-13  # variance of equal float32 numbers of mean square 1 that were computed in different orders
 
 
 class RouterMapsError(MoegraftError):
@@ -44,50 +46,68 @@ class RouterMaps:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._names = _names(path, path.stat().st_mtime_ns)
+        self._shapes = _shapes(path, path.stat().st_mtime_ns)
 
-    def why_unfit(self, num_experts: int, path: str | None) -> str | None:
-        """Return why the maps cannot serve a layer of so many experts, or that of `path`; None where they can."""
-        found = {shape[0] for shape in self._names.values()}
-        if num_experts not in found:
-            return f"{self.path}: maps of layers with {', '.join(map(str, sorted(found)))} experts, where this one has {num_experts}"
-        paths = {each for name in self._names for each in name.removesuffix(".weight").split(">")}
-        return None if path is None or path in paths else f"{self.path}: the maps of another model, which has no {path}"
+    def why_unfit(self, shape: tuple[int, int], path: str | None) -> str | None:
+        """Return why the maps cannot serve a layer with rows of a shape (E, H), or that of `path`; None where they can."""
+        paths = {each for pair in self._shapes for each in pair}
+        if path is not None and path not in paths:
+            # MTP layers run in drafts alone, in which nothing is fitted.
+            return None if path.startswith(f"{MTP}.") else f"{self.path}: the maps of another model, which has no {path}"
+        found = {each for (_, target), each in self._shapes.items() if path in (None, target)}
+        if not found or shape in found:
+            return None
+        shapes = " or ".join(f"{experts} experts of width {hidden}" for experts, hidden in sorted(found))
+        return f"{self.path}: maps of layers with {shapes}, where this one has {shape[0]} of width {shape[1]}"
 
     def rows(self, source: str, router: Router) -> RouterRows | None:
         """Return what names the experts of `router` on the input of the router at the path `source`; None where there is no map."""
-        own, name = router.rows(), f"{source}>{router.path}"
-        if own is None or f"{name}.weight" not in self._names:
+        own = router.rows()
+        if own is None or (source, router.path) not in self._shapes:
             return None
         with safe_open(self.path, "pt") as file:
-            return RouterRows(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias"), own.choice_bias)
+            # Copies: a file that is written over would end the process in which its memory is still read.
+            weight, bias = (file.get_tensor(f"{source}>{router.path}.{part}").clone() for part in ("weight", "bias"))
+        return RouterRows(weight, bias, own.choice_bias).to(own.weight.device)
 
 
-def why_unfit(maps: Path | None, num_experts: int, path: str | None = None) -> str | None:
-    """Return why a file of maps, where one is given, cannot serve a layer of so many experts, or that of `path`; None where it can."""
+def why_unfit(maps: Path | None, shape: tuple[int, int], path: str | None = None) -> str | None:
+    """Return why a file of maps, where one is given, cannot serve a layer with rows (E, H), or that of `path`; None where it can."""
     try:
-        return None if maps is None else RouterMaps(maps).why_unfit(num_experts, path)
+        return None if maps is None else RouterMaps(maps).why_unfit(shape, path)
     except (OSError, RouterMapsError) as error:
         return f"{error_sentence(error)}; moegraft calibrate --router-maps FILE fits maps to a text"
 
 
 @lru_cache(maxsize=1)  # each layer of a plan asks for it
-def _names(path: Path, changed_ns: int) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the maps' weights, by name."""
+def _shapes(path: Path, changed_ns: int) -> Mapping[tuple[str, str], tuple[int, int]]:
+    """The shapes (E, H) of the maps, by their pairs of paths."""
+    if not path.is_file():
+        raise RouterMapsError(f"{path}: not a file")
     try:
         with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
             if (file.metadata() or {}).get("format") != FORMAT:
                 raise RouterMapsError(f"{path}: no file of router maps")
-            names = [name for name in file.keys() if name.endswith(".weight")]  # noqa: SIM118 # it is no dictionary
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except SafetensorError as error:
         raise RouterMapsError(f"{path}: no file of router maps ({error_sentence(error)})") from error
+    found = {}
+    for name, shape in shapes.items():
+        pair, _, part = name.rpartition(".")
+        source, arrow, target = pair.partition(">")
+        if not arrow or part not in ("weight", "bias") or shapes.get(f"{pair}.bias") != shapes.get(f"{pair}.weight", ())[:1]:
+            raise RouterMapsError(f"{path}: damaged: {name} {shape} has no matching other part")
+        if part == "weight":
+            found[source, target] = (shape[0], shape[1])
+    return found
 
 
 @dataclass(slots=True)
 class _Sums:
     """Of one router's inputs x (T, H), and of the rests (T, E) that the router of each later layer leaves of its logits, by path."""
 
+    shift: torch.Tensor  # (H,) float32, subtracted from x: products of large equal parts would leave little of the others
     tokens: int = 0
     x: torch.Tensor | None = None  # (H,) float64
     xx: torch.Tensor | None = None  # (H, H) float64
@@ -107,8 +127,9 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPT
     routers: dict[str, Router] = {}
     for calls in _routed(model, texts):
         inputs = [call.router_input.float().cpu() for call in calls]
-        for number, (call, x) in enumerate(zip(calls, inputs, strict=True)):
-            own = sums.setdefault(call.router.path, _Sums())
+        for number, (call, unshifted) in enumerate(zip(calls, inputs, strict=True)):
+            own = sums.setdefault(call.router.path, _Sums(unshifted.mean(0)))
+            x = unshifted - own.shift
             routers[call.router.path] = call.router
             own.tokens += len(x)
             own.x = x.double().sum(0) + (0 if own.x is None else own.x)
@@ -117,7 +138,7 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPT
                 rows = later.router.rows()
                 if rows is None:
                     continue
-                rest = F.linear(seen - x, rows.weight.float().cpu())
+                rest = F.linear(seen - unshifted, rows.weight.float().cpu())
                 total, product = own.rests.get(later.router.path, (0, 0))
                 own.rests[later.router.path] = rest.double().sum(0) + total, (x.T @ rest).double() + product
     tensors = {}
@@ -129,13 +150,16 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPT
         centred = own.xx - own.tokens * mean[:, None] * mean
         if not bool(centred.isfinite().all()):
             raise UnsupportedModelError(f"{source}: the inputs of its router are not finite, so that nothing can be fitted to them")
-        prior = (PRIOR_TOKENS * centred.trace() / (own.tokens * len(mean))).clamp(min=1e-12)
+        prior = PRIOR_TOKENS * centred.trace() / (own.tokens * len(mean))
+        size = (mean + own.shift).square().mean()
+        if own.tokens < 2 or not bool(prior > PRIOR_TOKENS * (size * ROUNDING + torch.finfo(torch.float32).tiny)):
+            raise UnsupportedModelError(f"{source}: all inputs of its router are alike, to which nothing can be fitted; give a longer text")
         factor = torch.linalg.cholesky(centred + prior * torch.eye(len(mean), dtype=torch.float64))
         for target, (total, product) in own.rests.items():
             rows = routers[target].rows()
             assert rows is not None, "it has left a rest"
             moved = torch.cholesky_solve(product - mean[:, None] * total, factor).T
-            bias = total / own.tokens - moved @ mean + (0 if rows.bias is None else rows.bias.double().cpu())
+            bias = total / own.tokens - moved @ (mean + own.shift) + (0 if rows.bias is None else rows.bias.double().cpu())
             tensors[f"{source}>{target}.weight"] = (rows.weight.double().cpu() + moved).to(torch.float16).contiguous()
             tensors[f"{source}>{target}.bias"] = bias.float()
     if not tensors:
@@ -168,7 +192,7 @@ def named_shares(model: nn.Module, texts: Iterable[torch.Tensor], maps: RouterMa
                 named = later.router.route(call.router_input), rows.choose(call.router_input, chosen.shape[1])
                 hits[depth] += torch.tensor([float((each[:, :, None] == chosen[:, None]).sum()) for each in named])
                 counts[depth] += chosen.numel()
-    return [(float(router), float(fitted)) for router, fitted in hits / counts.clamp(min=1)]
+    return [(float(routed / count), float(fitted / count)) for (routed, fitted), (count,) in zip(hits, counts, strict=True) if count]
 
 
 def _routed(model: nn.Module, texts: Iterable[torch.Tensor]) -> Iterable[Sequence[RoutedCall]]:

@@ -29,6 +29,8 @@ SCORE_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
 }
+ALIKE = 0.98  # of the chosen experts; rounding decides between equals
+PROBED = 256  # tokens
 EXPLAINS = 0.02  # share of a token's weight: bfloat16 rounding changes weights by up to 0.004, another function by more than this
 
 
@@ -133,7 +135,7 @@ class RouterRows:
     @torch.no_grad()
     def choose(self, tokens: torch.Tensor, top_k: int) -> torch.Tensor:
         """Return the ids (T, K) int64 of the likeliest experts for tokens (T, H), the likeliest first."""
-        scores = F.linear(tokens.to(self.weight.dtype), self.weight).float()
+        scores = F.linear(tokens.float(), self.weight.float())
         if self.bias is not None:
             scores = scores + self.bias
         if self.choice_bias is not None:
@@ -212,14 +214,30 @@ class Router:
         return index.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))  # many routers do not sort
 
     def rows(self) -> RouterRows | None:
-        """Return the router's rows where it has one for each expert and nothing else to compute logits with; they leave out groups."""
+        """Return the router's rows where it has one for each expert.
+
+        They leave out what a router does beside, such as groups of experts and a norm: see `chooses_by_rows`.
+        """
         parameters = dict(self.module.named_parameters())
         rows = [each for each in parameters.values() if each.dim() == 2 and len(each) == self.num_experts]
         biases = [each for name, each in parameters.items() if name.rpartition(".")[2] == "bias" and each.shape == (self.num_experts,)]
         if len(rows) != 1 or len(biases) > 1:
             return None
-        correction = getattr(self.module, "e_score_correction_bias", None)
+        held = [each for name in self._held if (each := getattr(self._block, name)).shape == (self.num_experts,)]  # MiniMax-M2's
+        correction = getattr(self.module, "e_score_correction_bias", held[0] if held else None)
         return RouterRows(rows[0].detach(), biases[0].detach() if biases else None, None if correction is None else correction.detach())
+
+    @torch.no_grad()
+    def chooses_by_rows(self) -> bool:
+        """Return whether the router chooses what its rows do, of random tokens."""
+        rows = self.rows()
+        own = ((self.num_experts,), None if rows is None else tuple(rows.weight.shape))
+        if rows is None or any(tuple(each.shape) not in own for each in (*self.module.parameters(), *self.module.buffers())):
+            return False  # a scale of its input is hardly seen in random tokens
+        drawn = torch.randn(PROBED, rows.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        tokens = drawn.to(rows.weight.device, rows.weight.dtype)
+        found, chosen = rows.choose(tokens, self.top_k()), self.route(tokens)
+        return float((found[:, :, None] == chosen[:, None, :]).any(-1).float().mean()) >= ALIKE
 
     def top_k(self) -> int:
         """Return the number of experts per token.

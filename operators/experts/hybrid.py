@@ -32,7 +32,7 @@ from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, G
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
-from moegraft.operators.routing import router_of, sibling_router
+from moegraft.operators.routing import Router, router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.thresholds import SparsityOptions
 from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, WEIGHT_TYPES, why_unfit
@@ -164,10 +164,10 @@ class ExpertsPacking(Packing):
     def options_for(
         self, path: str, module: nn.Module, options: HybridExpertsOptions, resolve: Callable[[str], str] | None
     ) -> HybridExpertsOptions:
-        num_experts = read_layout(module).num_experts
-        if (reason := options.cache.why_unfit(num_experts, path)) is not None:
+        layout = read_layout(module)
+        if (reason := options.cache.why_unfit(layout.num_experts, path)) is not None:
             raise TraceError(reason)
-        if (reason := router_maps.why_unfit(options.prefetch.maps, num_experts, path)) is not None:
+        if (reason := router_maps.why_unfit(options.prefetch.maps, (layout.num_experts, layout.hidden), path)) is not None:
             raise router_maps.RouterMapsError(reason)
         chosen: HybridExpertsOptions = super().options_for(path, module, options, resolve)
         return chosen
@@ -239,7 +239,9 @@ class HybridExperts(Operator):
             unfit = why_unfit(name, columns)
             if unfit is not None:
                 return unfit
-        return options.cache.why_unfit(layout.num_experts) or router_maps.why_unfit(options.prefetch.maps, layout.num_experts)
+        return options.cache.why_unfit(layout.num_experts) or router_maps.why_unfit(
+            options.prefetch.maps, (layout.num_experts, layout.hidden)
+        )
 
     @classmethod
     def traits(cls, options: HybridExpertsOptions) -> Traits:
@@ -248,6 +250,8 @@ class HybridExperts(Operator):
             undivided = (
                 f"gpu: {options.gpu} keeps experts on this machine's GPUs; with several processes, experts run on the CPU (gpu: none)"
             )
+        elif options.memory is not None and options.cache.policy == "static":
+            undivided = "cache: {policy: static} of experts in memory is not supported where several processes hold the experts: remove it"
         elif options.sparsity is not None:
             undivided = "sparsity is not supported where several processes hold the experts: remove it, or start one process"
         untrained = "experts on GPUs have no gradients; set gpu: none" if gpu is not None else None
@@ -323,8 +327,7 @@ class HybridExperts(Operator):
         if self._divided:
             self.overlap = overlap_in(block, sibling_router(block), self.backend.forward, unwatched=True)
         if self._framed is not None:
-            layers, number = self._framed
-            layers.ready(number, path, None if sibling_router(block) is None else router_of(model, path), self.options.prefetch.maps)
+            self._framed[0].open(partial(_framed_places, model))
         if self._engines is None:
             return
         router, weak_self = router_of(model, path), ref(self)  # engines do not keep the operator alive
@@ -441,3 +444,14 @@ class HybridExperts(Operator):
         layout = self.layout
         sizes = f"num_experts={layout.num_experts}, hidden={layout.hidden}, intermediate={layout.intermediate}"
         return f"{sizes}, weights={self.weight_type or self.options.weights}, threads={self.on_cpu.runtime.threads}"
+
+
+def _framed_places(model: PreTrainedModel) -> dict[int, tuple[str, Router | None, Path | None]]:
+    """Return the path, the router and the file of maps of each layer whose experts share frames, by number."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, HybridExperts) and module._framed is not None:
+            block = model.get_submodule(path.rpartition(".")[0])
+            router = None if sibling_router(block) is None else router_of(model, path)
+            found[module._framed[1]] = path, router, module.options.prefetch.maps
+    return found

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.errors import error_sentence
 from moegraft.operators.routing_trace import Trace, TraceError
+from moegraft.operators.structure import MTP
 
 Ids = NDArray[np.int64]
 PolicyName = Literal["mrs", "lru", "lfu", "score_frequency", "static"]
@@ -62,7 +63,9 @@ class CacheOptions:
         found = len(next(iter(uses.values())))
         if found != num_experts:
             return f"{self.profile}: a profile of layers with {found} experts, where this one has {num_experts}"
-        return f"{self.profile}: the profile of another model, which has no {path}" if path is not None and path not in uses else None
+        if path is None or path in uses or path.startswith(f"{MTP}."):  # MTP layers run in drafts alone, which are not recorded
+            return None
+        return f"{self.profile}: the profile of another model, which has no {path}"
 
     @property
     def bypasses(self) -> bool:
@@ -81,7 +84,7 @@ def make_policy(options: CacheOptions, paths: Sequence[str], num_experts: int, t
         reasons = filter(None, (options.why_unfit(num_experts, path) for path in paths))
         if (reason := next(reasons, None)) is not None:
             raise TraceError(reason)
-        uses = np.stack([_uses(options.profile)[path] for path in paths])
+        uses = np.stack([_uses(options.profile).get(path, np.zeros(num_experts, np.int64)) for path in paths])
     weights = {"alpha": options.alpha, "frequency_alpha": options.frequency_alpha}
     return CachePolicy(options.policy, len(paths), num_experts, **weights, top_p=options.top_p or TOP_P_FACTOR * top_k, profile=uses)
 

@@ -21,11 +21,10 @@ from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
 from moegraft.operators.router_maps import RouterMaps
-from moegraft.operators.routing import Router, RouterRows
+from moegraft.operators.routing import ALIKE, Router, RouterRows
 from moegraft.operators.routing_trace import DEPTHS
 from moegraft.operators.sparsity import LayerSparsity
 
-ALIKE = 0.98  # of the chosen experts; rounding decides between equals
 SlotKernel = Callable[..., None]
 """`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped.
 
@@ -182,9 +181,11 @@ class LookAhead:
         self._maps: dict[tuple[int, int], RouterRows] = {}
 
     def use(self, maps: RouterMaps, device: torch.device) -> None:
-        """Name experts by fitted maps where there are some."""
+        """Name experts by fitted maps where there are some, and for routers that choose as maps do."""
+        alike = [router.chooses_by_rows() for router in self._routers]
         for source, target in combinations(range(len(self._routers)), 2):
-            rows = maps.rows(self._routers[source].path, self._routers[target]) if target - source <= DEPTHS else None
+            near = target - source <= DEPTHS and alike[target]
+            rows = maps.rows(self._routers[source].path, self._routers[target]) if near else None
             if rows is not None:
                 self._maps[source, target] = rows.to(device)
 

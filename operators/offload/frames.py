@@ -6,7 +6,7 @@ What decides and reads is native (`ExpertFrames`), as a recorded step computes a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,6 @@ class FramedLayers:
     def __init__(self) -> None:
         self._memory: tuple[str, CacheOptions] | None = None
         self._layers: list[tuple[PackedExperts, InFile] | None] = []
-        self._ready: dict[int, tuple[str, Router | None, Path | None]] = {}
         self._frames: ExpertFrames | None = None
 
     def join(self, memory: str, policy: CacheOptions, num_experts: int, expert_bytes: int) -> int:
@@ -78,23 +77,19 @@ class FramedLayers:
         """Take a layer whose file is complete; `packed` maps it."""
         self._layers[number] = packed, stored
 
-    def ready(self, number: int, path: str, router: Router | None, maps: Path | None = None) -> None:
-        """Take a layer's path and the router that predicts it, once the model is loaded; with the last layer, the frames open.
+    def open(self, places: Callable[[], Mapping[int, tuple[str, Router | None, Path | None]]]) -> None:
+        """Allocate the frames once all layers are loaded, before slots of a GPU are filled from them; called again, nothing happens.
 
         Args:
-            maps: a file of router maps, which predict a layer in place of its router where they can.
+            places: returns each layer's path, the router that predicts it, and a file of maps that take the router's place where they can.
 
         Raises:
             NotEnoughMemoryError: too little memory is free for a layer.
         """
-        self._ready[number] = path, router, maps
-        if len(self._ready) < len(self._layers):
+        if self._frames is not None or all(layer is None for layer in self._layers):  # in memory where no file can be written
             return
-        layers = [(*self._ready[number], *layer) for number, layer in enumerate(self._layers) if layer is not None]
-        if layers:  # experts are in memory where no file can be written
-            self._open(layers)
-
-    def _open(self, layers: Sequence[tuple[str, Router | None, Path | None, PackedExperts, InFile]]) -> None:
+        found = places()
+        layers = [(*found[number], *layer) for number, layer in enumerate(self._layers) if layer is not None]
         frames = ExpertFrames()
         for *_, packed, stored in layers:
             frames.add(packed, str(stored.path), stored.offset, stored.checksums)

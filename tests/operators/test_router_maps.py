@@ -107,9 +107,9 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         RouterMaps(path)
     save_maps({"layers.0>layers.1.weight": torch.zeros(6, 4), "layers.0>layers.1.bias": torch.zeros(6)}, path)
     maps = RouterMaps(path)
-    assert maps.why_unfit(6, "layers.0") is maps.why_unfit(6, "layers.1") is None
-    assert "the maps of another model, which has no layers.2" in str(maps.why_unfit(6, "layers.2"))
-    assert "maps of layers with 6 experts, where this one has 8" in str(maps.why_unfit(8, "layers.1"))
+    assert maps.why_unfit((6, 4), "layers.0") is maps.why_unfit((6, 4), "layers.1") is None
+    assert "the maps of another model, which has no layers.2" in str(maps.why_unfit((6, 4), "layers.2"))
+    assert "maps of layers with 6 experts of width 4, where this one has 8 of width 4" in str(maps.why_unfit((8, 4), "layers.1"))
 
 
 def test_nothing_to_fit() -> None:

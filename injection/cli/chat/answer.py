@@ -272,7 +272,7 @@ class Answerer:
                 cache = self._read_ahead(token_ids, cache) if images is None else cache
                 beside = {} if images is None else images.generate_arguments(cached_tokens)
                 made = self._generate(token_ids, streamer=streamer, **{CACHE: cache}, **limits, **beside)
-            self.cache.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made[CACHE])
+            self.cache.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made.get(CACHE))
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:

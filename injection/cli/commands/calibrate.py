@@ -56,6 +56,8 @@ def calibrate(
     for name, path in (("--out", out), ("--routing", routing), ("--router-maps", router_maps)):
         if path is not None:
             check_new_file(path, name, force=force)
+    if len(given := [path for path in (out, routing, router_maps) if path is not None]) > len(set(given)):
+        raise OptionsError(f"two files would be written to {given[0]}: give each its own name")
     content = text_content(text, "calibration")
     from moegraft.injection.calibration import (
         CalibrationOptions,
@@ -131,10 +133,11 @@ def _routing_lines(trace: Trace, routing: Path) -> list[str]:
 def _maps_lines(shares: Sequence[tuple[float, float]], path: Path) -> list[str]:
     rows: list[tuple[str, ...]] = [("layers ahead", "named by routers", "named by maps")]
     rows += [(str(depth), *(f"{100 * share:.1f} %" for share in pair)) for depth, pair in enumerate(shares, 1)]
+    worse = ["somewhere the maps name fewer experts than the routers: fit them to more text, or do without them"]
     return [
         "experts of the last fifth of the text, by the number of layers between the input and the router:",
         *columns(rows, right=(0, 1, 2)),
-        *(["the maps name fewer experts than the routers somewhere: fit them to more text"] if any(b < a for a, b in shares) else []),
+        *(worse if any(fitted < routed for routed, fitted in shares) else []),
         f"{path}: written; in rules: prefetch: {{maps: {path.name}}}",
     ]
 

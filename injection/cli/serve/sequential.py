@@ -132,7 +132,7 @@ class SequentialDecoder:
                 **_sampling(job, answer.penalty),
                 **beside,
             )
-        self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made[CACHE])
+        self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made.get(CACHE))
         self._prefix_scope = job.scope
         job.finish("cancelled" if job.cancelled else "stop")
         if job.ending == "failed":  # only the tokens before this request are certainly right in the cache
