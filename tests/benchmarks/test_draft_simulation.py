@@ -39,7 +39,7 @@ def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule
 @pytest.mark.parametrize(("engine", "model"), combinations(["gpu", "hybrid"], ["mixtral-8x7b", "deepseek-v2-lite"]))
 def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, engine: str, model: str) -> None:
     plain = played(bench, model, engine, 0.25, None, None)
-    way = bench.DraftWay(max(1, SHAPES[model].top_k // 2))
+    way = bench.DraftWay(max(1, SHAPES[model].top_k // 2), acceptance=0.3)  # whatever a checkpoint has been measured to have
     always = played(bench, model, engine, 0.25, way, FixedSchedule(4), FEW)
     assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
     found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
