@@ -17,9 +17,9 @@ The product's engine, prefetchers and schedules run on the virtual clock with sy
 first probes have much influence.
 
 The draft configurations: `draft`, the top-k experts; `+ ahead`, the verification's
-experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a fixed length. Rows of ways that were
-removed since are the reason: drafts without `+ ahead`, `resident` (by the likeliest experts with a slot), `resident_chosen` (by those of
-the token's own experts that have a slot) and `scaled` (weights scaled to the sum of all) were slower.
+experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a fixed length. Ways that were removed
+since are in the history of the results: drafts without `+ ahead`, `resident` (by the likeliest experts with a slot), `resident_chosen` (by
+those of the token's own experts that have a slot) and `scaled` (weights scaled to the sum of all) were slower.
 
 `speculative_modelled_mtp.csv` has drafts by an MTP layer, marginal, on CPU and GPU together, with a quarter of the experts in slots, whose
 tokens are accepted with a given chance: `+ ahead`, its states are shown to the body's routers. `of_bound` is the share of `bound` at the
