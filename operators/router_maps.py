@@ -108,14 +108,14 @@ class _Sums:
     """Of one router's inputs x (T, H), and of the rests (T, E) that the router of each later layer leaves of its logits, by path."""
 
     shift: torch.Tensor  # (H,) float32, subtracted from x: products of large equal parts would leave little of the others
+    x: torch.Tensor  # (H,) float64
+    xx: torch.Tensor  # (H, H) float64
     tokens: int = 0
-    x: torch.Tensor | None = None  # (H,) float64
-    xx: torch.Tensor | None = None  # (H, H) float64
     rests: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # (E,), (H, E) float64
 
 
 @torch.no_grad()
-def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPTHS) -> dict[str, torch.Tensor]:
+def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fit maps to texts, each (T,) int64 in one forward pass, and return the tensors of their file.
 
     Takes H * H * 8 bytes of memory for each layer.
@@ -128,13 +128,16 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPT
     for calls in _routed(model, texts):
         inputs = [call.router_input.float().cpu() for call in calls]
         for number, (call, unshifted) in enumerate(zip(calls, inputs, strict=True)):
-            own = sums.setdefault(call.router.path, _Sums(unshifted.mean(0)))
+            if call.router.path not in sums:
+                zeros = torch.zeros(unshifted.shape[1], dtype=torch.float64)
+                sums[call.router.path] = _Sums(unshifted.mean(0), zeros, torch.outer(zeros, zeros))
+            own = sums[call.router.path]
             x = unshifted - own.shift
             routers[call.router.path] = call.router
             own.tokens += len(x)
-            own.x = x.double().sum(0) + (0 if own.x is None else own.x)
-            own.xx = (x.T @ x).double() + (0 if own.xx is None else own.xx)
-            for later, seen in list(zip(calls, inputs, strict=True))[number + 1 : number + 1 + depths]:
+            own.x += x.double().sum(0)
+            own.xx += (x.T @ x).double()
+            for later, seen in list(zip(calls, inputs, strict=True))[number + 1 : number + 1 + DEPTHS]:
                 rows = later.router.rows()
                 if rows is None:
                     continue
@@ -145,7 +148,6 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor], depths: int = DEPT
     for source, own in sums.items():
         if not own.rests:
             continue
-        assert own.x is not None and own.xx is not None, "it has tokens"
         mean = own.x / own.tokens
         centred = own.xx - own.tokens * mean[:, None] * mean
         if not bool(centred.isfinite().all()):
@@ -178,13 +180,13 @@ def save_maps(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 @torch.no_grad()
-def named_shares(model: nn.Module, texts: Iterable[torch.Tensor], maps: RouterMaps, depths: int = DEPTHS) -> list[tuple[float, float]]:
+def named_shares(model: nn.Module, texts: Iterable[torch.Tensor], maps: RouterMaps) -> list[tuple[float, float]]:
     """Return which share of the tokens' experts routers and maps name, by the number of layers ahead; a text is as in `fit_maps`."""
-    hits = torch.zeros(depths, 2, dtype=torch.float64)
-    counts = torch.zeros(depths, 1, dtype=torch.float64)
+    hits = torch.zeros(DEPTHS, 2, dtype=torch.float64)
+    counts = torch.zeros(DEPTHS, 1, dtype=torch.float64)
     for calls in _routed(model, texts):
         for number, call in enumerate(calls):
-            for depth, later in enumerate(calls[number + 1 : number + 1 + depths]):
+            for depth, later in enumerate(calls[number + 1 : number + 1 + DEPTHS]):
                 rows = maps.rows(call.router.path, later.router)
                 if rows is None:
                     continue

@@ -125,3 +125,11 @@ def test_states_that_are_not_finite_fit_nothing() -> None:
     torch.nn.init.constant_(model.get_parameter("model.embed_tokens.weight"), float("nan"))
     with pytest.raises(UnsupportedModelError, match="the inputs of its router are not finite"):
         fit_maps(model, texts(1))
+
+
+def test_damaged_files_and_folders_are_refused(tmp_path: Path) -> None:
+    save_maps({"a>b.weight": torch.zeros(6, 4)}, tmp_path / "half")
+    with pytest.raises(RouterMapsError, match=r"half: damaged: a>b\.weight \(6, 4\) has no matching other part"):
+        RouterMaps(tmp_path / "half")
+    with pytest.raises(RouterMapsError, match=rf"{tmp_path.name}: not a file"):
+        RouterMaps(tmp_path)

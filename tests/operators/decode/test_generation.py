@@ -30,6 +30,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 from moegraft.injection import new_cache
+from moegraft.operators.base import CACHE, with_cache_name
 from moegraft.operators.decode.cache import cache_counts, cache_tensors
 from moegraft.operators.decode.native.steps import MAX_CONTINUED
 
@@ -701,3 +702,11 @@ def test_caches_are_freed(qwen: PreTrainedModel) -> None:
         del result
         gc.collect()
         assert not any(reference() is not None for reference in gone)
+
+
+@pytest.mark.parametrize("older", ["past_key_values", "cache_params"])
+def test_a_cache_may_have_its_older_names(older: str) -> None:
+    """As transformers' own models take them; before 5.24 the arguments stay as they are."""
+    cache = object()
+    assert with_cache_name({"input_ids": 1, older: cache}) == {"input_ids": 1, "cache" if CACHE == "cache" else older: cache}
+    assert with_cache_name({CACHE: cache}) == {CACHE: cache}

@@ -166,6 +166,7 @@ def test_router_maps_are_fitted_and_used(folder: Path, run: Run, run_json: RunJs
     shares = found["router_maps"]["named_by_routers"] + found["router_maps"]["named_by_maps"]
     assert len(shares) == 6 and all(0 < share <= 1 for share in shares)
     assert run(*arguments).exit_code == 2, "the file exists"
+    assert f"two files would be written to {maps}" in run(*arguments, "--routing", maps, "--force").stderr.replace("\n", "")
     result = run(*arguments, "--force")
     assert "layers ahead  named by routers  named by maps" in result.stdout and "prefetch: {maps: maps}" in result.stdout
     rules, ids = tmp_path / "rules.yaml", torch.arange(5, 60)[None]
