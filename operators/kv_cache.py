@@ -67,7 +67,7 @@ class QuantizedKvCache(ModelOperator):
     The cache takes fewer bytes and is not exact: the text may change. Each step over one of transformers' caches restores a layer's keys
     and values to the model's dtype before attention, so decoding is slower: these are for contexts that do not fit otherwise. Codes are
     read in place, so that attention takes less time, and the pages of a server hold them as well. A call with a cache of its own uses that
-    cache, and a call that must remove tokens from its cache is not quantised.
+    cache, and a call that must remove tokens from one of transformers' caches is not quantised.
     """
 
     name = "quantized_kv_cache"
@@ -111,7 +111,7 @@ class QuantizedKvCache(ModelOperator):
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = call_arguments(plain, args, kwargs)
-        if isinstance(arguments.get(CACHE), QuantizedCache):
+        if isinstance(arguments.get(CACHE), QuantizedCache | CodedCache):
             return plain(**arguments)
         reason = _other_cache_reason(model, arguments, self._storage)
         if reason is not None:
@@ -136,12 +136,14 @@ class Storage(ABC):
     Attributes:
         bits: of a stored value, to choose from.
         has_residual: whether the latest tokens stay in the model's dtype.
+        is_croppable: whether tokens can be removed from the cache.
         stored: the types of layers of the model's own cache whose keys and values are quantised.
         refusal: why a model is refused that has other layers with keys and values.
     """
 
     bits: ClassVar[tuple[int, ...]] = (8,)
     has_residual: ClassVar[bool] = False
+    is_croppable: ClassVar[bool] = False
     stored: ClassVar[tuple[type, ...]]
     refusal: ClassVar[str]
 
@@ -159,7 +161,7 @@ class Storage(ABC):
         """Return the form of the cache."""
 
     @abstractmethod
-    def new_cache(self) -> QuantizedCache:
+    def new_cache(self) -> Cache:
         """Return an empty cache, in which layers that are not `stored` stay as they are."""
 
     def unsupported_reason(self, model: PreTrainedModel) -> str | None:
@@ -192,6 +194,7 @@ class _Codes(Storage):
     """Codes of 8 bits in pages, each row with a scale, which attention reads in place."""
 
     scales = "a scale for each token of a head"
+    is_croppable = True
     stored = CODABLE
     refusal = "whose keys and values are not stored as codes"
 
@@ -201,7 +204,7 @@ class _Codes(Storage):
         row = _heads(self.config)[1][0] if rank is None else (rank + self.config.qk_rope_head_dim) // 2
         return QuantisedForm(self.options.bits, row, 0, scale_bytes=SCALE_BYTES, in_place=True)
 
-    def new_cache(self) -> QuantizedCache:
+    def new_cache(self) -> Cache:
         return CodedCache(self.stock_layers())
 
     def unsupported_reason(self, model: PreTrainedModel) -> str | None:
@@ -349,6 +352,6 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], st
         return f"the call sets cache_implementation to {setting('cache_implementation')}"
     if (setting("num_beams") or 1) > 1:
         return "beam search reorders the cache at every token"
-    if arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens"):
+    if not storage.is_croppable and (arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens")):
         return "rejected draft tokens cannot be removed from a quantised cache"
     return storage.unread_reason(model, arguments, setting)

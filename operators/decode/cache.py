@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moegraft.operators.decode.native.fit import CacheTensor
 
 ROOM = 256  # tokens by which the buffers of a cache grow at least
+PAGES = "data"  # the attribute of a layer with pages that it owns: (pages, bytes) int8, to which steps append
 _LONG = 1 << 20  # positions, for a cache of states alone
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -156,11 +157,11 @@ class CacheBuffers:
         self.room = 0
         self.cache: weakref.ref[Cache] | None = None  # the first that uses it
 
-    def __deepcopy__(self, memo: object) -> CacheBuffers:
-        return CacheBuffers()
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)()
 
-    def __reduce__(self) -> tuple[type[CacheBuffers], tuple[()]]:
-        return CacheBuffers, ()
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
 
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
         """Make sure that the grown tensors are in buffers with room for `tokens` more, of a cache with `held_tokens`.

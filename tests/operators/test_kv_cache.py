@@ -16,6 +16,7 @@ import torch
 from support import import_benchmark
 from support.families import build_model, case_of, prompt
 from support.rule_support import findings_of, write
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
@@ -129,6 +130,61 @@ def test_generate_decodes_over_codes(load, caplog: pytest.LogCaptureFixture) -> 
     mask[0, :5] = 0
     assert torch.equal(answer(model, ids=batch, attention_mask=mask).sequences, answer(stock(), ids=batch, attention_mask=mask).sequences)
     assert "a batch with padding has other positions" in caplog.text
+
+
+class Observed(TorchDispatchMode):
+    """While it is entered, steps run layer by layer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_steps_over_codes_are_native_programs(model_type: str, batch: int, load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(model_type, "backend: native"), prompt(70, batch=batch, seed=3)
+    with Observed():
+        expected = answer(model, ids=ids, output_logits=True)
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] == 0
+    for _ in range(2):  # the second time with programs of the first
+        found = answer(model, ids=ids, output_logits=True)  # 110 tokens: pages are added in between
+        for row, wanted in zip(found.logits, expected.logits, strict=True):
+            assert float((row - wanted).norm()) <= 1e-3 * float(wanted.norm())
+    done = model.moegraft.statistics()["decode_steps"]
+    assert done["replayed_steps"] > NEW and not done["reasons"]
+    assert found.past_key_values.get_seq_length() == ids.shape[1] + NEW - 1
+
+
+def test_steps_go_on_when_the_table_of_pages_grows(load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(options="backend: native"), prompt(70, batch=1, seed=3)
+    expected = answer(model, ids=ids)
+    cache, replayed = new_cache(model), model.moegraft.statistics()["decode_steps"]["replayed_steps"]
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], past_key_values=cache)
+    for layer in cache.layers:
+        layer.reserve(1100)  # more than programs know
+    assert torch.equal(answer(model, ids=ids, past_key_values=cache).sequences, expected.sequences)
+    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] > replayed
+
+
+def test_codes_serve_calls_that_remove_tokens(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    model = load(options="backend: native")
+    found = answer(model, prompt_lookup_num_tokens=3)
+    assert isinstance(found.past_key_values, CodedCache) and torch.equal(found.sequences, answer(model).sequences)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_a_conversation_over_codes_goes_on_where_it_changed(model_type: str, load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(model_type, "backend: native"), prompt(300, batch=1, seed=3)
+    shared = PromptCache(model)
+    cache, _ = shared.take(ids[0].tolist())
+    first = answer(model, ids=ids, past_key_values=shared.read_ahead(ids[0].tolist(), cache, 64))
+    shared.keep(first.sequences[0].tolist(), first.past_key_values)
+    changed = torch.cat([first.sequences[:, :310], prompt(20, batch=1, seed=5)], dim=1)
+    cache, reused = shared.take(changed[0].tolist())
+    assert isinstance(cache, CodedCache) and reused == (292 if model_type == "qwen3_next" else 310)  # states: from a checkpoint
+    assert torch.equal(answer(model, ids=changed, past_key_values=cache).sequences, answer(model, ids=changed).sequences)
 
 
 def test_codes_can_be_cropped_and_copied(load) -> None:  # type: ignore[no-untyped-def]

@@ -25,6 +25,7 @@ from moegraft.operators.base import CACHE
 from moegraft.operators.cache_form import layer_types, name_layers
 from moegraft.operators.decode.mtp import read_chunk
 from moegraft.operators.decode.mtp_layers import asked_states, mtp_layers, read_states
+from moegraft.operators.decode.pages import LayerInPages
 from moegraft.operators.decode.states import (
     TENSORS,
     SavedStates,
@@ -141,9 +142,9 @@ class Checkpoint:
                 if not layer.is_initialized:
                     layer.lazy_initialization(keys, values)
                 layer.keys, layer.values, layer.cumulative_length = keys, values, self.tokens
-            elif isinstance(layer, DynamicLayer) and (extra := layer.get_seq_length() - self.tokens) > 0:
-                # Layers that have states as well refuse to crop.
-                (DynamicLayer if has_states(layer) else type(layer)).crop(layer, -extra)
+            elif isinstance(layer, DynamicLayer | LayerInPages) and (extra := layer.get_seq_length() - self.tokens) > 0:
+                kind: Any = DynamicLayer if has_states(layer) else type(layer)  # those that have states as well refuse to crop
+                kind.crop(layer, -extra)
         self._states.restore(cache)
 
 
@@ -152,7 +153,7 @@ class PromptCache:
 
     The next prompt goes on from the last token that it shares, or from the latest checkpoint before it where the cache cannot be cropped.
     Checkpoints are made at the end of each prompt and of each answer, and every `CHECKPOINT_TOKENS` tokens of a prompt. A quantised cache
-    can only be extended. The log reports once what is computed again.
+    of transformers can only be extended. The log reports once what is computed again.
 
     Args:
         checkpoint_bytes: of all checkpoints; the one that saves the fewest tokens is dropped first.
@@ -272,7 +273,7 @@ class PromptCache:
         return fixed and not isinstance(cache, QuantizedCache) and self._why_not_reused(cache) is None
 
     def _why_not_reused(self, cache: Any) -> str | None:
-        if type(cache) is not DynamicCache:
+        if type(cache) is not DynamicCache and not any(isinstance(layer, LayerInPages) for layer in cache.layers):
             return f"a cache of {type(cache).__name__} cannot be kept"
         if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
             return "its cache does not count tokens"

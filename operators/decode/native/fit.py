@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from moegraft.operators.decode.cache import ForeignCacheError, StateName, storage_bytes
+from moegraft.operators.decode.cache import PAGES, ForeignCacheError, StateName, storage_bytes
 from moegraft.operators.decode.native.record import Call, Memory, NotRecordableError, Recording
 
 MAX_GROUP = 16  # tokens, with a program for each position in the group
@@ -369,6 +369,8 @@ def grown_tensors(fitted: FittedStep, period: int) -> list[CacheTensor]:
     appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
     same: dict[tuple[Place, Place], list[StateName]] = {}
     for name, after in fitted.after.items():
+        if name[-1] == PAGES:
+            continue
         same.setdefault((fitted.before[name], after), []).append(name)
     found = []
     for (before, after), names in same.items():

@@ -9,7 +9,7 @@ import math
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.custom_ops import without_dispatch
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, cache_tensors, holder, storage_bytes
+from moegraft.operators.decode.cache import PAGES, CacheBuffers, ForeignCacheError, cache_tensors, holder, storage_bytes
 from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, grown_tensors
 from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node, Operand
 from moegraft.operators.decode.native.record import NotRecordableError
@@ -222,7 +222,10 @@ class StepProgram:
         self._period, self._place = period, position % period
         self._grown = grown_tensors(fitted, period)
         grown_names = {name for tensor in self._grown for name in tensor.names}
-        others = [name for name in fitted.before if name not in grown_names]
+        self._pages = [name for name in fitted.before if name[-1] == PAGES]
+        if any(size.slope for name in self._pages for size in fitted.before[name].sizes):
+            raise NotRecordableError("pages were added between the two recordings")
+        others = [name for name in fitted.before if name not in grown_names and name[-1] != PAGES]
         self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
         self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
         for name in self.replaced:
@@ -234,16 +237,14 @@ class StepProgram:
         added = [each.added for each in self._grown] + list(fitted.counts.values())
         appends = all(each.added and not each.start_slope and not each.drained for each in self._grown)
         others_stay = not self._states and not self.replaced and not any(count % self._tokens for count in added)
-        self.rewinds = bool(self._grown) and appends and others_stay
-        self._lowering = Lowering(fitted, self._grown, self.replaced)
-        self.exact = all(
-            weights in ("float32", "float64")
-            for node in self._lowering.nodes
-            if node.kind in ("linear", "experts")
-            for weights in [node.payload[0].weight_type]
-        )
-        found = [node.payload[2] for node in self._lowering.nodes if node.kind == "experts"]
-        self.counters = [array for array in found if array is not None]  # of neurons
+        self.rewinds = bool(self._grown or self._pages) and appends and others_stay
+        self._lowering = Lowering(fitted, self._grown, self.replaced, {fitted.before[name].storage for name in self._pages})
+        rounded = [node.payload[0].weight_type not in ("float32", "float64") for node in self._nodes("linear", "experts")]
+        rounded += [
+            place.dtype == torch.int8 for node in self._nodes("paged attention") for place in node.reads if isinstance(place, Place)
+        ]
+        self.exact = not any(rounded)
+        self.counters = [node.payload[2] for node in self._nodes("experts") if node.payload[2] is not None]  # of neurons
         self.sized_by_values = self._lowering.sized_by_values
         self._logits = self._fitted.outputs["logits"]
         self._hidden: list[Place] = list(self._fitted.outputs.get(HIDDEN_STATES, {}).values())
@@ -252,6 +253,9 @@ class StepProgram:
         self._last_position = -1
         self.kernels_ns = 0  # of the last step
         self._build(-(-max(1024, 2 * position) // self._period))
+
+    def _nodes(self, *kinds: str) -> Iterator[Node]:
+        return (node for node in self._lowering.nodes if node.kind in kinds)
 
     def describe(self) -> str:
         kinds = [node.kind for node in self._lowering.nodes]
@@ -426,6 +430,7 @@ class StepProgram:
         others = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()} | dict(fitted.constants)
         states = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in self._states}
         states |= {fitted.before[name].storage: (buffers.replaced[name], fitted.before[name]) for name in self.replaced}
+        pages = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in self._pages}
         for storage, buffer in native.buffers.items():
             grown = by_storage.get(storage)
             if grown is not None:
@@ -435,6 +440,11 @@ class StepProgram:
                 tensors[buffer] = rows.bytes
             elif storage in states:
                 origins[buffer], tensors[buffer] = _state_memory(*states[storage])
+            elif storage in pages:
+                pool, recorded = pages[storage]
+                if (pool.dtype, pool.shape[1]) != (recorded.dtype, recorded.sizes[1].base):
+                    raise ForeignCacheError("a cache has pages of another form than the cache of the recording")
+                tensors[buffer] = storage_bytes(pool)
             else:
                 tensors[buffer] = storage_bytes(others[storage])
         tensors[ARENA] = self._arena

@@ -165,6 +165,11 @@ def cpu_timeline(runtime: Runtime, replay: StepReplay | None) -> Iterator[Timeli
             replay.timeline = None
 
 
+def is_recorded() -> bool:
+    """Return whether this thread computes a pass that is recorded."""
+    return isinstance(_python_dispatch._get_current_dispatch_mode(), Recorder)
+
+
 class Recorder(TorchDispatchMode):
     """Fills `recording` while it is entered.
 

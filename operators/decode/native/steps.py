@@ -94,9 +94,6 @@ class NativePrograms(StepReplay):
         position = cache.get_seq_length() if layers else 0
         if position == 0 or any(getattr(layer, "record_past", False) for layer in layers):
             return None
-        unrecorded: str | None = getattr(cache, "unrecorded", None)
-        if unrecorded is not None:
-            return unrecorded
         buffers = _memory(cache)
         if buffers is None:
             named = f"an offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else f"a {type(cache).__name__}"
@@ -148,9 +145,9 @@ class NativePrograms(StepReplay):
         regime = self._boundaries.regime(position, position + ids.shape[1])
         if conditions is None or regime is None:
             return None
-        pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
+        constants = getattr(cache, "serial", None)  # of caches in pages, whose pool or table programs rely on
         held = tuple((type(layer), past_tokens(layer) if ids.shape[1] > 1 else 0) for layer in layers)
-        kind = shapes, tuple(settings.items()), full, regime, held, conditions, pages
+        kind = shapes, tuple(settings.items()), full, regime, held, conditions, constants
         return Step(kind, cache, inputs, settings, position, self._boundaries.period)
 
     def _conditions(self, model: PreTrainedModel) -> object | None:
@@ -168,6 +165,7 @@ class NativePrograms(StepReplay):
         position = step.position // step.period
         if kind.recorded is not None and kind.recorded.position == position:  # as at the end of equally long texts
             return plain(**step.inputs, **step.settings, **{CACHE: cache})
+        buffers.hold(cache, (), step.inputs["input_ids"].shape[1], position, step.position)  # so that pages do not move meanwhile
         recorder = Recorder(self._runtime)
         tensors = {name: value.clone(memory_format=torch.contiguous_format) for name, value in step.inputs.items()}
         inputs = {name: recorder.memory(value) for name, value in tensors.items()}
