@@ -7,6 +7,7 @@
     python benchmarks/cpu_model.py --weights int4 --contexts 8 --sampled --prompts --busy 2    # beside other work
     python benchmarks/cpu_model.py --model gpt-oss-20b --layers 4 --weights mxfp4
     python benchmarks/cpu_model.py --model deepseek-v2-lite --layers 4 --weights q4_k iq3_s
+    python benchmarks/cpu_model.py --layers 2 --weights all --contexts 8 --sampled --prompts 8 512 --beside llama.cpp ik_llama.cpp-rtr
     python benchmarks/cpu_model.py --layers 12 --weights int4 --vocabulary 151936 --contexts 512 --prompts    # sampling from Qwen3's
     python benchmarks/cpu_model.py --model qwen3-next --layers 4 --weights int8 --beside stock llama.cpp    # and granite-4-h
 
@@ -15,8 +16,10 @@ beside `stock`, which is transformers in bfloat16, it is quantised from a checkp
 
 Memory may change its speed by half within minutes on a shared machine. So each round runs one provider and then the other, each in a
 process of its own; `ratio` is the median over rounds of moegraft's rate over the peer's. Reading the weights of a token and its cache is
-what limits decoding: `of_read_limit` is the median of moegraft's rate over what the bandwidth read just before would allow. Both
-providers' logits are compared first. If a process crashes, the row has its `failure` in place of figures.
+what limits decoding, and a prompt of few tokens, with all experts that these have; a long prompt is limited by the arithmetic, for which
+oneDNN's product of two matrices stands, in int8 or in bfloat16 for weights in this. `of_limit` is the median of moegraft's rate over what
+the bandwidth, or this product, allowed just before. Both providers' logits are compared first. If a process crashes, the row has its
+`failure` in place of figures.
 """
 
 from __future__ import annotations
@@ -24,23 +27,36 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.checkpoints import write_gguf
-from harness.llama_cpp import TYPES, cache_bytes, is_installed, token_bytes, write_model
+from harness.llama_cpp import TYPES, TokenWeights, cache_bytes, is_installed, token_weights, write_model
 from harness.models import SHAPES, VOCABULARY, config_of, cpu_rules, random_model
 from harness.peers import PeerFailed, PeerProcess
-from harness.probe import ReadProbe
+from harness.probe import ReadProbe, gemm_probe
 from harness.record import Recorder, hardware, parser
-from harness.rounds import alternate, busy, percentiles
-from harness.whole_models import Opener, check_logits, decode_rate, ik_llama_cpp, llama_cpp, ours, prompt_rate, sampled_rate, stock
+from harness.rounds import alternate, busy, percentiles, seconds
+from harness.whole_models import (
+    Opener,
+    check_logits,
+    decode_rate,
+    experts_of,
+    ik_llama_cpp,
+    llama_cpp,
+    ours,
+    prompt_rate,
+    sampled_rate,
+    stock,
+)
 
+PRODUCTS = 5  # whose median time is the limit of arithmetic
 LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
 LOGITS_LIMIT = {"stock": 0.3}  # relative difference of the two providers' logits; stock's weights are not rounded, those of others are
-STORED = ("mxfp4", "q4_k", "iq3_s")  # types of files, to which the rules `cpu` need no variables
+CHOSEN = ("int4", "int8", "bfloat16")  # by variables of the rules `cpu`; other types of files need none
 PEERS: Mapping[str, Callable[..., Any]] = {
     "llama.cpp": llama_cpp,
     "ik_llama.cpp": ik_llama_cpp,
@@ -49,14 +65,11 @@ PEERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def measure(
-    opened: Mapping[str, Opener], rounds: int, phases: Mapping[str, tuple[Any, ...]], limit: Callable[[int], float]
-) -> list[dict[str, object]]:
+def measure(opened: Mapping[str, Opener], rounds: int, phases: Mapping[str, tuple[Any, ...]], limits: Limits) -> list[dict[str, object]]:
     """Return the rows of a pair of providers, moegraft first, up to the phase in which the process of one ends, if it does.
 
     Args:
         phases: a function of a provider's phases that returns a rate, and its arguments; a prompt's or a context's tokens come first.
-        limit: returns the tokens per second, after a number of tokens, that the bandwidth measured in the call allows.
     """
     rows: list[dict[str, object]] = []
     phase = ""
@@ -68,17 +81,36 @@ def measure(
                     "ours": partial(ours.call, rate, tokens, *more),
                     "theirs": partial(theirs.call, rate, tokens, *more),
                 }
-                if rate in (decode_rate, sampled_rate):
-                    calls = {"limit": partial(limit, tokens), **calls}
+                experts = (ours.call(experts_of, tokens),) if rate is prompt_rate else ()
+                calls = {"limit": partial(limits.prompt if experts else limits.decode, tokens, *experts), **calls}
                 rows.append({"phase": phase, "rounds": rounds, **figures(alternate(calls, rounds))})
     except PeerFailed as failed:
         rows.append({"phase": phase, "rounds": rounds, "failure": str(failed)})
     return rows
 
 
-def read_limit(probe: ReadProbe, config: Any, read: int, context: int) -> float:
-    """Return the tokens per second that the bandwidth measured in the call allows, with `read` bytes of weights a token."""
-    return probe.median() / (read + cache_bytes(config, context))
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The tokens per second that this machine allows, by what is measured in each call.
+
+    Attributes:
+        products: of oneDNN, and the multiplications and additions of one.
+    """
+
+    config: Any
+    weights: TokenWeights
+    probe: ReadProbe
+    products: tuple[Callable[[], object], float]
+
+    def decode(self, context: int) -> float:
+        """Return the rate after `context` tokens, of which the bandwidth allows to read weights and cache."""
+        return self.probe.median() / (self.weights.read(self.config.num_experts_per_tok) + cache_bytes(self.config, context))
+
+    def prompt(self, tokens: int, experts: float) -> float:
+        """Return the rate of a prompt whose tokens have so many different experts in a layer."""
+        product, operations = self.products
+        rate = operations / statistics.median(seconds(product) for _ in range(PRODUCTS))
+        return tokens / max(self.weights.read(experts) / self.probe.median(), 2 * tokens * self.weights.multiplied / rate)
 
 
 def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:
@@ -90,7 +122,7 @@ def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:
         "peer_tokens_s": round(statistics.median(theirs), 1),
         "ratio": ratios.pop("p50_ratio"),
         **ratios,
-        "of_read_limit": round(statistics.median(shares), 2) if shares else "",
+        "of_limit": round(statistics.median(shares), 2) if shares else "",
     }
 
 
@@ -98,7 +130,7 @@ def main() -> None:
     options = parser(__doc__, layers=6, rounds=11, new=48)
     options.add_argument("--model", default="qwen3-30b-a3b", choices=list(SHAPES), help="whose shapes the layers have")
     options.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens that the head and the choice of a token have")
-    options.add_argument("--weights", nargs="+", default=["int4", "int8", "bfloat16"], choices=list(TYPES))
+    options.add_argument("--weights", nargs="+", default=CHOSEN, choices=["all", *TYPES])
     options.add_argument("--beside", nargs="+", default=["llama.cpp"], choices=list(PEERS))
     options.add_argument("--busy", type=int, default=0, help="other processes that each keep a core busy")
     options.add_argument("--contexts", type=int, nargs="*", default=(8, 512, 2048), help="tokens before those that are decoded")
@@ -119,7 +151,7 @@ def main() -> None:
     keys = ("model", "layers", "weights", "beside", "phase", "hardware")
     packages = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python")
     rows = Recorder("cpu_model", packages, replaces=keys, write=given.write)
-    for weights in given.weights:
+    for weights in TYPES if "all" in given.weights else given.weights:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             path = folder / "model.gguf"
@@ -129,14 +161,13 @@ def main() -> None:
             else:
                 config.save_pretrained(folder)
                 write_model(path, config, weights)
-            read = token_bytes(path, config)
-            our_opener: Opener = (ours, folder, "extends: cpu\n" if weights in STORED else cpu_rules(weights))
+            limits = Limits(config, token_weights(path, config), probe, gemm_probe("bfloat16" if weights == "bfloat16" else "int8"))
+            our_opener: Opener = (ours, folder, cpu_rules(weights) if weights in CHOSEN else "extends: cpu\n")
             for name in given.beside:
                 opened: dict[str, Opener] = {f"ours-{weights}": our_opener, f"{name}-{weights}": (PEERS[name], folder)}
                 error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT.get(name, 0.15)), 4)
-                limit = partial(read_limit, probe, config, read)
                 with busy(given.busy):
-                    for row in measure(opened, given.rounds, phases, limit):
+                    for row in measure(opened, given.rounds, phases, limits):
                         rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
 
 

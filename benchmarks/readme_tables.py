@@ -105,6 +105,7 @@ STARTS = {
 }
 
 
+FORMATS_LAYERS = "2"  # of the rows of whole models that have every type
 SYSTEMS = {"frames": "**moegraft**, `memory: auto`", "mapped": "moegraft, the mapped file", "llama.cpp": "llama.cpp, the mapped file"}
 
 
@@ -216,13 +217,34 @@ def families() -> str:
 @section
 def cpu_model() -> str:
     """Return the rates of whole models beside each peer, by model and phase."""
-    rows = read("cpu_model")
+    rows = [row for row in read("cpu_model") if row["layers"] != FORMATS_LAYERS]
     columns: Columns = {
         **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
         **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
-        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the read limit": "of_read_limit"},
+        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the limit": "of_limit"},
     }
     return f"{listed(rows, columns)}\n\n{provenance(rows)}"
+
+
+@section
+def formats() -> str:
+    """Return how far each type of a file is from the machine's limit and from the best peer, by tokens at once."""
+    rows = [row for row in read("cpu_model") if row["layers"] == FORMATS_LAYERS]
+    phases = {"decode after 8": "1 token", "prompt of 8": "8 tokens", "prompt of 512": "512 tokens"}
+    body = []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        cells = [weights]
+        for phase in phases:
+            found = [row for row in rows if (row["weights"], row["phase"]) == (weights, phase) and row["ratio"]]
+            best = min(found, key=lambda row: float(row["ratio"]), default=None)
+            cells.append("-" if best is None else f"{best['of_limit']}; {best['ratio']} {best['beside']}")
+        body.append(cells)
+    caption = (
+        "Two layers of Qwen3-30B-A3B's shapes by the type of their experts in a GGUF file (`benchmarks/cpu_model.py --weights all`): the "
+        "share of this machine's limit that moegraft reaches, and its rate over that of the peer that is fastest beside it. The limit is "
+        "the bandwidth, for the bytes of all experts that the tokens have, or the arithmetic of oneDNN's products where that takes longer:"
+    )
+    return f"{caption}\n\n{table(['experts', *phases.values()], body)}\n\n{provenance(rows)}"
 
 
 @section

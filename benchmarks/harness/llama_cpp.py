@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,8 @@ TYPES = {
     **{name: (kind,) * 3 for name, kind in (("int4", "Q4_0"), ("int8", "Q8_0"), ("bfloat16", "BF16"))},
     **{"mxfp4": ("MXFP4", "Q8_0", "Q8_0"), "q4_k": ("Q4_K", "Q4_K", "Q5_0"), "iq3_s": ("IQ3_S", "IQ3_S", "IQ4_NL")},
 }
+_OTHERS = "q4_1 q5_0 q5_1 q2_k q3_k q5_k q6_k iq4_nl iq4_xs iq3_xxs iq2_s iq2_xs iq2_xxs iq1_s iq1_m tq2_0 tq1_0"
+TYPES |= {name: (name.upper(), "Q8_0", "Q8_0") for name in _OTHERS.split()}
 
 
 def is_installed(engine: str = "llama.cpp") -> bool:
@@ -138,18 +141,41 @@ def write_model(
     writer.close()
 
 
-def token_bytes(path: Path, config: PreTrainedConfig) -> int:
-    """Return the bytes of a GGUF file's weights that a token reads, without the row of its embedding."""
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """The weights of a GGUF file that tokens read, without the rows of their embeddings.
+
+    Attributes:
+        expert_bytes: of one expert in each layer.
+        other_bytes: of what every token reads.
+        multiplied: weights that each token of a prompt is multiplied with; only its last has logits.
+    """
+
+    expert_bytes: float
+    other_bytes: int
+    multiplied: float
+
+    def read(self, experts: float) -> float:
+        """Return the bytes that tokens read together which have so many different experts in a layer."""
+        return self.other_bytes + experts * self.expert_bytes
+
+
+def token_weights(path: Path, config: PreTrainedConfig) -> TokenWeights:
     import gguf
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    read = 0
+    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
+    expert_bytes, other_bytes, multiplied = 0.0, 0, 0.0
     for name, tensor in tensors.items():
-        experts = int(tensor.shape[-1]) if "_exps." in name else 0
-        size = int(tensor.n_bytes) * config.num_experts_per_tok // experts if experts else int(tensor.n_bytes)
-        size //= 2 if name.endswith("ffn_gate_inp.weight") else 1  # in bfloat16
-        read += 0 if name == "token_embd.weight" and "output.weight" in tensors else size
-    return read
+        if "_exps." in name:
+            expert_bytes += int(tensor.n_bytes) / int(tensor.shape[-1])
+            multiplied += int(tensor.n_elements) / int(tensor.shape[-1]) * config.num_experts_per_tok
+        elif name in (head, "token_embd.weight"):
+            other_bytes += int(tensor.n_bytes) if name == head else 0
+        else:
+            other_bytes += int(tensor.n_bytes) // (2 if name.endswith("ffn_gate_inp.weight") else 1)  # in bfloat16
+            multiplied += int(tensor.n_elements)
+    return TokenWeights(expert_bytes, other_bytes, multiplied)
 
 
 def cache_bytes(config: Any, context: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from harness.peers import PeerProcess
 from harness.rounds import seconds
 from moegraft.injection import new_cache
 from moegraft.injection.cli.chat.prompt_cache import PREFILL_CHUNK, read_ahead
+from moegraft.operators.routing_trace import watch_routing
 
 LONGEST = 2**15  # tokens of the longest prompt of a benchmark
 LONG = 4096  # tokens of a context that is read once, and to which the cache is cropped before it is decoded from again
@@ -32,12 +34,13 @@ Opener = tuple[Any, ...]  # a function that returns a context of Phases, and its
 @dataclass(frozen=True, slots=True)
 class Phases:
     """The phases of a provider: `decode(n, context, sampled)` generates n tokens after a prompt of `context`, greedily or by `SAMPLED`, and
-    returns the seconds from the first to the last, `prefill(n)` reads a prompt of n tokens, and `logits(context)` returns those of the
-    token after a prompt."""
+    returns the seconds from the first to the last, `prefill(n)` reads a prompt of n tokens, `logits(context)` returns those of the token
+    after a prompt, and `experts(n)` how many different experts a layer has in a prompt, on average, where that can be observed."""
 
     decode: Callable[[int, int, bool], float]
     prefill: Callable[[int], object]
     logits: Callable[[int], NDArray[np.float32]]
+    experts: Callable[[int], float] = lambda tokens: math.nan
 
 
 def decode_rate(phases: Phases, context: int, tokens: int) -> float:
@@ -52,6 +55,10 @@ def sampled_rate(phases: Phases, context: int, tokens: int) -> float:
 
 def prompt_rate(phases: Phases, tokens: int) -> float:
     return tokens / seconds(lambda: phases.prefill(tokens))
+
+
+def experts_of(phases: Phases, tokens: int) -> float:
+    return phases.experts(tokens)
 
 
 def logits_after(phases: Phases, contexts: Sequence[int]) -> list[NDArray[np.float32]]:
@@ -111,7 +118,13 @@ def phases_of(model: PreTrainedModel) -> Phases:
     def logits(context: int) -> NDArray[np.float32]:
         return np.asarray(model(prompt[:, :context]).logits[0, -1].float())
 
-    return Phases(decode, lambda count: model(prompt[:, :count], logits_to_keep=1), logits)
+    def experts(count: int) -> float:
+        different: list[int] = []
+        with watch_routing(model, lambda call: different.append(call.top_k_index.unique().numel())):
+            model(prompt[:, :count], logits_to_keep=1)
+        return statistics.mean(different)
+
+    return Phases(decode, lambda count: model(prompt[:, :count], logits_to_keep=1), logits, experts)
 
 
 @contextmanager

@@ -35,13 +35,16 @@ def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: p
 def test_the_files_for_llama_cpp_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek's, which has rows that are no multiple of a block, a dense layer, and keys and values in two tensors."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from harness.llama_cpp import token_bytes, write_model
+    from harness.llama_cpp import token_weights, write_model
     from harness.models import config_of
 
     config, path = config_of("deepseek-v2-lite", 2, scale=16), tmp_path / "model.gguf"
     config.save_pretrained(tmp_path)
     write_model(path, config, "q4_k")
-    assert 0 < token_bytes(path, config) < path.stat().st_size
+    weights = token_weights(path, config)
+    # All experts, and the embedding, of which a token reads a row.
+    assert weights.read(config.num_experts_per_tok) < weights.read(config.n_routed_experts) < path.stat().st_size
+    assert 0.5 < weights.multiplied / (weights.read(config.num_experts_per_tok) * 8 / 5) < 2  # at about 5 bits each
     model = optimize_and_load(tmp_path, "cpu", gguf=path, progress=False)
     with torch.inference_mode():
         logits = model(torch.arange(6)[None]).logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,11 +67,11 @@ def test_pairs_keep_their_rows_and_name_the_crashed_provider() -> None:
 
     opened = {"ours-int4": (fake_peers.working,), "llama.cpp-int4": (fake_peers.dying_at, "decode after 512")}
     phases = {"prompt": (prompt_rate, 32), **{f"decode after {tokens}": (decode_rate, tokens, 4) for tokens in (8, 512, 2048)}}
-    rows = measure(opened, 2, phases, limit=lambda context: 1000)
+    rows = measure(opened, 2, phases, SimpleNamespace(decode=lambda context: 1000, prompt=lambda tokens, experts: tokens * experts))
     failures = [("prompt", None), ("decode after 8", None), ("decode after 512", "llama.cpp-int4: SIGILL")]
     assert [(row["phase"], row.get("failure")) for row in rows] == failures
     prompt, decode, _ = rows
-    assert prompt["of_read_limit"] == "" and decode["of_read_limit"] == 0.38 and decode["ratio"] == 1.0
+    assert prompt["of_limit"] and decode["of_limit"] == 0.38 and decode["ratio"] == 1.0
 
 
 def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_tables_show_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readme_tables, "read", lambda name: rows)
     assert "| int4 | 2.00 / SIGILL |" in readme_tables.kt_kernel()
     about = {"model": "m", "layers": "6", "weights": "int4", "beside": "llama.cpp", "phase": "decode after 8", "busy_processes": ""}
-    columns = ("ours_tokens_s", "peer_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_read_limit")
+    columns = ("ours_tokens_s", "peer_tokens_s", "ratio", "p20_ratio", "p80_ratio", "of_limit")
     rows = [
         {**about, **dict.fromkeys(columns, "2"), "failure": "", **where},
         {**about, **dict.fromkeys(columns, ""), "failure": "llama.cpp-int4: SIGILL", **where},

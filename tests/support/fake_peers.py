@@ -20,6 +20,9 @@ class Phases:
             os.kill(os.getpid(), signal.SIGILL)
         return 0.002 * tokens  # rates are finite
 
+    def experts(self, tokens: int) -> float:
+        return 3.0
+
     def prefill(self, tokens: int) -> None:
         if self.deadly == "prefill":
             os.kill(os.getpid(), signal.SIGILL)
