@@ -512,14 +512,10 @@ def serve() -> str:
     return "\n\n".join([*parts, provenance(rows)])
 
 
-THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use
-
-
 @section
 def sparse_cpu() -> str:
-    """Return the speed over the dense layout by share of neurons left out, beside the bundled model's quality at that share."""
+    """Return the speed over the dense layout by share of neurons left out."""
     rows = read("sparse_cpu")
-    quality = {row["target"]: row for row in read("sparse_quality") if (row["criterion"], row["scope"]) in THRESHOLDS}
     found = {(row["provider"], row["phase"]): row for row in rows}
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     weights = ("int8", "bfloat16")
@@ -527,13 +523,11 @@ def sparse_cpu() -> str:
     body = []
     for share in dict.fromkeys(shares):
         speed = [f"{float(found[f'{kind}-sparse-{share}', phase]['against_dense']):.2f}" for kind in weights for phase in phases]
-        cost = quality[str(int(share.rstrip("%")) / 100)]
-        body.append([share, *speed, f"{float(cost['perplexity']):.2f}", f"{float(cost['same_next_token']):.1%}"])
-    head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases), "perplexity", "same next token"]
+        body.append([share, *speed])
+    head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases)]
     return (
-        f"Speed over the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, {rows[0]['threads']} threads), "
-        "beside the bundled model's quality on held-out text at the same share (`benchmarks/sparse_quality.py`):\n\n"
-        f"{table(head, body)}\n\n{provenance(rows)}"
+        "Speed over the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, "
+        f"{rows[0]['threads']} threads):\n\n{table(head, body)}\n\n{provenance(rows)}"
     )
 
 
