@@ -158,10 +158,6 @@ def test_it_calls_tools_with_names_and_values_it_has_not_seen(recipe: ModuleType
     assert found["called"] > 0.9 and found["named"] > 0.75 and found["right_call"] > 0.6
 
 
-def test_shipped_template_is_the_recipe_s() -> None:
-    assert (demo_path() / "chat_template.jinja").read_text() == import_benchmark("harness.demo_tokenizer").CHAT_TEMPLATE
-
-
 def test_answer_is_a_speech(model: Any, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "Who goes there?"}]
     inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", add_generation_prompt=True)
