@@ -146,22 +146,6 @@ def loading() -> str:
 
 
 @section
-def recurrent_models() -> str:
-    """Return the time of a second turn, and the speed of drafts."""
-    rows, drafts = read("recurrent_models"), read("recurrent_drafts")
-    turns = {(row["shape"], row["provider"]): f"{float(row['p50_ms']):.0f} ms" for row in rows}
-    both = (
-        f"{shape}, {turns[shape, 'kept']} and {turns[shape, 'computed again']}" for shape in dict.fromkeys(row["shape"] for row in rows)
-    )
-    shown = "; ".join(f"{row['text']}, {row['drafts']}: {row['ratio']}" for row in drafts if row["drafts"] != "plain")
-    return (
-        "A second turn after 4,000 tokens, to its first token, going on from a checkpoint and computed again: "
-        f"{'; '.join(both)}. {provenance(rows)}\n\nDecoding with drafts, random weights of Qwen3-Next's shapes, in tokens/s over those "
-        f"without: {shown}. {provenance(drafts)}"
-    )
-
-
-@section
 def training() -> str:
     """Return the speed of a layer's experts forward and backward, and the losses beside the stock model."""
     rows, losses, of_model = read("training"), read("training_loss"), read("training_model")
@@ -458,7 +442,7 @@ def demo_speed() -> str:
 @section
 def serve() -> str:
     """Return the load of both servers, and a short prompt beside a long one."""
-    rows = [row for row in read("serve") if row["case"] not in ("memory", "soak")]
+    rows = read("serve")
     by_case = {(row["case"], row["server"], row["clients"], row["prompt"]): row for row in rows}
     loads = [row for row in rows if row["case"] == "load" and row["server"] == "moegraft"]
     order = {"32": 0, "2048": 1, "mixed": 2}
@@ -496,11 +480,6 @@ def serve() -> str:
         parts.append(
             f"With `--batch-invariant`, prompts of {row['prompt']} tokens, clients: {row['clients']}: {row['tokens_s']} tokens/s instead "
             f"of {own['tokens_s']} ({row['rounds']} round of {float(row['round_s']):.0f} s each)."
-        )
-    for row in (row for row in rows if row["case"] == "recurrent" and row["clients"] != "1"):
-        parts.append(
-            f"A Qwen3-Next-shaped model (four layers, three of them recurrent, 64 experts) in 8 bits: {row['clients']} clients make "
-            f"{row['tokens_s']} tokens/s, {row['ratio']} times those of one. The bytes of a step allow {row['limit']} times."
         )
     restarts = {row["prompt"].split()[-1]: row for row in rows if row["case"] == "restart"}
     disk, (computed, stored, known) = restarts["disk"], (restarts[way]["p50_first_ms"] for way in ("computed", "disk", "memory"))
@@ -606,19 +585,6 @@ def speculative_mtp() -> str:
         f"before were (`benchmarks/speculative.py mtp`; {rows[0]['prompts']} prompts of held-out text, {rows[0]['new_tokens']} new tokens "
         f"each, with the rules `cpu`; in float32 with `cpu-exact`, {rows[0]['same_text']} of {rows[0]['prompts']} greedy texts are those "
         f"of plain decoding):\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def build_time() -> str:
-    """Return the CPU seconds of full builds beside an earlier commit's, and of each unit."""
-    rows = read("build_time")
-    builds, units = ([row for row in rows if bool(row["of_base"]) == whole] for whole in (True, False))
-    share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
-    builds_of_each = "one build of each" if rows[0]["rounds"] == "1" else f"medians of {rows[0]['rounds']} alternating builds"
-    return (
-        f"A full build takes {share}: {builds_of_each} with {rows[0]['compiler']}, compiler and linker "
-        f"together. By unit:\n\n{listed(units, {'unit': 'unit', 'CPU seconds': 'cpu_s'})}\n\n{provenance(units)}"
     )
 
 

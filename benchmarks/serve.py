@@ -9,12 +9,7 @@ lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` wi
     python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
     python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
-    python benchmarks/serve.py --recurrent                                      # 1 and 8 clients of a Qwen3-Next-shaped model, alternating
     python benchmarks/serve.py --restart                                        # the first token of a prompt that a server before had read
-
-With `--recurrent`, `ratio` is the median over rounds of the tokens/s over those of one client, and `limit` what it would be if a step took
-as long as memory gives its bytes: weights are read once for all rows, except experts that none of them chooses, and each row's states are
-read and written.
 
 With `--restart`, the time to the first token of a prompt of 4096 tokens is that of a server that has never read it, of one started again
 with the same `--prefix-cache-dir`, and of the same server once more; `ratio` is the median over rounds of each over the first.
@@ -49,12 +44,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 from harness.llama_cpp import cache_bytes, write_model
-from harness.models import VOCABULARY, config_of, cpu_rules, random_model, rule_file
+from harness.models import VOCABULARY, config_of, cpu_rules, rule_file
 from harness.record import Recorder, parser
 from harness.rounds import machine_s, median_ratio
-from transformers import PreTrainedConfig
 
-MODEL, RECURRENT = "qwen3-30b-a3b", "qwen3-next"
+MODEL = "qwen3-30b-a3b"
 PLACES = 32
 LAYERS = 6
 SHORT, LONG, KEPT, LONGEST = 32, 2048, 4096, 8000  # tokens of prompts
@@ -402,48 +396,6 @@ def measure_beside(server: Served, seconds: float) -> dict[str, object]:
     return row
 
 
-def step_bytes(config: PreTrainedConfig, rows: int) -> float:
-    """Return the bytes of a decode step of a Qwen3-Next-shaped model in 8 bits, whose rows choose experts at random.
-
-    Without keys and values, of which a short text has few.
-    """
-    byte = 34 / 32  # of a weight: blocks of 32 have a scale in 16 bits
-    hidden, heads, head = config.hidden_size, config.num_attention_heads, config.head_dim
-    keys, values = (
-        config.linear_num_key_heads * config.linear_key_head_dim,
-        config.linear_num_value_heads * config.linear_value_head_dim,
-    )
-    chosen = config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows)
-    experts = 3 * hidden * (chosen * config.moe_intermediate_size + config.shared_expert_intermediate_size)
-    recurrent = hidden * (2 * keys + 3 * values)
-    attention = hidden * (3 * heads + 2 * config.num_key_value_heads) * head
-    state = 4 * values * config.linear_key_head_dim + 2 * (2 * keys + values) * config.linear_conv_kernel_dim
-    counts = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
-    weights = sum(count * (experts + own) for count, own in zip(counts, (recurrent, attention), strict=True)) + config.vocab_size * hidden
-    return byte * weights + 2 * len(config.layer_types) * config.num_experts * hidden + 2 * rows * counts[0] * state
-
-
-def measure_recurrent(server: Served, clients: Sequence[int], tokens: int, seconds: float, rounds: int) -> list[dict[str, object]]:
-    """Return a row for each number of clients, which alternate in each round; the first round warms up."""
-    taken: dict[int, list[Round]] = {count: [] for count in clients}
-    cores = CoreTime([os.getpid(), server.pid])
-    for number in range(rounds + 1):
-        for count, found in taken.items():
-            done = asyncio.run(load(server, count, PROMPTS["32"], tokens, seconds, number))
-            print(f"{count} clients: {done.rates()[1]:.1f} tokens/s", flush=True)
-            if number:
-                found.append(done)
-    shared = {"prompt": "32", "new_tokens": tokens, "round_s": seconds, "others_share": cores.others_share()}
-    rates = {count: [done.rates()[1] for done in found] for count, found in taken.items()}
-    config, least, rows = config_of(RECURRENT, 4), min(clients), []
-    for count, found in taken.items():
-        row: dict[str, object] = {"case": "recurrent", "server": server.name, "clients": count, **shared, **figures(found)}
-        limit = count / least * step_bytes(config, least) / step_bytes(config, count)
-        row |= {"step_mib": round(step_bytes(config, count) / 2**20, 1), "limit": round(limit, 2)}
-        rows.append({**row, "ratio": round(median_ratio(rates[count], rates[least]), 2)})
-    return rows
-
-
 def measure_restart(command: Sequence[str], port: int, folder: Path, rounds: int) -> list[dict[str, object]]:
     """Return a row for a prompt that is computed, read from disk after a restart, and known in memory; each round has its own prompt."""
     times: dict[str, list[float]] = {"computed": [], "disk": [], "memory": []}
@@ -486,7 +438,6 @@ def main() -> None:
     options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
-    options.add_argument("--recurrent", action="store_true", help="measure 1 and 8 clients of a model with recurrent layers instead")
     options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
     until_s = time.perf_counter() + (given.minutes * 60 if given.minutes else float("inf"))
@@ -494,16 +445,6 @@ def main() -> None:
     rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if given.recurrent:
-            if not (folder / "config.json").exists():
-                random_model(config_of(RECURRENT, 4)).save_pretrained(folder)
-                write_tokenizer(folder)
-            port = free_port()
-            command = serve_command(folder, "cpu", port, given.threads, 8)
-            server = stack.enter_context(running("moegraft", command, port, folder))
-            for row in measure_recurrent(server, (1, 8), given.tokens, given.seconds, given.rounds):
-                rows.add({**row, **about})
-            return
         make_model(folder)
         if given.restart:
             rules, port = stack.enter_context(rule_file(cpu_rules("int8"))), free_port()
