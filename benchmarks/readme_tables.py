@@ -333,27 +333,18 @@ GPU_SYSTEMS = {
 
 @section
 def cache_candidates() -> str:
-    """Return the hit rates of later papers' policies, predictions and routing at 10, 25 and 50 % of the slots."""
+    """Return the hit rates of policies and sources of predictions at 10, 25 and 50 % of the slots."""
     rows = read("cache_candidates")
     hits: dict[tuple[str, ...], list[str]] = {}
-    perplexities: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        asked = row["policy"], row["source"], row["lookahead"], row["routing"]
-        if row["perplexity"]:
-            perplexities.setdefault(asked, []).append(float(row["perplexity"]))
-        if row["hit_percent"] and not (row["perplexity"] and row["routing"] == "exact"):
-            hits.setdefault((*asked, row["trace"], row["scope"]), []).append(fixed("hit_percent", 1)(row))
-    places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows if row["scope"]))
-    body = []
-    for asked in dict.fromkeys([*(key[:4] for key in hits), *perplexities]):
-        policy, source, lookahead, routing = asked
-        if lookahead == "3" or routing != "exact" or (lookahead == "0" and "score" in policy) or source == "default vector":
-            cells = (" / ".join(hits.get((*asked, *place), ["-"])) for place in places)
-            loss = f"{max(perplexities[asked]):.2f}" if asked in perplexities else "-"
-            body.append([policy or "-", "-" if lookahead == "0" else source, routing, *cells, loss])
+        asked = row["policy"], "-" if row["lookahead"] == "0" else row["source"]
+        hits.setdefault((*asked, row["trace"], row["scope"]), []).append(fixed("hit_percent", 1)(row))
+    places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows))
+    shown = [asked for asked in dict.fromkeys(key[:2] for key in hits) if asked[1] != "-" or "score" in asked[0]]
+    body = [[*asked, *(" / ".join(hits.get((*asked, *place), ["-"])) for place in places)] for asked in shown]
     names = {"layer": "of each layer", "global": "shared"}
     titles = (f"{trace.split(', ')[-1]}, slots {names[scope]}" for trace, scope in places)
-    return table(["policy", "source of predictions", "routing", *titles, "perplexity"], body) + f"\n\n{provenance(rows)}"
+    return table(["policy", "source of predictions", *titles], body) + f"\n\n{provenance(rows)}"
 
 
 @section
