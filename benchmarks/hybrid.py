@@ -10,15 +10,11 @@ synthetic routing (`harness/routing.py`); every figure is marked `modelled`. The
 
 Under every system, shared experts run on the GPU while the CPU and the link serve the routed ones; with `--alone` they run one after the
 other. `--plot` only draws the file's rows.
-
-`--defer` measures expert deferral (`defer` of hybrid_experts) in decode on all modelled machines, over `all`, to `hybrid_deferral.csv`:
-with the profile's cost of a layer's first expert on the CPU, which a job that follows another one does not pay, and without that cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -95,36 +91,6 @@ def with_speedups(rows: Sequence[Mapping[str, object]]) -> Iterator[dict[str, ob
         yield {**row, **over}
 
 
-DEFERRED, DEFERRED_TOKENS = (0, 2), 30
-
-
-def measured_deferral(model: str, machine: str, ratio: float, seed: int) -> Iterator[dict[str, object]]:
-    """Measure decode by the number of experts of a token that may be deferred, of which one is always kept."""
-    system = next(system for system in SYSTEMS if system.name == "all")
-    trace = synthetic_trace(model, WARM_TOKENS + DEFERRED_TOKENS, seed)
-    warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
-    for first_cpu_share in (PROFILES[machine].first_cpu_share, 0.0):
-        profile, plain_ms = replace(PROFILES[machine], first_cpu_share=first_cpu_share), 0.0
-        for defer in (min(each, MODELS[model].top_k - 1) for each in DEFERRED):
-            simulation = Simulation(MODELS[model], profile, ratio, replace(system, defer=defer), warm)
-            figures = simulation.run(play, beside=True)
-            mean_ms = float(figures.step_ms.mean())
-            plain_ms = plain_ms or mean_ms
-            deferred = simulation.engine.statistics.deferred / len(figures.step_ms) / MODELS[model].layers
-            yield {
-                "device": f"modelled {machine}",
-                "model": model,
-                "cache_ratio": ratio,
-                "first_cpu_share": first_cpu_share,
-                "defer": defer,
-                "mean_ms": round(mean_ms, 3),
-                "over_plain": round(plain_ms / mean_ms, 3),
-                "deferred_per_layer": round(deferred, 2),
-                "cpu_busy": round(figures.cpu, 3),
-                "gpu_busy": round(figures.gpu, 3),
-            }
-
-
 SHOWN = ("all_cpu", "layer_map", "fixed", "on_demand+next_layer", "greedy", "all", "bound")
 ABLATION = ("fixed", "+scheduling", "+prefetch", "+cache", "all")
 
@@ -173,15 +139,7 @@ def main() -> None:
     options.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
     options.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
-    options.add_argument("--defer", action="store_true", help="measure expert deferral")
-    options.add_argument("--machines", nargs="+", default=list(PROFILES), choices=list(PROFILES), help="of --defer")
     given = options.parse_args()
-    if given.defer:
-        rows = Recorder("hybrid_deferral", ("torch", "numpy"), write=given.write)
-        for machine, model in product(given.machines, given.models):
-            for row in measured_deferral(model, machine, given.ratios[0], given.seed):
-                rows.add(row)
-        return
     if given.plot:
         plot()
         return

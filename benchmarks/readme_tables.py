@@ -81,21 +81,6 @@ def cpu_experts() -> str:
     )
 
 
-LOADED_FORMATS = {"mxfp4": "MXFP4, gpt-oss-20b's shapes, 4 layers", "fp8": "FP8, DeepSeek-V2-Lite's shapes, 4 layers"}
-
-
-@section
-def load_memory() -> str:
-    rows = read("load_memory")
-    columns: Columns = {
-        "": lambda row: row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored"),
-        "checkpoint": lambda row: LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]),
-        **{"checkpoint, MiB": "checkpoint_mib", "held after loading, MiB": "held_mib"},
-        **{"peak while loading, MiB": "peak_mib", "peak / held": "peak_over_held"},
-    }
-    return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-
-
 STARTS = {
     "safetensors": "moegraft, from safetensors",
     "packing": "moegraft, from safetensors, keeping the packed experts",
@@ -394,35 +379,6 @@ def gpu_kernels() -> str:
 
 
 @section
-def expert_deferral() -> str:
-    """Return the loss of experts that are added one layer later or left out, and the modelled gain by machine and model."""
-    quality, modelled = read("deferral_quality"), read("hybrid_deferral")
-    ways = {provider: [row for row in quality if row["provider"] == provider] for provider in ("deferred", "left out")}
-    columns = {"KL": fixed("kl_nats", 4), "perplexity": fixed("perplexity", 2), "same next token": percent("same_next_token", 1)}
-    head = [f"experts of {quality[0]['top_k']}", *(f"{name}, {provider}" for name in columns for provider in ways)]
-    pairs = zip(*ways.values(), strict=True)
-    loss = table(head, ([pair[0]["experts"], *(cell(row) for cell in columns.values() for row in pair)] for pair in pairs))
-
-    deferring = [row for row in modelled if row["defer"] != "0"]
-    counts = {row["model"]: row["defer"] for row in deferring}
-    shares = sorted({row["first_cpu_share"] for row in deferring}, key=float, reverse=True)
-
-    found = {(row["device"], row["model"], row["first_cpu_share"]): f"{float(row['over_plain']):.2f}" for row in deferring}
-    devices = dict.fromkeys(row["device"] for row in deferring)
-    gains = ([device, *(" / ".join(found[device, model, share] for share in shares) for model in counts)] for device in devices)
-    return (
-        f"The bundled model, {quality[0]['tokens']} tokens of held-out text decoded one by one, all experts on the CPU, which is the "
-        "largest loss (`benchmarks/format_quality.py --defer`): some of a token's experts are added one layer later, or left out. With all "
-        f"of them the perplexity is {float(quality[0]['full_perplexity']):.2f}:\n\n{loss}\n\n"
-        f"Modelled, not measured: decode, layer by layer, with {float(modelled[0]['cache_ratio']):.0%} of the experts in slots, over the "
-        "same without deferral (`benchmarks/hybrid.py --defer`), with the assumed cost of a "
-        "layer's first expert on the CPU, which a job that follows another one does not pay / without that cost:\n\n"
-        f"{table(['', *(f'{model}, {count} deferred' for model, count in counts.items())], gains)}\n\n"
-        f"Quality: {provenance(quality)} Modelled: {provenance(modelled)}"
-    )
-
-
-@section
 def demo_speed() -> str:
     rows = read("demo_speed")
     names = {"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"}
@@ -540,25 +496,6 @@ def format_quality() -> str:
         f"{float(rows[0]['full_perplexity']):.2f} (`benchmarks/format_quality.py`; its experts' last projections have "
         "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole "
         f"file):\n\n{table(head, body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def format_encoding() -> str:
-    """Return the error and the speed of quantising a matrix to each type, beside llama.cpp's quantiser."""
-    rows = read("format_encoding")
-    found = {(row["types"], row["weights"], row["provider"]): row for row in rows}
-
-    def both(types: str, column: str, weights: str) -> str:
-        return " / ".join(found[types, weights, provider][column] for provider in ("moegraft", "llama.cpp"))
-
-    columns = (("relative_error", "normal"), ("relative_error", "student t, 4"), ("million_weights_per_second", "normal"))
-    kinds = dict.fromkeys(row["types"] for row in rows)
-    body = [[types, *(both(types, column, weights) for column, weights in columns)] for types in kinds]
-    head = ["types", "relative error, normal weights", "weights of Student's t, 4 degrees", "million weights/s"]
-    return (
-        "Quantising a matrix by one thread, moegraft / llama.cpp's `ggml_quantize_chunk`, with the same importance matrix, by which the "
-        f"error is weighted (`benchmarks/format_quality.py --encoding`):\n\n{table(head, body)}\n\n{provenance(rows)}"
     )
 
 

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from cpu_experts import HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, draw_weights, pack, routings, stock
 from harness.checkpoints import write_checkpoint
+from harness.memory import rss_anon_bytes, sampled_peak
 from harness.models import config_of
 from harness.peers import PeerProcess
 from harness.record import Recorder, parser
 from harness.rounds import alternate, median_ratio, percentiles
-from load_memory import rss_anon_bytes, sampled_peak
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
