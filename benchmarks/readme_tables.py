@@ -51,8 +51,6 @@ def default_rows(rows: Iterable[Row]) -> list[Row]:
     defaults: dict[str, str] = {}
     found = []
     for row in rows:
-        if row["provider"].startswith("ours-sparse"):
-            continue
         ours = row["provider"].startswith("ours")
         if not ours or defaults.setdefault(row["weights"], row["provider"]) == row["provider"]:
             found.append({**row, "provider": "moegraft", "isa": row["provider"].removeprefix("ours-")} if ours else row)
@@ -417,11 +415,6 @@ def serve() -> str:
         "large, compare the tokens per second of the servers' own CPU time.",
         table(head, body),
     ]
-    for row in (row for row in rows if row["case"] == "beside"):
-        parts.append(
-            f"{row['server']}: the p99 of the first token of a prompt of 32 tokens is {row['p99_first_ms']} ms beside one of 8000 tokens "
-            f"({row['first_count']} prompts) and {row['p99_alone_ms']} ms alone: {row['ratio']} times."
-        )
     for row in (row for row in rows if row["server"] == "batch-invariant"):
         own = by_case["invariant", "moegraft", row["clients"], row["prompt"]]
         parts.append(

@@ -7,7 +7,6 @@ different, and neither server keeps what it has read, so that no prefix cache de
 lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` with `--threads 1`.
 
     python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
-    python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
     python benchmarks/serve.py --restart                                        # the first token of a prompt that a server before had read
 
@@ -37,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,9 +48,9 @@ from harness.record import Recorder, parser
 from harness.rounds import machine_s, median_ratio
 
 MODEL = "qwen3-30b-a3b"
-PLACES = 32
+PLACES, CONTEXT = 32, 2560  # tokens of each
 LAYERS = 6
-SHORT, LONG, KEPT, LONGEST = 32, 2048, 4096, 8000  # tokens of prompts
+SHORT, LONG, KEPT = 32, 2048, 4096  # tokens of prompts
 PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
@@ -124,10 +123,8 @@ def serve_command(folder: Path, rules: str, port: int, threads: int, places: int
 
 
 @contextmanager
-def servers(
-    folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES, *, invariant: bool = False
-) -> Iterator[list[Served]]:
-    """Run moegraft's server and, if its program is given, llama.cpp's, with `places` contexts of so many tokens.
+def servers(folder: Path, llama_server: str | None, threads: int, *, invariant: bool = False) -> Iterator[list[Served]]:
+    """Run moegraft's server and, if its program is given, llama.cpp's, with equal numbers of equal contexts.
 
     Args:
         invariant: whether a second server of moegraft's runs, with `--batch-invariant`.
@@ -136,17 +133,17 @@ def servers(
         rules = stack.enter_context(rule_file(cpu_rules("int8")))
         ports = [free_port(), free_port()]
         model = str(folder / "model.gguf")
-        ours = [*serve_command(folder, rules, ports[0], threads, places), "--gguf", model]
-        ours += ["--kv-memory", str(places * cache_bytes(config_of(MODEL, LAYERS), context)), "--max-client", "64"]
+        ours = [*serve_command(folder, rules, ports[0], threads, PLACES), "--gguf", model]
+        ours += ["--kv-memory", str(PLACES * cache_bytes(config_of(MODEL, LAYERS), CONTEXT)), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
         if invariant:
             ours[ours.index(str(ports[0]))] = str(ports[1])
             found.append(stack.enter_context(running("batch-invariant", [*ours, "--batch-invariant"], ports[1], folder)))
         if llama_server is not None:
-            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(places)]
+            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(PLACES)]
             theirs += [
                 "-c",
-                str(context * places),
+                str(CONTEXT * PLACES),
                 "--no-kv-unified",
                 "--cont-batching",
                 "--no-cache-prompt",
@@ -357,45 +354,6 @@ def measure_load(
     return rows
 
 
-async def beside(port: int, seconds: float, long: bool) -> list[float]:
-    """Return the times to the first token of short prompts, one after another, alone or while a long prompt is read."""
-    found: list[float] = []
-    pause = random.Random(0)
-    seeds = itertools.count(10**6)
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        reading: asyncio.Task[Reply] | None = None
-        if long:
-            reading = asyncio.create_task(ask(port, LONGEST, 1, next(seeds)))
-            await asyncio.sleep(0.5)
-        while time.perf_counter() < until:
-            reply = await ask(port, SHORT, 4, next(seeds))
-            if reading is not None and reading.done():  # it may have had the server to itself
-                break
-            found.append(reply.first_s)
-            await asyncio.sleep(pause.random() / 2)
-        if reading is not None:
-            reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await reading
-    return found
-
-
-def measure_beside(server: Served, seconds: float) -> dict[str, object]:
-    cores = CoreTime([os.getpid(), server.pid])
-    asyncio.run(ask(server.port, SHORT, 4, 1))
-    alone = asyncio.run(beside(server.port, seconds / 2, long=False))
-    together = asyncio.run(beside(server.port, seconds, long=True))
-    row: dict[str, object] = {"case": "beside", "server": server.name, "clients": 2, "prompt": f"{SHORT} beside {LONGEST}"}
-    row |= {"others_share": cores.others_share(), "first_count": len(together)}
-    for name, times in (("first", together), ("alone", alone)):
-        if times:  # none where a short prompt waits for the end of the long one, and the round ends first
-            row |= {f"p{share}_{name}_ms": round(1e3 * float(np.percentile(times, share)), 1) for share in (50, 99)}
-    if together:
-        row["ratio"] = round(float(np.percentile(together, 99) / np.percentile(alone, 99)), 2)
-    return row
-
-
 def measure_restart(command: Sequence[str], port: int, folder: Path, rounds: int) -> list[dict[str, object]]:
     """Return a row for a prompt that is computed, read from disk after a restart, and known in memory; each round has its own prompt."""
     times: dict[str, list[float]] = {"computed": [], "disk": [], "memory": []}
@@ -436,7 +394,6 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=2, help="of each server")
     options.add_argument("--seconds", type=float, default=30, help="of a round")
     options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
-    options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
@@ -452,17 +409,12 @@ def main() -> None:
             for row in measure_restart(command, port, folder, given.rounds):
                 rows.add({**row, **about})
             return
-        context, places = (LONGEST + 64, 4) if given.beside else (LONG + 512, PLACES)
         llama_server = None if given.batch_invariant else given.llama_server
-        found = stack.enter_context(servers(folder, llama_server, given.threads, context, places, invariant=given.batch_invariant))
-        if given.beside:
-            for server in found:
-                rows.add({**measure_beside(server, given.seconds), **about})
-        else:
-            case = {"case": "invariant"} if given.batch_invariant else {}
-            for clients, prompt in itertools.product(given.clients, given.prompts):
-                for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds, until_s):
-                    rows.add({**row, **case, **about})
+        found = stack.enter_context(servers(folder, llama_server, given.threads, invariant=given.batch_invariant))
+        case = {"case": "invariant"} if given.batch_invariant else {}
+        for clients, prompt in itertools.product(given.clients, given.prompts):
+            for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds, until_s):
+                rows.add({**row, **case, **about})
 
 
 if __name__ == "__main__":

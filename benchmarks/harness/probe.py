@@ -1,4 +1,4 @@
-"""The limits of this machine: the read bandwidth of memory, and matrix products through oneDNN."""
+"""The read bandwidth of this machine's memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import ctypes
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 SOURCE = Path(__file__).with_name("probe.cpp")
 HELD_BYTES = 1 << 30  # much larger than the caches
 READ_BYTES = 64 << 20  # bytes per run: as short as a layer, so that interruptions affect both alike
 RUNS = 24  # whose median is the bandwidth
-GEMM_SIZE = 1024
 
 
 class ReadProbe:
@@ -42,14 +38,3 @@ class ReadProbe:
 
     def median(self) -> float:
         return statistics.median(self.run() for _ in range(RUNS))
-
-
-def gemm_probe(kind: str) -> tuple[Callable[[], object], float]:
-    """Return a square matrix product through oneDNN in `bfloat16` or `int8`, and its number of multiplications and additions."""
-    size = (GEMM_SIZE, 2 * GEMM_SIZE)
-    if kind == "int8":
-        left, right = (torch.randint(-127, 127, size, dtype=torch.int8) for _ in range(2))
-        turned = right.T.contiguous()
-        return (lambda: torch._int_mm(left, turned)), 2.0 * GEMM_SIZE**2 * size[1]
-    left, right = (torch.randn(size, dtype=torch.bfloat16) for _ in range(2))
-    return (lambda: torch.nn.functional.linear(left, right)), 2.0 * GEMM_SIZE**2 * size[1]

@@ -78,7 +78,7 @@ def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pyt
 
     monkeypatch.setattr(cpu_experts, "open_provider", fake_peers.layer_provider)
     monkeypatch.setattr(cpu_experts, "measured", fake_peers.measured_layer)
-    runs = {("moegraft", 2): None, ("kt-kernel", 2): None, ("kt-kernel", 1): None}
+    runs = [("moegraft", 2), ("kt-kernel", 2), ("kt-kernel", 1)]
     rows = list(cpu_experts.rows_of("int4", runs, rounds=3))
     failed = [row for row in rows if row.get("failure")]
     assert [(row["provider"], row["threads"], row["failure"]) for row in failed] == [("kt-kernel", 2, "SIGILL")]
