@@ -130,8 +130,8 @@ def loading() -> str:
 
 @section
 def training() -> str:
-    """Return the speed of a layer's experts forward and backward, and the losses beside the stock model."""
-    rows, losses, of_model = read("training"), read("training_loss"), read("training_model")
+    """Return the speed of a layer's experts forward and backward, and of whole steps."""
+    rows, of_model = read("training"), read("training_model")
     columns: Columns = {
         "": "provider",
         "weights": "weights",
@@ -141,11 +141,6 @@ def training() -> str:
         "ratio": "ratio",
         "weights, GB": "weight_gb",
     }
-    by_step = {(row["provider"], row["step"]): row["loss"] for row in losses if row["loss"]}
-    steps = [step for step in dict.fromkeys(step for _, step in by_step) if int(step) % 40 == 0]
-    ends = [row for row in losses if row["held_after"]]
-    body = [[row["provider"], *(by_step[row["provider"], step] for step in steps), row["held_before"], row["held_after"]] for row in ends]
-    learned = table(["", *(f"step {step}" for step in steps), "held out, before", "after"], body)
     whole: Columns = {
         "": "provider",
         "beside": "base",
@@ -158,25 +153,10 @@ def training() -> str:
     }
     return (
         f"Forward and backward of one layer's experts of Qwen3-30B-A3B's shapes, {rows[0]['tokens']} tokens, {rows[0]['threads']} threads; "
-        f"ratio: tokens/s over those of transformers with grouped products:\n\n{listed(rows, columns)}\n\n{provenance(rows)}\n\nLosses "
-        f"of LoRA on all linear layers of the bundled model, bfloat16, means of ten steps of 512 tokens:\n\n{learned}\n\n"
-        f"{provenance(losses)}\n\nSteps of a model of {of_model[0]['layers']} such layers, {of_model[0]['tokens']} tokens, bfloat16, LoRA "
+        f"ratio: tokens/s over those of transformers with grouped products:\n\n{listed(rows, columns)}\n\n{provenance(rows)}\n\nSteps "
+        f"of a model of {of_model[0]['layers']} such layers, {of_model[0]['tokens']} tokens, bfloat16, LoRA "
         "on attention (`experts`: and on the experts), activations checkpointed; ratio: tokens/s over those of the provider beside it; "
         f"memory is RssAnon:\n\n{listed(of_model, whole)}\n\n{provenance(of_model)}"
-    )
-
-
-@section
-def families() -> str:
-    rows = read("families")
-    served = [row for row in rows if row["outcome"] == "served"]
-    worst = max(float(row["max_relative_error"]) for row in served)
-    equal = sum(row["equal_greedy_tokens"] == "64/64" for row in served)
-    refused = [row["model_type"] for row in rows if row["outcome"] == "refused"]
-    return (
-        f"{len(served)} model types of transformers are served by `cpu-exact` with logits within {worst:.0e} of stock in float32 "
-        f"(relative to the largest), {equal} of them with 64 of 64 greedy tokens equal; {len(refused)} are refused with the reason "
-        f"({', '.join(refused)}). {provenance(rows)}"
     )
 
 
