@@ -5,7 +5,8 @@
 
 Each window's first half is read at once as a prompt; its second half is fed token by token, so that later tokens are quantised as in
 `generate`. `kl_nats` is the mean divergence per token from the exact cache's probabilities, `same_token` the share of equal likeliest
-tokens, `perplexity` that of the second halves, and `cache_bytes` the size of the cache's tensors at the end of a window. All rows are of
+tokens, `perplexity` that of the second halves, `cache_bytes` the size of the cache's tensors at the end of a window, and `cache_share` that
+of the exact cache's. All rows are of
 one model with the rules `cpu-exact`, whose attention reads the codes of the native cache.
 """
 
@@ -57,6 +58,7 @@ def rows(
     config = model.config.get_text_config(decoder=True)
     exact = [followed(model, DynamicCache(config=config), window) for window in windows]
     named = [(backend, bits) for backend in STORAGES if backend in backends for bits in reversed(STORAGES[backend].bits)]
+    whole = 0
     kinds = [None, *(QuantizedKvCacheOptions(backend=backend, bits=bits) for backend, bits in named)]
     for options in kinds:
         storage = None if options is None else options.storage(config)
@@ -69,6 +71,7 @@ def rows(
             cache: Any = DynamicCache(config=config) if storage is None else storage.new_cache()
             found.append(followed(model, cache, window))
             held = cache_bytes(cache)
+        whole = held if options is None else whole
         logs, right = torch.cat(found), torch.cat(exact)
         following = torch.cat([window[0, window.shape[1] // 2 + 1 :] for window in windows])
         yield {
@@ -83,6 +86,7 @@ def rows(
             "perplexity": round(float((-logs.gather(1, following[:, None])).mean().exp()), 3),
             "window": WINDOW,
             "cache_bytes": held,
+            "cache_share": round(held / whole, 4),
         }
 
 

@@ -31,16 +31,77 @@ def listed(rows: Iterable[Row], columns: Columns) -> str:
 
 
 def fixed(column: str, digits: int) -> Callable[[Row], str]:
-    return lambda row: f"{float(row[column]):.{digits}f}"
+    return lambda row: f"{float(row[column]):.{digits}f}" if row[column] else "-"
 
 
 def percent(column: str, digits: int = 0) -> Callable[[Row], str]:
-    return lambda row: f"{float(row[column]):.{digits}%}"
+    return lambda row: f"{float(row[column]):.{digits}%}" if row[column] else "-"
 
 
 def provenance(rows: Iterable[Row]) -> str:
     """Return each machine, commit and versions once."""
     return " ".join(dict.fromkeys(f"{row['hardware']}, commit {row['commit']}, {row['versions'].replace(' ', ', ')}." for row in rows))
+
+
+STARTS = {
+    "safetensors": "moegraft, from safetensors",
+    "packing": "moegraft, from safetensors, keeping the packed experts",
+    "packed": "moegraft, from the experts that were kept",
+    "gguf": "moegraft, from GGUF",
+    "llama.cpp": "llama.cpp, from GGUF",
+}
+SYSTEMS = {"frames": "**moegraft**, `memory: auto`", "mapped": "moegraft, the mapped file", "llama.cpp": "llama.cpp, the mapped file"}
+# Tables with a line for each row of the results of their name.
+TABLES: dict[str, Columns] = {
+    "cpu_model": {
+        **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
+        **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
+        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the read limit": "of_read_limit"},
+    },
+    "step_programs": {
+        **{"model": "model", "weights or family": lambda row: row["provider"].removeprefix("ours-"), "busy processes": "busy_processes"},
+        **{"layer by layer, ms": "layer_by_layer_ms", "native program, ms": "p50_program_ms", "ratio, median": "ratio"},
+    },
+    "demo_speed": {
+        **{"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"},
+    },
+    "loading": {
+        **{"": lambda row: STARTS[row["provider"]], "page cache": "page_cache", "reads, GB": "read_gb"},
+        **{"s to the first token": "p50_first_token_s", "importing": "import_s", "loading": "load_s", "prompt": "prompt_s"},
+        **{"reading alone": "read_s", "CPU seconds": "cpu_s", "others": percent("others_share")},
+    },
+    "larger_than_memory": {
+        **{"memory": lambda row: f"{row['limit_gib']} GiB", "": lambda row: SYSTEMS[row["system"]], "phase": "phase"},
+        **{"tokens/s": "tokens_s", "times as fast": "frames_times", "experts in memory when used": percent("resident")},
+        **{"GB read per token": "read_gb_per_token", "bound by that, tokens/s": "bound_tokens_s"},
+        **{"GB/s while waiting": "wait_gbps", "GB/s of the disk": "disk_gbps"},
+    },
+    "training": {
+        **{"": "provider", "weights": "weights", "ms, forward": "forward_ms", "backward": "backward_ms"},
+        **{"tokens/s": "tokens_s", "ratio": "ratio", "weights, GB": "weight_gb"},
+    },
+    "training_model": {
+        **{"": "provider", "beside": "base", "s, a step": "p50_s", "tokens/s": "tokens_s", "ratio": "ratio"},
+        **{"GiB, loaded": "loaded_gib", "peak": "peak_gib", "loss": "loss"},
+    },
+    "kv_cache": {
+        **{"backend": lambda row: row["backend"] if row["backend"] == "exact" else f"`{row['backend']}`", "bits": "bits"},
+        **{"cache": percent("cache_share"), "KL, nats per token": fixed("kl_nats", 4)},
+        **{"same next token": percent("same_token", 1), "perplexity": fixed("perplexity", 2)},
+    },
+    "speculative_mtp": {
+        **{"text": "decoding", **{f"position {at}": percent(f"position_{at}", 1) for at in range(1, 5)}},
+        **{"tokens per round": "tokens_per_round", "rounds": "rounds"},
+    },
+}
+
+
+def generated(name: str) -> str:
+    """Return the text of a section."""
+    if name in SECTIONS:
+        return SECTIONS[name]()
+    rows = read(name)
+    return f"{listed(rows, TABLES[name])}\n\n{provenance(rows)}"
 
 
 def default_rows(rows: Iterable[Row]) -> list[Row]:
@@ -79,99 +140,6 @@ def cpu_experts() -> str:
     )
 
 
-STARTS = {
-    "safetensors": "moegraft, from safetensors",
-    "packing": "moegraft, from safetensors, keeping the packed experts",
-    "packed": "moegraft, from the experts that were kept",
-    "gguf": "moegraft, from GGUF",
-    "llama.cpp": "llama.cpp, from GGUF",
-}
-
-
-SYSTEMS = {"frames": "**moegraft**, `memory: auto`", "mapped": "moegraft, the mapped file", "llama.cpp": "llama.cpp, the mapped file"}
-
-
-@section
-def larger_than_memory() -> str:
-    """Return the speed of a model under a limit of memory, by limit and phase."""
-    rows = read("larger_than_memory")
-    columns: Columns = {
-        "memory": lambda row: f"{row['limit_gib']} GiB",
-        "": lambda row: SYSTEMS[row["system"]],
-        "phase": "phase",
-        "tokens/s": "tokens_s",
-        "times as fast": "frames_times",
-        "experts in memory when used": lambda row: percent("resident")(row) if row["resident"] else "-",
-        "GB read per token": "read_gb_per_token",
-        "bound by that, tokens/s": "bound_tokens_s",
-        "GB/s while waiting": "wait_gbps",
-        "GB/s of the disk": "disk_gbps",
-    }
-    ordered = sorted(rows, key=lambda row: (int(row["limit_gib"]), row["phase"], list(SYSTEMS).index(row["system"])))
-    return f"{listed(ordered, columns)}\n\n{provenance(rows)}"
-
-
-@section
-def loading() -> str:
-    """Return the seconds from the start of a process to its first token, cold and warm, and what they consist of."""
-    rows = read("loading")
-    columns: Columns = {
-        "": lambda row: STARTS[row["provider"]],
-        **{"page cache": "page_cache", "reads, GB": "read_gb", "s to the first token": "p50_first_token_s", "importing": "import_s"},
-        **{"loading": "load_s", "prompt": "prompt_s", "reading alone": "read_s", "CPU seconds": "cpu_s", "others": percent("others_share")},
-    }
-    return (
-        f"A checkpoint of {float(rows[0]['read_gb']):.1f} GB in bfloat16, packed to {rows[0]['weights']}, and a GGUF file of that type; "
-        f"{rows[0]['threads']} threads, medians of {rows[0]['starts']} alternating starts. `others` is the share of the cores that other "
-        "processes used: where it is large, compare the CPU seconds.\n\n"
-        f"{listed(sorted(rows, key=lambda row: row['page_cache']), columns)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def training() -> str:
-    """Return the speed of a layer's experts forward and backward, and of whole steps."""
-    rows, of_model = read("training"), read("training_model")
-    columns: Columns = {
-        "": "provider",
-        "weights": "weights",
-        "ms, forward": "forward_ms",
-        "backward": "backward_ms",
-        "tokens/s": "tokens_s",
-        "ratio": "ratio",
-        "weights, GB": "weight_gb",
-    }
-    whole: Columns = {
-        "": "provider",
-        "beside": "base",
-        "s, a step": "p50_s",
-        "tokens/s": "tokens_s",
-        "ratio": "ratio",
-        "GiB, loaded": "loaded_gib",
-        "peak": "peak_gib",
-        "loss": "loss",
-    }
-    return (
-        f"Forward and backward of one layer's experts of Qwen3-30B-A3B's shapes, {rows[0]['tokens']} tokens, {rows[0]['threads']} threads; "
-        f"ratio: tokens/s over those of transformers with grouped products:\n\n{listed(rows, columns)}\n\n{provenance(rows)}\n\nSteps "
-        f"of a model of {of_model[0]['layers']} such layers, {of_model[0]['tokens']} tokens, bfloat16, LoRA "
-        "on attention (`experts`: and on the experts), activations checkpointed; ratio: tokens/s over those of the provider beside it; "
-        f"memory is RssAnon:\n\n{listed(of_model, whole)}\n\n{provenance(of_model)}"
-    )
-
-
-@section
-def cpu_model() -> str:
-    """Return the rates of whole models beside each peer, by model and phase."""
-    rows = read("cpu_model")
-    columns: Columns = {
-        **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
-        **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
-        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the read limit": "of_read_limit"},
-    }
-    return f"{listed(rows, columns)}\n\n{provenance(rows)}"
-
-
 @section
 def kt_kernel() -> str:
     """Return milliseconds per layer beside KTransformers' kernel at its better thread count, by tokens per call."""
@@ -187,21 +155,7 @@ def kt_kernel() -> str:
         [weights, *(f"{fastest('moegraft', weights, count)} / {fastest('kt-kernel', weights, count)}" for count in tokens)]
         for weights in dict.fromkeys(row["weights"] for row in rows)
     ]
-    caption = "One layer of Qwen3-30B-A3B's shapes, ms (median) by tokens per call, moegraft / KTransformers' `kt-kernel`, interleaved:"
-    return f"{caption}\n\n{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
-
-
-@section
-def step_programs() -> str:
-    rows = read("step_programs")
-    columns: Columns = {
-        **{"model": "model", "weights or family": lambda row: row["provider"].removeprefix("ours-"), "busy processes": "busy_processes"},
-        **{"layer by layer, ms": "layer_by_layer_ms", "native program, ms": "p50_program_ms", "ratio, median": "ratio"},
-    }
-    return (
-        "A token on the CPU, layer by layer and as a native program (`benchmarks/step_programs.py`), alternating. Busy processes compete "
-        f"for the cores:\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
+    return f"{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -276,13 +230,8 @@ def hybrid_modelled() -> str:
         rates = [" / ".join(f"{float(decode[system, model, ratio]):.0f}" for ratio in ratios) for model in models]
         waits = " / ".join(f"{float(first[system, model]['mean_ms']) / 1e3:.2f}" for model in models)
         body.append([name, *rates, waits])
-    shares = " / ".join(f"{float(ratio):.0%}" for ratio in ratios)
     head = ["", *(f"{model}, tokens/s" for model in models), f"s to the first token, 512 tokens, {float(ratios[0]):.0%}"]
-    return (
-        f"Modelled, not measured: the real engine on a virtual clock with the assumed costs of an A6000 and 10 CPU cores, synthetic "
-        f"routing, and shared experts on the GPU while routed ones are transferred; {shares} of the experts have a slot:\n\n"
-        f"{table(head, body)}\n\n{provenance(rows)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 GPU_SYSTEMS = {
@@ -326,11 +275,7 @@ def gpu_models() -> str:
         times = [found[call, case, "next token", prompts[0]], *(found.get((call, case, "first token", each), "-") for each in prompts)]
         body.append([commit, launch_us, GPU_SYSTEMS[system], "-" if system == "stock" else f"{float(ratio):.0%}", *times])
     head = ["commit", "a launch, us", "", "in slots", "next token, ms", *(f"first token after {each}, ms" for each in prompts)]
-    return (
-        "48 layers of Qwen3-30B-A3B's shapes, int4 experts with random weights, medians of three runs of one text. Each commit was "
-        "measured on a machine of its own, and what a launch takes the host differs by two: compare the rows of one commit.\n\n"
-        f"{table(head, body)}\n\n{provenance(rows)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -349,19 +294,7 @@ def gpu_kernels() -> str:
         body.append(
             [name, *("-" if row is None else f"{1e3 * float(row['p50_ms']):.0f} ({float(row['floor_share']):.0%})" for row in cells)]
         )
-    return (
-        "One layer of Qwen3-30B-A3B's shapes in slots, microseconds by tokens of the batch, and the share of its floor: each weight read "
-        "once at the rate of a copy, or the operations at that of a large product (`grouped_mm`: PyTorch's):\n\n"
-        f"{table(['', *map(str, tokens)], body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def demo_speed() -> str:
-    rows = read("demo_speed")
-    names = {"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"}
-    caption = "The bundled model, which is so small that stock transformers decodes it at the speed of Python:"
-    return f"{caption}\n\n{listed(rows, names)}\n\n{provenance(rows)}"
+    return f"{table(['', *map(str, tokens)], body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -424,29 +357,7 @@ def sparse_cpu() -> str:
         speed = [f"{float(found[f'{kind}-sparse-{share}', phase]['against_dense']):.2f}" for kind in weights for phase in phases]
         body.append([share, *speed])
     head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases)]
-    return (
-        "Speed over the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, "
-        f"{rows[0]['threads']} threads):\n\n{table(head, body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def kv_cache() -> str:
-    rows = read("kv_cache")
-    exact = next(row for row in rows if row["backend"] == "exact")
-    columns: Columns = {
-        "backend": lambda row: row["backend"] if row is exact else f"`{row['backend']}`",
-        "bits": "bits",
-        "cache": lambda row: f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}",
-        "KL, nats per token": lambda row: "" if row is exact else fixed("kl_nats", 4)(row),
-        "same next token": lambda row: "" if row is exact else percent("same_token", 1)(row),
-        "perplexity": fixed("perplexity", 2),
-    }
-    return (
-        f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of the same "
-        "length (`benchmarks/kv_cache.py`; the latest tokens are not quantised yet, so short texts save less):\n\n"
-        f"{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -463,30 +374,7 @@ def format_quality() -> str:
         costs = [f"{float(row['kl_nats']):.4f}" if (row := found.get((provider, types))) else "-" for provider in names]
         body.append([types, own["bytes_per_weight"], f"{float(own['perplexity']):.2f}", f"{float(own['same_next_token']):.1%}", *costs])
     head = ["types", "bytes per weight", "perplexity", "same next token", *(f"KL, nats{name}" for name in names.values())]
-    return (
-        "The bundled model, all matrices in the given type or roles in theirs and the rest in Q8_0, on "
-        f"{rows[0]['tokens']} tokens of held-out text, on which its own perplexity is "
-        f"{float(rows[0]['full_perplexity']):.2f} (`benchmarks/format_quality.py`; its experts' last projections have "
-        "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole "
-        f"file):\n\n{table(head, body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def speculative_mtp() -> str:
-    """Return the acceptance of the bundled model's MTP layer by position."""
-    rows = read("speculative_mtp")
-    columns: Columns = {
-        "text": "decoding",
-        **{f"position {at}": percent(f"position_{at}", 1) for at in range(1, int(rows[0]["max_draft"]) + 1)},
-        **{"tokens per round": "tokens_per_round", "rounds": "rounds"},
-    }
-    return (
-        f"Drafts of {rows[0]['max_draft']} tokens by the bundled model's MTP layer, and the share that is accepted by position, where all "
-        f"before were (`benchmarks/speculative.py mtp`; {rows[0]['prompts']} prompts of held-out text, {rows[0]['new_tokens']} new tokens "
-        f"each, with the rules `cpu`; in float32 with `cpu-exact`, {rows[0]['same_text']} of {rows[0]['prompts']} greedy texts are those "
-        f"of plain decoding):\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 def rendered(text: str) -> str:
@@ -497,9 +385,9 @@ def rendered(text: str) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        if match[1] not in SECTIONS:
-            raise ValueError(f"no table is named '{match[1]}'; expected one of {', '.join(SECTIONS)}")
-        return f"<!-- results: {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- end -->"
+        if match[1] not in {**SECTIONS, **TABLES}:
+            raise ValueError(f"no table is named '{match[1]}'; expected one of {', '.join([*SECTIONS, *TABLES])}")
+        return f"<!-- results: {match[1]} -->\n{generated(match[1])}\n<!-- end -->"
 
     return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 

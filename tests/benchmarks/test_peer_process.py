@@ -103,5 +103,5 @@ def test_tables_show_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         {**about, **dict.fromkeys(columns, "2"), "failure": "", **where},
         {**about, **dict.fromkeys(columns, ""), "failure": "llama.cpp-int4: SIGILL", **where},
     ]
-    table = readme_tables.cpu_model()
+    table = readme_tables.generated("cpu_model")
     assert "| 6 of m | int4 | decode after 8 | llama.cpp | 2 | 2 | 2 |" in table and "| llama.cpp-int4: SIGILL | - | - |" in table
