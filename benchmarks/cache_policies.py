@@ -33,7 +33,6 @@ from harness.plots import curve, grouped, panels, save
 from harness.record import ROOT, Recorder, parser, read_rows
 from harness.routing import MIXTURES, WINDOW, record, synthetic_trace
 from harness.texts import TEXT, held_out, split_text, token_ids
-from matplotlib.axes import Axes
 from transformers import AutoModelForCausalLM
 
 from moegraft.cpu_backend import CachePolicy
@@ -210,8 +209,8 @@ def plot_policies() -> None:
     """Plot, by trace, the hit rate by capacity and by prefetching at half of the experts."""
     rows = read_rows("cache_policies")
     traces = list(dict.fromkeys(row["trace"] for row in rows))
-    figure, grid = panels(2, len(traces) + 1, (3.6, 3.5))
-    for (above, below), trace in zip(grid.T, traces, strict=False):
+    figure, grid = panels(2, len(traces), (3.6, 3.5))
+    for (above, below), trace in zip(grid.T, traces, strict=True):
         own = (row for row in rows if row["trace"] == trace and row["scope"] == "layer")
         for name, found in grouped(own, lambda row: row["policy"]).items():
             found = [row for row in found if row["admission"] == ("bypass" if name == "static" else "always")]
@@ -221,24 +220,9 @@ def plot_policies() -> None:
         above.set(title=f"{trace}", xlabel="share of experts in the cache", ylabel="hits, %")
         below.set(title="at half of the experts", xlabel="experts fetched ahead a layer", ylabel="hits, %", xticks=[0, 1, 2])
     grid[0, 0].legend(fontsize="x-small")
-    grid[0, -1].axis("off")
-    draw_ways(grid[1, -1], rows, traces[0])
     for axes in grid.flat:
         axes.grid(alpha=0.3)
     save(figure, "cache_policies", dpi=75)
-
-
-def draw_ways(axes: Axes, rows: list[dict[str, str]], trace: str) -> None:
-    """Plot the hit rate by admission and sharing at half of the experts."""
-    ways = {"always": ("always", "layer"), "bypass": ("bypass", "layer"), "shared slots": ("always", "global")}
-    shown = [name for name in NAMES if name != "static"]
-    for offset, (label, (admission, scope)) in zip((-0.27, 0, 0.27), ways.items(), strict=True):
-        wanted = {"trace": trace, "ratio": "0.5", "admission": admission, "scope": scope, "prefetch": "0"}
-        percents = {row["policy"]: float(row["hit_percent"]) for row in rows if wanted.items() <= row.items()}
-        axes.bar([place + offset for place in range(len(shown))], [percents[name] for name in shown], width=0.25, label=label)
-    axes.set(title=f"{trace}, half of the experts", ylabel="hits, %", xticks=range(len(shown)), ylim=(40, None))
-    axes.set_xticklabels(shown, rotation=30, ha="right", fontsize="x-small")
-    axes.legend(fontsize="x-small")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ compiles for sm_80, sm_86 and sm_90 all launches that `results/compiled_kernels.
 again), and drops rows of launches that no longer exist; all of them take about ten minutes, and an interrupted run keeps what it has. The
 oldest Triton has rows of `SAMPLE` alone: `pip install --no-deps --target DIR triton==3.6.0`, then the same command with PYTHONPATH=DIR.
 Tests compare the rows with a GPU's limits, compile changed launches, and compile the sample again.
-`--case NAME` prints some cases and writes nothing.
 """
 
 from __future__ import annotations
@@ -252,14 +251,7 @@ def updated(rows: list[Row], *, everything: bool) -> Iterator[list[Row]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="compile everything again")
-    parser.add_argument("--case", action="append", help="part of a case's name; print these cases and write no file")
     arguments = parser.parse_args()
-    if arguments.case:
-        for capability in CAPABILITIES:
-            wanted = {key: name for key, name in launches(capability).items() if any(part in name for part in arguments.case)}
-            for row in made(capability, wanted):
-                print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("triton", "key")), flush=True)
-        return
     rows, path = list[Row](), RESULTS / f"{NAME}.csv"
     for rows in updated(list(map(dict, read_rows(NAME))), everything=arguments.all):
         with path.open("w", encoding="utf-8", newline="") as file:

@@ -12,7 +12,7 @@ one model with the rules `cpu-exact`, whose attention reads the codes of the nat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,10 @@ def followed(model: PreTrainedModel, cache: Any, window: torch.Tensor) -> torch.
     return torch.stack(logits).float().log_softmax(-1)
 
 
-def rows(
-    model: PreTrainedModel, windows: list[torch.Tensor], name: str, backends: Sequence[str] = tuple(STORAGES)
-) -> Iterator[dict[str, object]]:
+def rows(model: PreTrainedModel, windows: list[torch.Tensor], name: str) -> Iterator[dict[str, object]]:
     config = model.config.get_text_config(decoder=True)
     exact = [followed(model, DynamicCache(config=config), window) for window in windows]
-    named = [(backend, bits) for backend in STORAGES if backend in backends for bits in reversed(STORAGES[backend].bits)]
+    named = [(backend, bits) for backend in STORAGES for bits in reversed(STORAGES[backend].bits)]
     whole = 0
     kinds = [None, *(QuantizedKvCacheOptions(backend=backend, bits=bits) for backend, bits in named)]
     for options in kinds:
@@ -92,7 +90,6 @@ def rows(
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--backends", nargs="+", choices=STORAGES, default=list(STORAGES), help="beside the exact cache (default: all)")
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", type=Path, help="default: the bundled model's held-out text")
     options.add_argument("--dtype", default="bfloat16")
@@ -101,9 +98,8 @@ def main() -> None:
     ids = token_ids(given.text.read_text(encoding="utf-8") if given.text else held_out(), given.model)[None]
     model = optimize_and_load(given.model, "cpu-exact", dtype=getattr(torch, given.dtype), progress=False)
     windows = list(ids[:, : given.windows * WINDOW].split(WINDOW, dim=1))
-    replaces = () if set(given.backends) == set(STORAGES) else ("model", "backend", "bits")
-    recorder = Recorder("kv_cache", ("torch", "transformers", "hqq"), replaces=replaces, write=given.write)
-    for row in rows(model, windows, "bundled" if given.model == str(demo_path()) else Path(given.model).name, given.backends):
+    recorder = Recorder("kv_cache", ("torch", "transformers", "hqq"), replaces=("model", "backend", "bits"), write=given.write)
+    for row in rows(model, windows, "bundled" if given.model == str(demo_path()) else Path(given.model).name):
         recorder.add(row)
 
 

@@ -54,7 +54,6 @@ SHORT, LONG, KEPT = 32, 2048, 4096  # tokens of prompts
 PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
-DISTURBED = 0.05  # of the cores' time
 LIMITS_S = 180  # for a server to start, and for a request to be answered
 
 
@@ -326,31 +325,20 @@ def _process_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def measure_load(
-    found: Sequence[Served], clients: int, prompt: str, tokens: int, seconds: float, rounds: int, until_s: float
-) -> list[dict[str, object]]:
-    """Return a row per server. A round in which other processes used more than `DISTURBED` of the cores is repeated while there is time."""
+def measure_load(found: Sequence[Served], clients: int, prompt: str, tokens: int, seconds: float, rounds: int) -> list[dict[str, object]]:
+    """Return a row per server; the servers alternate in each round."""
     taken: dict[str, list[tuple[float, Round]]] = {server.name: [] for server in found}
-    for number in range(2 * rounds):
-        if time.perf_counter() + len(found) * (seconds + 1) > until_s:
-            break
-        for server in found:
-            cores = CoreTime([os.getpid(), *(each.pid for each in found)])
-            done = asyncio.run(load(server, clients, PROMPTS[prompt], tokens, seconds, number))
-            taken[server.name].append((cores.others_share(), done))
-            print(
-                f"{clients} clients, {prompt}, {server.name}: {done.rates()[1]:.1f} tokens/s, others {taken[server.name][-1][0]:.0%}",
-                flush=True,
-            )
-        if all(sum(share <= DISTURBED for share, _ in each) >= rounds for each in taken.values()):
-            break
+    for number, server in itertools.product(range(rounds), found):
+        cores = CoreTime([os.getpid(), *(each.pid for each in found)])
+        done = asyncio.run(load(server, clients, PROMPTS[prompt], tokens, seconds, number))
+        others = cores.others_share()
+        taken[server.name].append((others, done))
+        print(f"{clients} clients, {prompt}, {server.name}: {done.rates()[1]:.1f} tokens/s, others {others:.0%}", flush=True)
     shared = {"clients": clients, "prompt": prompt, "new_tokens": tokens, "round_s": seconds}
     rows = []
     for name, each in taken.items():
-        best = sorted(each, key=lambda pair: pair[0])[:rounds]
-        if best:
-            row = {"case": "load", "server": name, **shared, "others_share": best[-1][0]}
-            rows.append({**row, "rounds_disturbed": sum(share > DISTURBED for share, _ in each), **figures([done for _, done in best])})
+        row = {"case": "load", "server": name, **shared, "others_share": max(share for share, _ in each)}
+        rows.append({**row, **figures([done for _, done in each])})
     return rows
 
 
@@ -393,11 +381,9 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="of each answer")
     options.add_argument("--threads", type=int, default=2, help="of each server")
     options.add_argument("--seconds", type=float, default=30, help="of a round")
-    options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
-    until_s = time.perf_counter() + (given.minutes * 60 if given.minutes else float("inf"))
     key, packages = ("case", "server", "clients", "prompt"), ("torch", "transformers", "fastapi", "uvicorn")
     rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:
@@ -413,7 +399,7 @@ def main() -> None:
         found = stack.enter_context(servers(folder, llama_server, given.threads, invariant=given.batch_invariant))
         case = {"case": "invariant"} if given.batch_invariant else {}
         for clients, prompt in itertools.product(given.clients, given.prompts):
-            for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds, until_s):
+            for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds):
                 rows.add({**row, **case, **about})
 
 

@@ -59,15 +59,6 @@ class Tool:
         """Return the tool as the chat template shows it."""
         return f'{{"description": {dumps(self.description)}, "name": {dumps(self.name)}, "arguments": {dumps(self.parameters)}}}'
 
-    def schema(self) -> dict[str, Any]:
-        """Return the tool in OpenAI's form."""
-        properties = {
-            name: {"type": given} if isinstance(given, str) else {"type": "string", "enum": given}
-            for name, given in self.parameters.items()
-        }
-        parameters = {"type": "object", "properties": properties}
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
-
 
 def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -115,6 +115,13 @@ def test_chat_template_renders_turns_as_scenes(tokenizer: Any) -> None:
     )
 
 
+def schema_of(tool: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    kinds = {name: {"type": kind} if isinstance(kind, str) else {"type": "string", "enum": kind} for name, kind in tool.parameters.items()}
+    function = {"name": tool.name, "description": tool.description, "parameters": {"type": "object", "properties": kinds}}
+    return {"type": "function", "function": function}
+
+
 def test_chat_template_writes_tools_as_the_dialogues_of_training_do(tokenizer: Any) -> None:
     """The dialogues show a tool without what the template leaves out of its schema."""
     dialogues = import_benchmark("harness.tool_dialogues")
@@ -130,7 +137,7 @@ def test_chat_template_writes_tools_as_the_dialogues_of_training_do(tokenizer: A
                 messages.append({"role": role, "content": None, "tool_calls": [{"type": "function", "id": "1", "function": call}]})
             else:
                 messages.append({"role": role, "content": text})
-        schemas = [tool.schema() for tool in tools]
+        schemas = [schema_of(tool) for tool in tools]
         assert tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False) == expected
         prompt = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False, add_generation_prompt=True)
         assert prompt == expected + f"{dialogues.START}assistant\n"
