@@ -9,7 +9,7 @@ synthetic routing (`harness/routing.py`); every figure is marked `modelled`. The
 - `bound`: `all`, with the choices of later layers known.
 
 Under every system, shared experts run on the GPU while the CPU and the link serve the routed ones; with `--alone` they run one after the
-other. `--plot` only draws the file's rows.
+other.
 """
 
 from __future__ import annotations
@@ -124,15 +124,12 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__, seed=0, plot=True)
+    options = parser(__doc__, seed=0)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
     options.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "moonlight-16b-a3b"], choices=list(MODELS))
     options.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
     options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
     given = options.parse_args()
-    if given.plot:
-        plot()
-        return
     rows = Recorder("hybrid_modelled", ("torch", "numpy"), write=given.write)
     for model, ratio, phase in product(given.models, given.ratios, ("decode", "prefill")):
         for row in with_speedups(list(measured(model, given.machine, ratio, phase, given.seed, beside=not given.alone))):

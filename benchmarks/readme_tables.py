@@ -58,10 +58,6 @@ TABLES: dict[str, Columns] = {
         **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
         **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the read limit": "of_read_limit"},
     },
-    "step_programs": {
-        **{"model": "model", "weights or family": lambda row: row["provider"].removeprefix("ours-"), "busy processes": "busy_processes"},
-        **{"layer by layer, ms": "layer_by_layer_ms", "native program, ms": "p50_program_ms", "ratio, median": "ratio"},
-    },
     "demo_speed": {
         **{"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"},
     },

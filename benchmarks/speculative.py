@@ -2,10 +2,10 @@
 
     python benchmarks/speculative.py rounds mtp foresight speed
 
-- rounds (`results/speculative_drafts.csv` and `.png`, `speculative_confidence.csv`): the model continues held-out text with many draft
-  configurations. Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight that the drafting
-  experts have, and the share of a verification's experts that the draft's routers had chosen for the same token (`recall`, without the
-  first layer).
+- rounds (`results/speculative_drafts.csv` and `.png`, `speculative_confidence.csv`): the model continues held-out text greedily with
+  several draft configurations. Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight
+  that the drafting experts have, and the share of a verification's experts that the draft's routers had chosen for the same token
+  (`recall`, without the first layer).
 - mtp (`speculative_mtp.csv`): rounds of the model's MTP layer, with the rules `cpu`, in greedy text and with the model's own sampling
   settings; and how many of the greedy texts are those of plain decoding, in float32 with the rules `cpu-exact`.
 - foresight (`speculative_foresight.csv`): the share of the chosen experts that a router names in advance, by layer: on the hidden states of
@@ -67,7 +67,6 @@ class Way:
 
     top_k: int
     tolerance: float = 0.0
-    sampled: bool = False
 
     def rules(self) -> str:
         draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": MAX_DRAFT, "schedule": "fixed"}
@@ -77,7 +76,7 @@ class Way:
 
     def named(self) -> Row:
         """Return the configuration as columns of a row."""
-        return {"draft_top_k": self.top_k, "tolerance": self.tolerance, "decoding": "sampled" if self.sampled else "greedy"}
+        return {"draft_top_k": self.top_k, "tolerance": self.tolerance}
 
 
 def draft_rule(options: Mapping[str, object]) -> str:
@@ -169,14 +168,14 @@ def draft_rounds(way: Way, prompts: Sequence[torch.Tensor], new_tokens: int) -> 
 
     schedule.record = kept
     _Watch(loaded, found)
-    for seed, ids in enumerate(prompts):
-        generate(loaded, ids, seed if way.sampled else None, new_tokens)
+    for ids in prompts:
+        generate(loaded, ids, None, new_tokens)
     return found
 
 
 def ways(experts: int) -> Iterator[Way]:
     for top_k in range(1, experts):
-        yield from (Way(top_k), Way(top_k, sampled=True), Way(top_k, tolerance=TOLERANCE))
+        yield from (Way(top_k), Way(top_k, tolerance=TOLERANCE))
 
 
 def rounds(prompts: Sequence[torch.Tensor], new_tokens: int, *, write: bool) -> None:
@@ -275,7 +274,7 @@ def label(row: Mapping[str, str]) -> str:
 def plot() -> None:
     """Plot the acceptance of greedy drafts by position and by confidence."""
     figure, ((by_position, by_confidence),) = panels(1, 2, (5.6, 4.2))
-    ways, judged = ([row for row in read_rows(f"speculative_{name}") if row["decoding"] == "greedy"] for name in ("drafts", "confidence"))
+    ways, judged = read_rows("speculative_drafts"), read_rows("speculative_confidence")
     for row in ways:
         shares = [{"at": at + 1, "share": row[f"position_{at + 1}"] or "nan"} for at in range(MAX_DRAFT)]
         curve(by_position, shares, "at", "share", "--o" if float(row["tolerance"]) else "-o", label(row))
