@@ -1,42 +1,34 @@
-"""How fast is one MoE layer on the CPU, beside the machine's limits, KTransformers' kernel or an earlier commit? Qwen3-30B-A3B's shapes.
+"""How fast is one MoE layer on the CPU, beside the bandwidth of memory or KTransformers' kernel? Qwen3-30B-A3B's shapes.
 
-    python benchmarks/cpu_experts.py                     # by weight type and instruction set, beside transformers and limits
-    python benchmarks/cpu_experts.py --beside kt-kernel  # pip install --no-deps kt-kernel, as it pins another PyTorch
-    git worktree add ../base COMMIT && (cd ../base && python setup.py build_ext --inplace)
-    python benchmarks/cpu_experts.py --beside ../base    # an earlier commit with the same Python interface of the kernels
+    python benchmarks/cpu_experts.py                     # by weight type and instruction set, beside transformers and a probe of reading
+    python benchmarks/cpu_experts.py --beside-kt-kernel  # pip install --no-deps kt-kernel, as it pins another PyTorch
 
-Providers are moegraft by weight type and instruction set, also with GGUF's Q4_K and Q6_K (q4_k+q6_k has down in Q6_K,
-like half of the layers of most files), and in the sparse layout without nine of ten neurons; and stock transformers with `grouped_mm` and
-with its loop over experts (both oneDNN). llama.cpp has no Python API for a layer and is measured with whole models in `cpu_model.py`.
-Every provider's result is first checked against the reference. Providers and the probes of reading and of GEMM alternate within each
-round, so that changes of the machine affect all alike.
+Providers are moegraft by weight type and instruction set, also with GGUF's Q4_K and Q6_K (q4_k+q6_k has down in Q6_K, like half of the
+layers of most files); and stock transformers with `grouped_mm` and with its loop over experts (both oneDNN). llama.cpp has no Python API
+for a layer and is measured with whole models in `cpu_model.py`. Every provider's result is first checked against the reference. Providers
+and the probe of reading alternate within each round, so that changes of the machine affect all alike.
 
-With `--beside`, each provider runs in a process of its own, since kt-kernel's idle workers spin and would disturb the others; processes
-alternate round by round. The row of a provider that crashes has its `failure`. Weights, ids and their order are equal. `ratio` is the
-median over rounds of a provider's time over moegraft's. On all cores, kt-kernel's workers and its spinning caller compete for time slices,
-so it is also measured with one thread less, and the better figure counts. Its int4 has one scale per row, moegraft's one for 32 columns:
-`relative_error` shows the difference.
+Beside kt-kernel (`results/kt_kernel.csv`), each provider runs in a process of its own, since kt-kernel's idle workers spin and would
+disturb the others; processes alternate round by round. The row of a provider that crashes has its `failure`. Weights, ids and their order
+are equal. `ratio` is the median over rounds of a provider's time over moegraft's. On all cores, kt-kernel's workers and its spinning caller
+compete for time slices, so it is also measured with one thread less, and the better figure counts. Its int4 has one scale per row,
+moegraft's one for 32 columns: `relative_error` shows the difference.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from harness.peers import PeerFailed, PeerProcess
-from harness.probe import ReadProbe, gemm_probe
+from harness.probe import ReadProbe
 from harness.record import Recorder, parser
 from harness.rounds import median_ratio, percentiles, seconds
 from transformers import Qwen3MoeConfig
@@ -58,7 +50,7 @@ WEIGHT_TYPES = ("int4", "q4_k", "q4_k+q6_k", "q6_k", "int8", "bfloat16")
 ERROR_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2.5e-2, "int4": 0.2}
 STORED_ERROR_LIMIT = 2e-2  # of formats of files, whose weights are not rounded
 PAIR_CALLS = {1: 120, 4: 60, 16: 20, 64: 8, 512: 3}  # of each process of a pair
-PAIR_TYPES = ("bfloat16", "int8", "int4", "q4_k", "q6_k")  # kt-kernel has the first three
+PAIR_TYPES = ("bfloat16", "int8", "int4")
 Run = tuple[str, int]  # a provider and its threads
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -78,7 +70,6 @@ class Provider:
     run: Forward
     original: Mapping[str, torch.Tensor]
     tokens: tuple[int, ...] = tuple(ROUNDS)
-    threshold: float = 0.0
 
 
 def draw_weights() -> dict[str, torch.Tensor]:
@@ -109,9 +100,9 @@ def part_type(weight_type: str, part: str) -> str:
     return types.down if part == "down" else types.gate_up
 
 
-def pack(weights: Mapping[str, torch.Tensor], weight_type: str, sparse: bool = False) -> tuple[PackedExperts, Mapping[str, torch.Tensor]]:
+def pack(weights: Mapping[str, torch.Tensor], weight_type: str) -> tuple[PackedExperts, Mapping[str, torch.Tensor]]:
     """Return the packed experts and their weights before; of formats of files, random blocks."""
-    packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type, sparse=sparse)
+    packed = PackedExperts(ExpertsShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE), GateSpec("silu"), weight_type)
     stored = set()
     for part, matrix in weights.items():
         form = FORMATS[part_type(weight_type, part)]
@@ -127,16 +118,16 @@ def pack(weights: Mapping[str, torch.Tensor], weight_type: str, sparse: bool = F
         copies[expert] = copies[expert % DISTINCT]
     sealed = packed.buffer[:]
     sealed.flags.writeable = False
-    packed = PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed, sparse=sparse)
+    packed = PackedExperts(packed.shape, packed.gate_spec, weight_type, sealed)
     unpacked = {part: torch.stack([torch.from_numpy(packed.unpack(expert, part)) for expert in range(DISTINCT)]) for part in stored}
     return packed, {**weights, **unpacked}
 
 
-def forward(runtime: Runtime, packed: PackedExperts, threshold: float = 0.0) -> Forward:
+def forward(runtime: Runtime, packed: PackedExperts) -> Forward:
     def run(x: torch.Tensor, ids: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
         arrays = (x.view(torch.uint16).numpy(), ids.numpy(), share.numpy(), out.view(torch.uint16).numpy())
-        runtime.forward(packed, *arrays, **({"threshold": threshold} if threshold else {}))
+        runtime.forward(packed, *arrays)
         return out
 
     return run
@@ -150,17 +141,6 @@ def ours(weights: Mapping[str, torch.Tensor], threads: int, weight_types: tuple[
         for isa in (best, *(isa for isa in Runtime.available_isas() if isa not in (best, "scalar"))):
             run, tokens = forward(Runtime(threads, isa), packed), tuple(ROUNDS) if isa == best else (1, 512)
             yield Provider(f"ours-{isa}", weight_type, threads, packed.expert_bytes, run, original, tokens)
-
-
-def sparse(weights: Mapping[str, torch.Tensor], threads: int, off: float = 0.9) -> Iterator[Provider]:
-    """Yield the sparse layout with the threshold that a share `off` of the neurons do not reach; bytes are those that must be read."""
-    x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16().float()
-    acted = torch.nn.functional.silu(torch.einsum("eih,th->eti", weights["gate"].float(), x)).abs()
-    threshold = float(np.quantile(acted.numpy(), off))
-    for weight_type in ("int4", "int8", "bfloat16"):
-        packed, original = pack(weights, weight_type, sparse=True)
-        bytes_read, run = int(packed.expert_bytes * (1 + 2 * (1 - off)) / 3), forward(Runtime(threads), packed, threshold)
-        yield Provider(f"ours-sparse-{off:.0%}-off", weight_type, threads, bytes_read, run, original, (1, 4), threshold)
 
 
 def stock(weights: Mapping[str, torch.Tensor], threads: int) -> Iterator[Provider]:
@@ -190,22 +170,19 @@ def check(provider: Provider) -> float:
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     ids, share = next(routings(16, 1))
     ids, share = ids[:5].contiguous(), share[:5].contiguous()
-    expected = reference_experts(x, ids % DISTINCT, share, **provider.original, gate_spec=GateSpec("silu"), threshold=provider.threshold)
+    expected = reference_experts(x, ids % DISTINCT, share, **provider.original, gate_spec=GateSpec("silu"))
     found = provider.run(x, ids, share).double()
     error = float((found - expected).norm() / expected.norm())
-    # Rounding may move a neuron near the threshold to the other side.
-    if not error <= ERROR_LIMIT.get(provider.weights, STORED_ERROR_LIMIT) + (0.1 if provider.threshold > 0.0 else 0.0):
+    if not error <= ERROR_LIMIT.get(provider.weights, STORED_ERROR_LIMIT):
         raise SystemExit(f"{provider.name} {provider.weights}: relative error {error:.2e} against the reference; not measured")
     return error
 
 
 def measure(providers: list[Provider], errors: dict[Provider, float], tokens: int, rounds: int, read: ReadProbe, rows: Recorder) -> None:
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
-    probes = {kind: gemm_probe(kind) for kind in ("bfloat16", "int8")}
     present = [provider for provider in providers if tokens in provider.tokens]
     times: dict[Provider, list[float]] = {provider: [] for provider in present}
     read_rates: list[float] = []
-    gemm_rates: dict[str, list[float]] = {kind: [] for kind in probes}
     distinct = []
     # Each provider has its own routings: providers that share weights would find them in the last-level cache.
     ways = [routings(tokens, (rounds + 1) * (CALLS[tokens] + 1), seed) for seed in range(len(present))]
@@ -223,19 +200,14 @@ def measure(providers: list[Provider], errors: dict[Provider, float], tokens: in
                         times[provider].append(taken)
             time.sleep(SETTLE_S)
             read_rates.extend(read.run() for _ in range(3))
-            for kind, (run, operations) in probes.items():
-                gemm_rates[kind].append(operations / min(seconds(run), seconds(run)))
     read_rate = statistics.median(read_rates)
-    gemm_rate = {kind: statistics.median(rates[1:]) for kind, rates in gemm_rates.items()}
     loaded, operations = statistics.mean(distinct), 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
     for provider in present:
         p50 = statistics.median(times[provider])
-        limit = gemm_rate["bfloat16" if provider.weights == "bfloat16" else "int8"]
         bytes_read = loaded * provider.expert_bytes
         about = {"provider": provider.name, "weights": provider.weights, "threads": provider.threads, "tokens": tokens}
         rates = {"tokens_s": round(tokens / p50, 1), "gb_s": round(bytes_read / p50 / 1e9, 1), "read_probe_gb_s": round(read_rate / 1e9, 1)}
         rates |= {"read_share": round(bytes_read / p50 / read_rate, 3), "gop_s": round(operations / p50 / 1e9, 1)}
-        rates |= {"gemm_probe_gop_s": round(limit / 1e9, 1), "gemm_share": round(operations / p50 / limit, 3)}
         error = {"relative_error": f"{errors[provider]:.1e}"}
         rows.add({**about, **percentiles(1e3 * np.asarray(times[provider]), "ms", 3), **rates, **error})
 
@@ -299,21 +271,15 @@ def measured(provider: Provider, seed: int) -> dict[str, Any]:
     return {"error": check(provider), "times": {tokens: timed(provider.run, tokens, seed) for tokens in PAIR_CALLS}}
 
 
-def importing(packages: str | None) -> AbstractContextManager[object]:
-    """Let processes that start in the body import moegraft's packages from a folder."""
-    paths = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
-    return mock.patch.dict(os.environ, {"PYTHONPATH": paths}) if packages else nullcontext()
-
-
-def rows_of(weight_type: str, runs: Mapping[Run, str | None], rounds: int) -> Iterator[dict[str, object]]:
-    """Yield a row for each provider and number of tokens, moegraft's first; `runs` has the packages' folder, or None for this checkout."""
+def rows_of(weight_type: str, runs: Sequence[Run], rounds: int) -> Iterator[dict[str, object]]:
+    """Yield a row for each provider and number of tokens, moegraft's first."""
     found: dict[Run, list[dict[str, Any]]] = {run: [] for run in runs}
     failed = set()
     for turn in range(rounds):
         for run in (run for run in runs if run not in failed):
             name, threads = run
             try:
-                with importing(runs[run]), PeerProcess(name, open_provider, name, weight_type, threads) as peer:
+                with PeerProcess(name, open_provider, name, weight_type, threads) as peer:
                     found[run].append(peer.call(measured, turn))
             except PeerFailed as failure:
                 failed.add(run)
@@ -328,42 +294,29 @@ def rows_of(weight_type: str, runs: Mapping[Run, str | None], rounds: int) -> It
             yield {**about, **ms, **ratio, "relative_error": f"{found[run][0]['error']:.1e}"}
 
 
-def beside(which: str, threads: int, rounds: int, weights: Sequence[str] | None, *, write: bool) -> None:
-    """Measure beside kt-kernel, or the checkout in a folder."""
-    runs: dict[Run, str | None] = {("moegraft", threads): None}
-    with tempfile.TemporaryDirectory() as folder:
-        if which != "kt-kernel":
-            command = ["git", "describe", "--always"]
-            named = subprocess.run(command, cwd=which, capture_output=True, text=True, check=True).stdout.strip()
-            (Path(folder) / "moegraft").mkdir()
-            for package in ("cpu_backend", "operators", "injection", "rules"):
-                (Path(folder) / "moegraft" / package).symlink_to(Path(which).resolve() / package)
-            runs[named, threads] = folder
-            rows = Recorder("cpu_layer_pairs", ("torch",), write=write)
-        elif find_spec("kt_kernel") is None:
-            raise SystemExit("kt-kernel is not installed: pip install --no-deps kt-kernel")
-        else:
-            runs |= {("kt-kernel", count): None for count in (threads, threads - 1) if count}
-            rows = Recorder("kt_kernel", ("torch", "kt-kernel"), write=write)
-        for kind in weights or PAIR_TYPES[: 3 if which == "kt-kernel" else None]:
-            for row in rows_of(kind, runs, rounds):
-                rows.add(row)
+def beside_kt_kernel(threads: int, rounds: int, rows: Recorder) -> None:
+    if find_spec("kt_kernel") is None:
+        raise SystemExit("kt-kernel is not installed: pip install --no-deps kt-kernel")
+    runs = [("moegraft", threads), *(("kt-kernel", count) for count in (threads, threads - 1) if count)]
+    for kind in PAIR_TYPES:
+        for row in rows_of(kind, runs, rounds):
+            rows.add(row)
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--threads", type=int, default=Runtime().threads)
     options.add_argument("--tokens", type=int, nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
-    options.add_argument("--rounds", type=float, default=1.0, help="factor on the default number of rounds, which is 3 with --beside")
-    options.add_argument("--beside", metavar="WHICH", help="kt-kernel, or the folder of an earlier commit's checkout")
-    options.add_argument("--weights", nargs="+", choices=PAIR_TYPES, help="with --beside")
+    options.add_argument("--rounds", type=float, default=1.0, help="factor on the number of rounds, which is 3 beside kt-kernel")
+    options.add_argument("--beside-kt-kernel", action="store_true", help="measure processes of both kernels instead")
     given = options.parse_args()
-    if given.beside is not None:
-        beside(given.beside, given.threads, max(1, round(3 * given.rounds)), given.weights, write=given.write)
+    if given.beside_kt_kernel:
+        rows = Recorder("kt_kernel", ("torch", "kt-kernel"), write=given.write)
+        beside_kt_kernel(given.threads, max(1, round(3 * given.rounds)), rows)
         return
     torch.set_num_threads(given.threads)
     weights = draw_weights()
-    providers = [*ours(weights, given.threads), *sparse(weights, given.threads), *stock(weights, given.threads)]
+    providers = [*ours(weights, given.threads), *stock(weights, given.threads)]
     errors = {provider: check(provider) for provider in providers}
     read, rows = ReadProbe(given.threads), Recorder("cpu_experts", ("torch", "transformers", "numpy"), write=given.write)
     for tokens in given.tokens:

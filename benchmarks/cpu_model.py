@@ -8,6 +8,7 @@
     python benchmarks/cpu_model.py --model gpt-oss-20b --layers 4 --weights mxfp4
     python benchmarks/cpu_model.py --model deepseek-v2-lite --layers 4 --weights q4_k iq3_s
     python benchmarks/cpu_model.py --layers 2 --weights all --contexts 8 --sampled --prompts 8 512 --beside llama.cpp ik_llama.cpp-rtr
+                                                                              # every type of a file, as `cpu_formats.csv`
     python benchmarks/cpu_model.py --layers 12 --weights int4 --vocabulary 151936 --contexts 512 --prompts    # sampling from Qwen3's
     python benchmarks/cpu_model.py --model qwen3-next --layers 4 --weights int8 --beside stock llama.cpp    # and granite-4-h
 
@@ -150,7 +151,7 @@ def main() -> None:
     about = {"model": given.model, "layers": config.num_hidden_layers, "hardware": hardware()}
     keys = ("model", "layers", "weights", "beside", "phase", "hardware")
     packages = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python")
-    rows = Recorder("cpu_model", packages, replaces=keys, write=given.write)
+    rows = Recorder("cpu_formats" if "all" in given.weights else "cpu_model", packages, replaces=keys, write=given.write)
     for weights in TYPES if "all" in given.weights else given.weights:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)

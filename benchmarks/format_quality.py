@@ -2,8 +2,6 @@
 
     python benchmarks/format_quality.py                                   # the bundled model
     python benchmarks/format_quality.py --model FOLDER --text FILE
-    python benchmarks/format_quality.py --encoding                        # time and error of quantising one matrix, to format_encoding.csv
-    python benchmarks/format_quality.py --defer --tokens 2048             # expert deferral, to deferral_quality.csv
 
 Each format is a GGUF file of the whole model, computed by the CPU's kernels with the weights as stored and float32 activations, so that
 only the rounding of weights counts. Files are written by `moegraft quantize`, with and without an importance matrix from the bundled
@@ -19,29 +17,21 @@ import ctypes
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from functools import partial
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from harness.models import injected
 from harness.record import Recorder, parser
-from harness.rounds import alternate, seconds
 from harness.texts import held_out, token_ids
-from numpy.typing import NDArray
 
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
 from moegraft.injection.demo import demo_path
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.injection.texts import read_text
-from moegraft.injection.verify import compare_logits, decoded_logits_of, logits_of
-from moegraft.operators.base import DecodeLoss
-from moegraft.operators.draft import DraftSettings
+from moegraft.injection.verify import compare_logits, logits_of
 from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES
 
 RULES = """
@@ -51,7 +41,6 @@ rules:
 - match: {kind: linear}
   replace: {class: quantized_linear, kwargs: {weights: stored}}
 """
-ONE_BY_ONE = DecodeLoss("tokens are decoded one by one")
 TYPES = ("BF16", *(name for name in ENCODED if GGUF_TYPES[name].scaled))
 MIXTURES = (
     "Q4_K,down=Q8_0",
@@ -139,93 +128,13 @@ def measure(model: str | Path, text: str, tokens: int, window: int, rows: Record
             rows.add({**row, "kl_nats": round(mean["kl_nats"], 6), "same_next_token": round(mean["top1_agreement"], 4)})
 
 
-def measure_encoding(size: tuple[int, int], rounds: int, rows: Recorder) -> None:
-    """Quantise random matrices here and in llama.cpp's library, by one thread each and interleaved, with one importance matrix for both."""
-    import gguf
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    matrices = {"normal": torch.randn(size), "student t, 4": torch.distributions.StudentT(4.0).sample(size)}
-    importance = torch.randn(size[1]).exp()
-    theirs = _quantize_chunk() if find_spec("llama_cpp") else None
-    for types, (name, matrix) in product(TYPES[1:], matrices.items()):
-        kind = gguf.GGMLQuantizationType[types]
-        packed = {"llama.cpp": np.empty((size[0], GGUF_TYPES[types].nbytes(size[1])), np.uint8)}
-
-        def ours(matrix: torch.Tensor = matrix, types: str = types, packed: dict[str, NDArray[np.uint8]] = packed) -> None:
-            packed["moegraft"] = GGUF_TYPES[types].encode(matrix, importance)
-
-        def of_llama_cpp(matrix: torch.Tensor = matrix, kind: int = kind, packed: dict[str, NDArray[np.uint8]] = packed) -> None:
-            assert theirs is not None, "called where llama.cpp is installed"
-            theirs(kind, matrix.data_ptr(), packed["llama.cpp"].ctypes.data, 0, *size, importance.data_ptr())
-
-        calls = {"moegraft": ours} if theirs is None else {"moegraft": ours, "llama.cpp": of_llama_cpp}
-        taken = alternate({provider: partial(seconds, call) for provider, call in calls.items()}, rounds)
-        for provider, times in taken.items():
-            error = matrix - torch.from_numpy(gguf.dequantize(packed[provider], kind))
-            relative = ((importance * error.square()).sum() / (importance * matrix.square()).sum()).sqrt()
-            rate = matrix.numel() / float(np.median(times)) / 1e6
-            found = {"relative_error": round(float(relative), 5), "million_weights_per_second": round(rate, 2)}
-            rows.add({"provider": provider, "types": types, "weights": name, **found})
-
-
-def _quantize_chunk() -> Any:
-    """Return llama.cpp's `ggml_quantize_chunk`: type, floats, blocks, first number, rows, columns, importance."""
-    import llama_cpp
-
-    library = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
-    found = library.ggml_quantize_chunk
-    found.restype = ctypes.c_size_t
-    found.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    return found
-
-
-def measure_deferral(model: str | Path, text: str, tokens: int, window: int, rows: Recorder) -> None:
-    """Decode a text token by token with experts added one layer later, all of which the CPU computes, and with as many left out instead.
-
-    Those that a GPU computes are not deferred: the loss is smaller then.
-    """
-    import support.emulated  # noqa: F401  registers `gpu: emulated`
-
-    windows = [each for each in token_ids(text, model)[:tokens].split(window) if len(each) == window]
-    torch.set_num_threads(1)  # one token of a small model is no work for two
-    whole = injected(model, RULES, dtype="float32", threads=1)
-    top_k = whole.config.num_experts_per_tok
-    expected = [decoded_logits_of(whole, each, ONE_BY_ONE) for each in windows]
-    for count, provider in product(range(1, top_k), ("deferred", "left out")):
-        deferring = f"gpu: emulated, schedule: all_cpu, cache: {{slots: 1}}, defer: {count}, " if provider == "deferred" else ""
-        rules = RULES.replace("hybrid_experts, kwargs: {", f"hybrid_experts, kwargs: {{{deferring}")
-        tried = injected(model, rules, dtype="float32", threads=1)
-        drafting = partial(tried.moegraft.context.draft_switch.drafting, DraftSettings(top_k - count))
-        with drafting() if provider == "left out" else nullcontext():
-            found = [
-                compare_logits(logits, decoded_logits_of(tried, each, ONE_BY_ONE), each)
-                for logits, each in zip(expected, windows, strict=True)
-            ]
-        ours = math.exp(sum(math.log(each.injected_perplexity) for each in found) / len(found))
-        full = math.exp(sum(math.log(each.stock_perplexity) for each in found) / len(found))
-        row: Row = {"provider": provider, "experts": count, "top_k": top_k, "tokens": sum(map(len, windows))}
-        row |= {"perplexity": round(ours, 4), "full_perplexity": round(full, 4)}
-        row |= {"kl_nats": round(sum(each.kl_nats for each in found) / len(found), 6)}
-        rows.add({**row, "same_next_token": round(sum(each.top1_agreement for each in found) / len(found), 4)})
-
-
 def main() -> None:
     options = parser(__doc__, tokens=8192)
     options.add_argument("--model", default=str(demo_path()))
     options.add_argument("--text", type=Path)
     options.add_argument("--window", type=int, default=512)
-    options.add_argument("--encoding", action="store_true", help="measure the quantisers alone")
-    options.add_argument("--defer", action="store_true", help="measure expert deferral")
     given = options.parse_args()
-    if given.encoding:
-        measure_encoding((128, 2048), 3, Recorder("format_encoding", ("torch", "gguf", "llama_cpp_python"), write=given.write))
-        return
     text = held_out() if given.text is None else given.text.read_text(encoding="utf-8")
-    if given.defer:
-        rows = Recorder("deferral_quality", ("torch", "transformers"), write=given.write)
-        measure_deferral(given.model, text, given.tokens, given.window, rows)
-        return
     rows = Recorder("format_quality", ("torch", "transformers", "gguf", "llama_cpp_python"), write=given.write)
     measure(given.model, text, given.tokens, given.window, rows)
 

@@ -5,20 +5,16 @@ synthetic routing (`harness/routing.py`); every figure is marked `modelled`. The
 
 - `all_cpu`: KTransformers' default, all experts on the CPU; `fixed`: its map of hot experts; `layer_map`: llama.cpp's whole layers;
 - `on_demand`: LRU and loading on demand, which represents AdapMoE with `next_layer` prefetch;
-- `+scheduling`, `+prefetch`, `+cache`, `all`: HybriMoE's ablation (Table III) over `fixed`, and all three together;
-- `bound`: all three, with the choices of later layers known.
+- `greedy`: HybriMoE's schedule, cache and prefetch; `all`: the same with moegraft's schedule;
+- `bound`: `all`, with the choices of later layers known.
 
 Under every system, shared experts run on the GPU while the CPU and the link serve the routed ones; with `--alone` they run one after the
-other. `--plot` only draws the file's rows.
-
-`--defer` measures expert deferral (`defer` of hybrid_experts) in decode on all modelled machines, over `all`, to `hybrid_deferral.csv`:
-with the profile's cost of a layer's first expert on the CPU, which a job that follows another one does not pay, and without that cost.
+other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -42,9 +38,6 @@ SYSTEMS = (
     System("layer_map", "layer_map", LRU, NO_PREFETCH),
     System("on_demand", "on_demand", LRU, NO_PREFETCH),
     System("on_demand+next_layer", "on_demand", LRU, PrefetchOptions(policy="next_layer", promote=False)),
-    System("+scheduling", "greedy", LRU, NO_PREFETCH),
-    System("+prefetch", "fixed", LRU, PrefetchOptions(policy="impact", promote=False)),
-    System("+cache", "fixed", MRS, PrefetchOptions(policy="none", promote=True)),
     System("greedy", "greedy", MRS, IMPACT),
     System("all", "two_threshold", MRS, IMPACT),
     System("bound", "two_threshold", MRS, IMPACT, foresight="perfect"),
@@ -54,14 +47,12 @@ WARM_TOKENS = 200  # tokens of the profile that determines the hot experts
 DECODE_TOKENS = 60
 
 
-def measured(
-    model: str, machine: str, ratio: float, systems: Sequence[System], phase: str, seed: int, *, beside: bool
-) -> Iterator[dict[str, object]]:
+def measured(model: str, machine: str, ratio: float, phase: str, seed: int, *, beside: bool) -> Iterator[dict[str, object]]:
     """Measure the time between tokens (decode), or the time to the first token by length of the prompt (prefill)."""
     for batch in PROMPTS if phase == "prefill" else (1,):
         trace = synthetic_trace(model, WARM_TOKENS + (batch if phase == "prefill" else DECODE_TOKENS), seed)
         warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
-        for system in systems:
+        for system in SYSTEMS:
             figures = Simulation(MODELS[model], PROFILES[machine], ratio, system, warm).run(play, batch, beside=beside)
             yield _row(model, machine, ratio, system, phase, batch, figures)
 
@@ -95,46 +86,15 @@ def with_speedups(rows: Sequence[Mapping[str, object]]) -> Iterator[dict[str, ob
         yield {**row, **over}
 
 
-DEFERRED, DEFERRED_TOKENS = (0, 2), 30
-
-
-def measured_deferral(model: str, machine: str, ratio: float, seed: int) -> Iterator[dict[str, object]]:
-    """Measure decode by the number of experts of a token that may be deferred, of which one is always kept."""
-    system = next(system for system in SYSTEMS if system.name == "all")
-    trace = synthetic_trace(model, WARM_TOKENS + DEFERRED_TOKENS, seed)
-    warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
-    for first_cpu_share in (PROFILES[machine].first_cpu_share, 0.0):
-        profile, plain_ms = replace(PROFILES[machine], first_cpu_share=first_cpu_share), 0.0
-        for defer in (min(each, MODELS[model].top_k - 1) for each in DEFERRED):
-            simulation = Simulation(MODELS[model], profile, ratio, replace(system, defer=defer), warm)
-            figures = simulation.run(play, beside=True)
-            mean_ms = float(figures.step_ms.mean())
-            plain_ms = plain_ms or mean_ms
-            deferred = simulation.engine.statistics.deferred / len(figures.step_ms) / MODELS[model].layers
-            yield {
-                "device": f"modelled {machine}",
-                "model": model,
-                "cache_ratio": ratio,
-                "first_cpu_share": first_cpu_share,
-                "defer": defer,
-                "mean_ms": round(mean_ms, 3),
-                "over_plain": round(plain_ms / mean_ms, 3),
-                "deferred_per_layer": round(deferred, 2),
-                "cpu_busy": round(figures.cpu, 3),
-                "gpu_busy": round(figures.gpu, 3),
-            }
-
-
 SHOWN = ("all_cpu", "layer_map", "fixed", "on_demand+next_layer", "greedy", "all", "bound")
-ABLATION = ("fixed", "+scheduling", "+prefetch", "+cache", "all")
 
 
-def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]], systems: Sequence[str], column: str) -> None:
+def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]]) -> None:
     """Draw a group per cache ratio with a bar per system."""
     ratios = sorted({row["cache_ratio"] for row in rows}, key=float)
-    found = {(row["system"], row["cache_ratio"]): float(row[column]) for row in rows}
-    width = 0.8 / len(systems)
-    for place, system in enumerate(systems):
+    found = {(row["system"], row["cache_ratio"]): float(row["tokens_s"]) for row in rows}
+    width = 0.8 / len(SHOWN)
+    for place, system in enumerate(SHOWN):
         values = [found.get((system, ratio), 0.0) for ratio in ratios]
         axes.bar([index + place * width for index in range(len(ratios))], values, width, label=system)
     axes.set_xticks([index + 0.4 - width / 2 for index in range(len(ratios))], [f"{float(ratio):.0%}" for ratio in ratios])
@@ -143,22 +103,20 @@ def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]], systems: Sequence[st
 
 
 def plot() -> None:
-    """Plot decode and prefill by system, and the ablation of HybriMoE's Table III."""
+    """Plot decode and prefill by system."""
     rows = read_rows("hybrid_modelled")
     models = sorted({row["model"] for row in rows})
-    figure, grid = panels(3, len(models), (5, 11 / 3))
-    for model, (decode, prefill, ablation) in zip(models, grid.T, strict=True):
+    figure, grid = panels(2, len(models), (5, 11 / 3))
+    for model, (decode, prefill) in zip(models, grid.T, strict=True):
         own = [row for row in rows if row["model"] == model]
         decoded = [row for row in own if row["phase"] == "decode"]
-        draw_bars(decode, decoded, SHOWN, "tokens_s")
+        draw_bars(decode, decoded)
         decode.set(title=f"{model}: decode", ylabel="tokens/s")
         for system in SHOWN:
             found = [row for row in own if (row["phase"], row["cache_ratio"], row["system"]) == ("prefill", "0.25", system)]
             seconds = [float(row["mean_ms"]) / 1e3 for row in found]
             prefill.plot([int(row["tokens"]) for row in found], seconds, marker="o", label=system)
         prefill.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="s to the first token", title="prefill, 25% of the experts")
-        draw_bars(ablation, decoded, ABLATION, "over_fixed")
-        ablation.set(title="ablation, decode", ylabel="times the fixed map")
     for axes in grid.flat:
         axes.legend(fontsize=7, loc="upper left", ncols=2)
     figure.suptitle(f"{rows[0]['device']}: the engine on a virtual clock, made-up routing")
@@ -166,29 +124,15 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__, seed=0, plot=True)
+    options = parser(__doc__, seed=0)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
     options.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "moonlight-16b-a3b"], choices=list(MODELS))
     options.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
-    options.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
-    options.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
-    options.add_argument("--defer", action="store_true", help="measure expert deferral")
-    options.add_argument("--machines", nargs="+", default=list(PROFILES), choices=list(PROFILES), help="of --defer")
     given = options.parse_args()
-    if given.defer:
-        rows = Recorder("hybrid_deferral", ("torch", "numpy"), write=given.write)
-        for machine, model in product(given.machines, given.models):
-            for row in measured_deferral(model, machine, given.ratios[0], given.seed):
-                rows.add(row)
-        return
-    if given.plot:
-        plot()
-        return
-    systems, beside = [system for system in SYSTEMS if system.name in given.systems], not given.alone
     rows = Recorder("hybrid_modelled", ("torch", "numpy"), write=given.write)
-    for model, ratio, phase in product(given.models, given.ratios, given.phases):
-        for row in with_speedups(list(measured(model, given.machine, ratio, systems, phase, given.seed, beside=beside))):
+    for model, ratio, phase in product(given.models, given.ratios, ("decode", "prefill")):
+        for row in with_speedups(list(measured(model, given.machine, ratio, phase, given.seed, beside=not given.alone))):
             rows.add(row)
     if given.write:
         plot()

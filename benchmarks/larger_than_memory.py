@@ -19,11 +19,10 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from harness.llama_cpp import LlamaCpp, is_installed, write_model
@@ -31,7 +30,7 @@ from harness.models import config_of, injected
 from harness.peers import PeerFailed, PeerProcess
 from harness.record import Recorder, hardware, parser
 from harness.rounds import seconds
-from harness.whole_models import Clock, random_tokens
+from harness.whole_models import Phases, phases_of, phases_of_engine
 
 from moegraft.injection.estimate.measure import measure_disk
 from moegraft.injection.injected import injection_of
@@ -70,61 +69,32 @@ def drop_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Ours:
-    def __init__(self, folder: Path, memory: str) -> None:
-        kept = f"cache_dir: {folder / 'packed'}, memory: {memory}"
-        rules = f"extends: cpu\nvars: {{weights: int4, linear: int4, {kept}}}\n"
-        self._model = injected(folder, rules, gguf=folder / "model.gguf")
-        self._prompt = random_tokens(self._model.config.vocab_size)[None]
-        self._before: dict[str, float] = {}
-
-    def prefill(self, tokens: int) -> float:
-        return seconds(lambda: self._model(self._prompt[:, :tokens], logits_to_keep=1))
-
-    def decode(self, tokens: int) -> float:
-        clock = Clock()
-        length = {"min_new_tokens": tokens + 1, "max_new_tokens": tokens + 1}
-        self._model.generate(self._prompt[:, :8], do_sample=True, **SAMPLED, **length, streamer=clock)
-        _, first, *_, last = clock.times
-        return last - first
-
-    def reads(self) -> dict[str, float]:
-        """Return what was counted since the last call."""
-        injection = injection_of(self._model)
-        assert injection is not None, "the model is injected"
-        now: dict[str, Any] = injection.statistics()["files"]  # type: ignore[assignment] # a mapping of numbers
-        found = {name: value - self._before.get(name, 0) for name, value in now.items()}
-        self._before = dict(now)
-        return found
-
-
-class Llama:
-    def __init__(self, folder: Path) -> None:
-        self._peer = LlamaCpp(folder / "model.gguf", torch.get_num_threads(), repack=False)
-        self._prompt = random_tokens(self._peer.vocab).tolist()
-
-    def prefill(self, tokens: int) -> float:
-        return seconds(lambda: self._peer.prefill(self._prompt[:tokens]))
-
-    def decode(self, tokens: int) -> float:
-        self._peer.prefill(self._prompt[:8])
-        return seconds(lambda: self._peer.decode(tokens, **SAMPLED))
-
-    def reads(self) -> dict[str, float]:
-        return {}
-
-
 @contextmanager
-def limited(system: str, folder: Path, limit_bytes: int) -> Iterator[Ours | Llama]:
+def limited(system: str, folder: Path, limit_bytes: int) -> Iterator[tuple[Phases, Callable[[], dict[str, float]]]]:
+    """Open a system with a limit of memory; yield its phases, and what returns its counts of what was read."""
     limit_memory(limit_bytes)
     with torch.inference_mode():
-        yield Llama(folder) if system == "llama.cpp" else Ours(folder, "auto" if system == "frames" else "null")
+        if system == "llama.cpp":
+            engine = LlamaCpp(folder / "model.gguf", torch.get_num_threads(), repack=False)
+            with phases_of_engine(engine, SAMPLED) as phases:
+                yield phases, dict
+            return
+        model = injected(folder, rules(folder, "auto" if system == "frames" else "null"), gguf=folder / "model.gguf")
+        injection = injection_of(model)
+        assert injection is not None, "the model is injected"
+        yield phases_of(model, SAMPLED), lambda: dict(injection.statistics()["files"])  # type: ignore[arg-type] # a mapping of numbers
 
 
-def figures(peer: Ours | Llama, phase: str, tokens: int) -> Figures:
-    peer.reads()
-    taken_s = getattr(peer, phase)(tokens)
-    read = peer.reads()
+def rules(folder: Path, memory: str) -> str:
+    kept = f"cache_dir: {folder / 'packed'}, memory: {memory}"
+    return f"extends: cpu\nvars: {{weights: int4, linear: int4, {kept}}}\n"
+
+
+def figures(peer: tuple[Phases, Callable[[], dict[str, float]]], phase: str, tokens: int) -> Figures:
+    phases, counts = peer
+    before = counts()
+    taken_s = phases.decode(tokens + 1, 8, True) if phase == "decode" else seconds(lambda: phases.prefill(tokens))
+    read = {name: value - before.get(name, 0) for name, value in counts().items()}
     if not read:
         return Figures(tokens / taken_s, tokens)
     waiting_s = read["waited_ms"] / 1e3
@@ -162,9 +132,7 @@ def main() -> None:
             config.save_pretrained(folder)
             write_model(folder / "model.gguf", config, "int4", skew=SKEW)
         if not (folder / "packed").exists():
-            injected(
-                folder, f"extends: cpu\nvars: {{weights: int4, linear: int4, cache_dir: {folder / 'packed'}}}\n", gguf=folder / "model.gguf"
-            )
+            injected(folder, rules(folder, "null"), gguf=folder / "model.gguf")
         for limit in given.limits:
             found: dict[tuple[str, str], list[Figures]] = {}
             failures: dict[str, str] = {}

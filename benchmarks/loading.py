@@ -3,9 +3,8 @@
 The checkpoint has layers of Qwen3-30B-A3B's shapes in bfloat16, 16 GB by default; `moegraft quantize` makes the GGUF file of it. Providers
 alternate, each start is a process of its own that answers a prompt of 32 tokens, and the page cache is emptied before a cold start (as
 root), or what will be read is read before a warm one. `safetensors` packs the experts at each start; `packing` packs them into a cache
-folder and `packed` maps this at the next start; `saved` is the folder that `save_pretrained(packed=True)` writes. Just before each start
-the same files are read and nothing else is done, in the same state of the page cache: `read_s`. `cached_share` is what the page cache
-holds of them before a warm start, and `others_share` what other processes used of the cores during the start of the median.
+folder and `packed` maps this at the next start. Just before each start the same files are read and nothing else is done, in the same state
+of the page cache: `read_s`. `others_share` is what other processes used of the cores during the start of the median.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from harness.record import parser, write_rows
 from harness.rounds import machine_s, percentiles
 
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
-GGUF, CACHE, SAVED, RULES = "model.gguf", "packed", "saved", "rules-{}.yaml"
+GGUF, CACHE, RULES = "model.gguf", "packed", "rules-{}.yaml"
 PROMPT_TOKENS = 32
 LEAST_SIMILARITY = 0.98  # cosine of two providers' logits; they round activations differently
 CHUNK = 1 << 23
@@ -56,18 +55,15 @@ PROVIDERS = (
     Provider("safetensors", ("*.safetensors",)),
     Provider("packing", ("*.safetensors",), caches=True, fills=True),
     Provider("packed", ("rest.safetensors", f"{CACHE}/*.experts"), caches=True),
-    Provider("saved", (f"{SAVED}/*.safetensors",)),
     Provider("gguf", (GGUF,)),
     Provider("llama.cpp", (GGUF,)),
 )
 
 
 def make_files(folder: Path, layers: int, weights: str) -> None:
-    """Write the checkpoint, the rule files, the GGUF file and the saved folder."""
+    """Write the checkpoint, the rule files and the GGUF file."""
     from harness.checkpoints import write_checkpoint, write_gguf
     from harness.models import config_of
-
-    from moegraft.injection import optimize_and_load
 
     write_checkpoint(folder, config_of("qwen3-30b-a3b", layers))
     for caches in (False, True):
@@ -77,7 +73,6 @@ def make_files(folder: Path, layers: int, weights: str) -> None:
             f"  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}{cache}}}}}\n"
         )
     write_gguf(folder, GGUF_TYPES[weights])
-    optimize_and_load(folder, folder / RULES.format(False), progress=False).save_pretrained(folder / SAVED, packed=True)
 
 
 def start(provider: str, folder: Path, threads: int) -> dict[str, Any]:
@@ -101,8 +96,7 @@ def start(provider: str, folder: Path, threads: int) -> dict[str, Any]:
         caches = next(each.caches for each in PROVIDERS if each.name == provider)
         times["imported"] = time.monotonic()
         gguf = folder / GGUF if provider == "gguf" else None
-        source, rules = (folder / SAVED, None) if provider == SAVED else (folder, folder / RULES.format(caches))
-        model = optimize_and_load(source, rules, gguf=gguf, threads=threads, progress=False)
+        model = optimize_and_load(folder, folder / RULES.format(caches), gguf=gguf, threads=threads, progress=False)
         times["loaded"] = time.monotonic()
         made = model.generate(
             torch.tensor([prompt]), max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0
@@ -133,13 +127,6 @@ def empty_page_cache() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def cached_share(paths: Sequence[Path]) -> float:
-    """Return the part of files that the page cache holds, by util-linux's `fincore`."""
-    command = ["fincore", "--bytes", "--noheadings", "--raw", "--output", "RES", *map(str, paths)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return sum(map(int, found)) / sum(path.stat().st_size for path in paths)
-
-
 def run_start(provider: Provider, folder: Path, threads: int) -> dict[str, float]:
     """Start a process, and return what `start` returns.
 
@@ -166,7 +153,6 @@ def timed_start(provider: Provider, folder: Path, threads: int, *, cold: bool) -
     settle()
     read_s = read_all(paths)
     settle()
-    share = 0.0 if cold else cached_share(paths)
     before, children, begin = machine_s(), os.times(), time.monotonic()
     times = run_start(provider, folder, threads)
     wall, after = time.monotonic() - begin, os.times()
@@ -179,7 +165,6 @@ def timed_start(provider: Provider, folder: Path, threads: int, *, cold: bool) -
         "prompt_s": times["token"] - times["loaded"],
         "cpu_s": own,
         "read_s": read_s,
-        "cached_share": share,
         "others_share": others,
     }
 
@@ -191,7 +176,7 @@ def row_of(provider: Provider, state: str, starts: Sequence[dict[str, float]], n
     row |= percentiles(tokens, "first_token_s", 2)
     columns = ("import_s", "load_s", "prompt_s", "cpu_s", "read_s")
     row |= {name: round(statistics.median(each[name] for each in starts), 2) for name in columns}
-    return row | {name: round(middle[name], 3) for name in ("cached_share", "others_share")}
+    return row | {"others_share": round(middle["others_share"], 3)}
 
 
 def check_logits(folder: Path) -> None:

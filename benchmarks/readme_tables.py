@@ -31,16 +31,73 @@ def listed(rows: Iterable[Row], columns: Columns) -> str:
 
 
 def fixed(column: str, digits: int) -> Callable[[Row], str]:
-    return lambda row: f"{float(row[column]):.{digits}f}"
+    return lambda row: f"{float(row[column]):.{digits}f}" if row[column] else "-"
 
 
 def percent(column: str, digits: int = 0) -> Callable[[Row], str]:
-    return lambda row: f"{float(row[column]):.{digits}%}"
+    return lambda row: f"{float(row[column]):.{digits}%}" if row[column] else "-"
 
 
 def provenance(rows: Iterable[Row]) -> str:
     """Return each machine, commit and versions once."""
     return " ".join(dict.fromkeys(f"{row['hardware']}, commit {row['commit']}, {row['versions'].replace(' ', ', ')}." for row in rows))
+
+
+STARTS = {
+    "safetensors": "moegraft, from safetensors",
+    "packing": "moegraft, from safetensors, keeping the packed experts",
+    "packed": "moegraft, from the experts that were kept",
+    "gguf": "moegraft, from GGUF",
+    "llama.cpp": "llama.cpp, from GGUF",
+}
+SYSTEMS = {"frames": "**moegraft**, `memory: auto`", "mapped": "moegraft, the mapped file", "llama.cpp": "llama.cpp, the mapped file"}
+# Tables with a line for each row of the results of their name.
+TABLES: dict[str, Columns] = {
+    "cpu_model": {
+        **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
+        **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
+        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the limit": "of_limit"},
+    },
+    "demo_speed": {
+        **{"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"},
+    },
+    "loading": {
+        **{"": lambda row: STARTS[row["provider"]], "page cache": "page_cache", "reads, GB": "read_gb"},
+        **{"s to the first token": "p50_first_token_s", "importing": "import_s", "loading": "load_s", "prompt": "prompt_s"},
+        **{"reading alone": "read_s", "CPU seconds": "cpu_s", "others": percent("others_share")},
+    },
+    "larger_than_memory": {
+        **{"memory": lambda row: f"{row['limit_gib']} GiB", "": lambda row: SYSTEMS[row["system"]], "phase": "phase"},
+        **{"tokens/s": "tokens_s", "times as fast": "frames_times", "experts in memory when used": percent("resident")},
+        **{"GB read per token": "read_gb_per_token", "bound by that, tokens/s": "bound_tokens_s"},
+        **{"GB/s while waiting": "wait_gbps", "GB/s of the disk": "disk_gbps"},
+    },
+    "training": {
+        **{"": "provider", "weights": "weights", "ms, forward": "forward_ms", "backward": "backward_ms"},
+        **{"tokens/s": "tokens_s", "ratio": "ratio", "weights, GB": "weight_gb"},
+    },
+    "training_model": {
+        **{"": "provider", "beside": "base", "s, a step": "p50_s", "tokens/s": "tokens_s", "ratio": "ratio"},
+        **{"GiB, loaded": "loaded_gib", "peak": "peak_gib", "loss": "loss"},
+    },
+    "kv_cache": {
+        **{"backend": lambda row: row["backend"] if row["backend"] == "exact" else f"`{row['backend']}`", "bits": "bits"},
+        **{"cache": percent("cache_share"), "KL, nats per token": fixed("kl_nats", 4)},
+        **{"same next token": percent("same_token", 1), "perplexity": fixed("perplexity", 2)},
+    },
+    "speculative_mtp": {
+        **{"text": "decoding", **{f"position {at}": percent(f"position_{at}", 1) for at in range(1, 5)}},
+        **{"tokens per round": "tokens_per_round", "rounds": "rounds"},
+    },
+}
+
+
+def generated(name: str) -> str:
+    """Return the text of a section."""
+    if name in SECTIONS:
+        return SECTIONS[name]()
+    rows = read(name)
+    return f"{listed(rows, TABLES[name])}\n\n{provenance(rows)}"
 
 
 def default_rows(rows: Iterable[Row]) -> list[Row]:
@@ -51,8 +108,6 @@ def default_rows(rows: Iterable[Row]) -> list[Row]:
     defaults: dict[str, str] = {}
     found = []
     for row in rows:
-        if row["provider"].startswith("ours-sparse"):
-            continue
         ours = row["provider"].startswith("ours")
         if not ours or defaults.setdefault(row["weights"], row["provider"]) == row["provider"]:
             found.append({**row, "provider": "moegraft", "isa": row["provider"].removeprefix("ours-")} if ours else row)
@@ -81,155 +136,10 @@ def cpu_experts() -> str:
     )
 
 
-LOADED_FORMATS = {"mxfp4": "MXFP4, gpt-oss-20b's shapes, 4 layers", "fp8": "FP8, DeepSeek-V2-Lite's shapes, 4 layers"}
-
-
 @section
-def load_memory() -> str:
-    rows = read("load_memory")
-    columns: Columns = {
-        "": lambda row: row["provider"].replace("cpu", "moegraft cpu").replace("stored", "moegraft, as stored"),
-        "checkpoint": lambda row: LOADED_FORMATS.get(row["checkpoint_dtype"], row["checkpoint_dtype"]),
-        **{"checkpoint, MiB": "checkpoint_mib", "held after loading, MiB": "held_mib"},
-        **{"peak while loading, MiB": "peak_mib", "peak / held": "peak_over_held"},
-    }
-    return f"Peak anonymous memory of loading, with mapped file pages not counted:\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-
-
-STARTS = {
-    "safetensors": "moegraft, from safetensors",
-    "packing": "moegraft, from safetensors, keeping the packed experts",
-    "packed": "moegraft, from the experts that were kept",
-    "gguf": "moegraft, from GGUF",
-    "llama.cpp": "llama.cpp, from GGUF",
-}
-
-
-FORMATS_LAYERS = "2"  # of the rows of whole models that have every type
-SYSTEMS = {"frames": "**moegraft**, `memory: auto`", "mapped": "moegraft, the mapped file", "llama.cpp": "llama.cpp, the mapped file"}
-
-
-@section
-def larger_than_memory() -> str:
-    """Return the speed of a model under a limit of memory, by limit and phase."""
-    rows = read("larger_than_memory")
-    columns: Columns = {
-        "memory": lambda row: f"{row['limit_gib']} GiB",
-        "": lambda row: SYSTEMS[row["system"]],
-        "phase": "phase",
-        "tokens/s": "tokens_s",
-        "times as fast": "frames_times",
-        "experts in memory when used": lambda row: percent("resident")(row) if row["resident"] else "-",
-        "GB read per token": "read_gb_per_token",
-        "bound by that, tokens/s": "bound_tokens_s",
-        "GB/s while waiting": "wait_gbps",
-        "GB/s of the disk": "disk_gbps",
-    }
-    ordered = sorted(rows, key=lambda row: (int(row["limit_gib"]), row["phase"], list(SYSTEMS).index(row["system"])))
-    return f"{listed(ordered, columns)}\n\n{provenance(rows)}"
-
-
-@section
-def loading() -> str:
-    """Return the seconds from the start of a process to its first token, cold and warm, and what they consist of."""
-    rows = read("loading")
-    columns: Columns = {
-        "": lambda row: STARTS[row["provider"]],
-        **{"page cache": "page_cache", "reads, GB": "read_gb", "s to the first token": "p50_first_token_s", "importing": "import_s"},
-        **{"loading": "load_s", "prompt": "prompt_s", "reading alone": "read_s", "CPU seconds": "cpu_s", "others": percent("others_share")},
-    }
-    return (
-        f"A checkpoint of {float(rows[0]['read_gb']):.1f} GB in bfloat16, packed to {rows[0]['weights']}, and a GGUF file of that type; "
-        f"{rows[0]['threads']} threads, medians of {rows[0]['starts']} alternating starts. `others` is the share of the cores that other "
-        "processes used: where it is large, compare the CPU seconds.\n\n"
-        f"{listed(sorted(rows, key=lambda row: row['page_cache']), columns)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def recurrent_models() -> str:
-    """Return the time of a second turn, and the speed of drafts."""
-    rows, drafts = read("recurrent_models"), read("recurrent_drafts")
-    turns = {(row["shape"], row["provider"]): f"{float(row['p50_ms']):.0f} ms" for row in rows}
-    both = (
-        f"{shape}, {turns[shape, 'kept']} and {turns[shape, 'computed again']}" for shape in dict.fromkeys(row["shape"] for row in rows)
-    )
-    shown = "; ".join(f"{row['text']}, {row['drafts']}: {row['ratio']}" for row in drafts if row["drafts"] != "plain")
-    return (
-        "A second turn after 4,000 tokens, to its first token, going on from a checkpoint and computed again: "
-        f"{'; '.join(both)}. {provenance(rows)}\n\nDecoding with drafts, random weights of Qwen3-Next's shapes, in tokens/s over those "
-        f"without: {shown}. {provenance(drafts)}"
-    )
-
-
-@section
-def training() -> str:
-    """Return the speed of a layer's experts forward and backward, and the losses beside the stock model."""
-    rows, losses, of_model = read("training"), read("training_loss"), read("training_model")
-    columns: Columns = {
-        "": "provider",
-        "weights": "weights",
-        "ms, forward": "forward_ms",
-        "backward": "backward_ms",
-        "tokens/s": "tokens_s",
-        "ratio": "ratio",
-        "weights, GB": "weight_gb",
-    }
-    by_step = {(row["provider"], row["step"]): row["loss"] for row in losses if row["loss"]}
-    steps = [step for step in dict.fromkeys(step for _, step in by_step) if int(step) % 40 == 0]
-    ends = [row for row in losses if row["held_after"]]
-    body = [[row["provider"], *(by_step[row["provider"], step] for step in steps), row["held_before"], row["held_after"]] for row in ends]
-    learned = table(["", *(f"step {step}" for step in steps), "held out, before", "after"], body)
-    whole: Columns = {
-        "": "provider",
-        "beside": "base",
-        "s, a step": "p50_s",
-        "tokens/s": "tokens_s",
-        "ratio": "ratio",
-        "GiB, loaded": "loaded_gib",
-        "peak": "peak_gib",
-        "loss": "loss",
-    }
-    return (
-        f"Forward and backward of one layer's experts of Qwen3-30B-A3B's shapes, {rows[0]['tokens']} tokens, {rows[0]['threads']} threads; "
-        f"ratio: tokens/s over those of transformers with grouped products:\n\n{listed(rows, columns)}\n\n{provenance(rows)}\n\nLosses "
-        f"of LoRA on all linear layers of the bundled model, bfloat16, means of ten steps of 512 tokens:\n\n{learned}\n\n"
-        f"{provenance(losses)}\n\nSteps of a model of {of_model[0]['layers']} such layers, {of_model[0]['tokens']} tokens, bfloat16, LoRA "
-        "on attention (`experts`: and on the experts), activations checkpointed; ratio: tokens/s over those of the provider beside it; "
-        f"memory is RssAnon:\n\n{listed(of_model, whole)}\n\n{provenance(of_model)}"
-    )
-
-
-@section
-def families() -> str:
-    rows = read("families")
-    served = [row for row in rows if row["outcome"] == "served"]
-    worst = max(float(row["max_relative_error"]) for row in served)
-    equal = sum(row["equal_greedy_tokens"] == "64/64" for row in served)
-    refused = [row["model_type"] for row in rows if row["outcome"] == "refused"]
-    return (
-        f"{len(served)} model types of transformers are served by `cpu-exact` with logits within {worst:.0e} of stock in float32 "
-        f"(relative to the largest), {equal} of them with 64 of 64 greedy tokens equal; {len(refused)} are refused with the reason "
-        f"({', '.join(refused)}). {provenance(rows)}"
-    )
-
-
-@section
-def cpu_model() -> str:
-    """Return the rates of whole models beside each peer, by model and phase."""
-    rows = [row for row in read("cpu_model") if row["layers"] != FORMATS_LAYERS]
-    columns: Columns = {
-        **{"layers of": lambda row: f"{row['layers']} of {row['model']}", "weights": "weights", "phase": "phase", "beside": "beside"},
-        **{"moegraft, tokens/s": lambda row: row.get("failure") or row["ours_tokens_s"], "peer, tokens/s": "peer_tokens_s"},
-        **{"ratio, median": "ratio", "p20": "p20_ratio", "p80": "p80_ratio", "of the limit": "of_limit"},
-    }
-    return f"{listed(rows, columns)}\n\n{provenance(rows)}"
-
-
-@section
-def formats() -> str:
+def cpu_formats() -> str:
     """Return how far each type of a file is from the machine's limit and from the best peer, by tokens at once."""
-    rows = [row for row in read("cpu_model") if row["layers"] == FORMATS_LAYERS]
+    rows = read("cpu_formats")
     phases = {"decode after 8": "1 token", "prompt of 8": "8 tokens", "prompt of 512": "512 tokens"}
     body = []
     for weights in dict.fromkeys(row["weights"] for row in rows):
@@ -239,12 +149,7 @@ def formats() -> str:
             best = min(found, key=lambda row: float(row["ratio"]), default=None)
             cells.append("-" if best is None else f"{best['of_limit']}; {best['ratio']} {best['beside']}")
         body.append(cells)
-    caption = (
-        "Two layers of Qwen3-30B-A3B's shapes by the type of their experts in a GGUF file (`benchmarks/cpu_model.py --weights all`): the "
-        "share of this machine's limit that moegraft reaches, and its rate over that of the peer that is fastest beside it. The limit is "
-        "the bandwidth, for the bytes of all experts that the tokens have, or the arithmetic of oneDNN's products where that takes longer:"
-    )
-    return f"{caption}\n\n{table(['experts', *phases.values()], body)}\n\n{provenance(rows)}"
+    return f"{table(['experts', *phases.values()], body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -262,21 +167,7 @@ def kt_kernel() -> str:
         [weights, *(f"{fastest('moegraft', weights, count)} / {fastest('kt-kernel', weights, count)}" for count in tokens)]
         for weights in dict.fromkeys(row["weights"] for row in rows)
     ]
-    caption = "One layer of Qwen3-30B-A3B's shapes, ms (median) by tokens per call, moegraft / KTransformers' `kt-kernel`, interleaved:"
-    return f"{caption}\n\n{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
-
-
-@section
-def step_programs() -> str:
-    rows = read("step_programs")
-    columns: Columns = {
-        **{"model": "model", "weights or family": lambda row: row["provider"].removeprefix("ours-"), "busy processes": "busy_processes"},
-        **{"layer by layer, ms": "layer_by_layer_ms", "native program, ms": "p50_program_ms", "ratio, median": "ratio"},
-    }
-    return (
-        "A token on the CPU, layer by layer and as a native program (`benchmarks/step_programs.py`), alternating. Busy processes compete "
-        f"for the cores:\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
+    return f"{table(['', *(f'T={count}' for count in tokens)], body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -351,13 +242,8 @@ def hybrid_modelled() -> str:
         rates = [" / ".join(f"{float(decode[system, model, ratio]):.0f}" for ratio in ratios) for model in models]
         waits = " / ".join(f"{float(first[system, model]['mean_ms']) / 1e3:.2f}" for model in models)
         body.append([name, *rates, waits])
-    shares = " / ".join(f"{float(ratio):.0%}" for ratio in ratios)
     head = ["", *(f"{model}, tokens/s" for model in models), f"s to the first token, 512 tokens, {float(ratios[0]):.0%}"]
-    return (
-        f"Modelled, not measured: the real engine on a virtual clock with the assumed costs of an A6000 and 10 CPU cores, synthetic "
-        f"routing, and shared experts on the GPU while routed ones are transferred; {shares} of the experts have a slot:\n\n"
-        f"{table(head, body)}\n\n{provenance(rows)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 GPU_SYSTEMS = {
@@ -371,27 +257,18 @@ GPU_SYSTEMS = {
 
 @section
 def cache_candidates() -> str:
-    """Return the hit rates of later papers' policies, predictions and routing at 10, 25 and 50 % of the slots."""
+    """Return the hit rates of policies and sources of predictions at 10, 25 and 50 % of the slots."""
     rows = read("cache_candidates")
     hits: dict[tuple[str, ...], list[str]] = {}
-    perplexities: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        asked = row["policy"], row["source"], row["lookahead"], row["routing"]
-        if row["perplexity"]:
-            perplexities.setdefault(asked, []).append(float(row["perplexity"]))
-        if row["hit_percent"] and not (row["perplexity"] and row["routing"] == "exact"):
-            hits.setdefault((*asked, row["trace"], row["scope"]), []).append(fixed("hit_percent", 1)(row))
-    places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows if row["scope"]))
-    body = []
-    for asked in dict.fromkeys([*(key[:4] for key in hits), *perplexities]):
-        policy, source, lookahead, routing = asked
-        if lookahead == "3" or routing != "exact" or (lookahead == "0" and "score" in policy) or source == "default vector":
-            cells = (" / ".join(hits.get((*asked, *place), ["-"])) for place in places)
-            loss = f"{max(perplexities[asked]):.2f}" if asked in perplexities else "-"
-            body.append([policy or "-", "-" if lookahead == "0" else source, routing, *cells, loss])
+        asked = row["policy"], "-" if row["lookahead"] == "0" else row["source"]
+        hits.setdefault((*asked, row["trace"], row["scope"]), []).append(fixed("hit_percent", 1)(row))
+    places = list(dict.fromkeys((row["trace"], row["scope"]) for row in rows))
+    shown = [asked for asked in dict.fromkeys(key[:2] for key in hits) if asked[1] != "-" or "score" in asked[0]]
+    body = [[*asked, *(" / ".join(hits.get((*asked, *place), ["-"])) for place in places)] for asked in shown]
     names = {"layer": "of each layer", "global": "shared"}
     titles = (f"{trace.split(', ')[-1]}, slots {names[scope]}" for trace, scope in places)
-    return table(["policy", "source of predictions", "routing", *titles, "perplexity"], body) + f"\n\n{provenance(rows)}"
+    return table(["policy", "source of predictions", *titles], body) + f"\n\n{provenance(rows)}"
 
 
 @section
@@ -410,11 +287,7 @@ def gpu_models() -> str:
         times = [found[call, case, "next token", prompts[0]], *(found.get((call, case, "first token", each), "-") for each in prompts)]
         body.append([commit, launch_us, GPU_SYSTEMS[system], "-" if system == "stock" else f"{float(ratio):.0%}", *times])
     head = ["commit", "a launch, us", "", "in slots", "next token, ms", *(f"first token after {each}, ms" for each in prompts)]
-    return (
-        "48 layers of Qwen3-30B-A3B's shapes, int4 experts with random weights, medians of three runs of one text. Each commit was "
-        "measured on a machine of its own, and what a launch takes the host differs by two: compare the rows of one commit.\n\n"
-        f"{table(head, body)}\n\n{provenance(rows)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -433,54 +306,13 @@ def gpu_kernels() -> str:
         body.append(
             [name, *("-" if row is None else f"{1e3 * float(row['p50_ms']):.0f} ({float(row['floor_share']):.0%})" for row in cells)]
         )
-    return (
-        "One layer of Qwen3-30B-A3B's shapes in slots, microseconds by tokens of the batch, and the share of its floor: each weight read "
-        "once at the rate of a copy, or the operations at that of a large product (`grouped_mm`: PyTorch's):\n\n"
-        f"{table(['', *map(str, tokens)], body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def expert_deferral() -> str:
-    """Return the loss of experts that are added one layer later or left out, and the modelled gain by machine and model."""
-    quality, modelled = read("deferral_quality"), read("hybrid_deferral")
-    ways = {provider: [row for row in quality if row["provider"] == provider] for provider in ("deferred", "left out")}
-    columns = {"KL": fixed("kl_nats", 4), "perplexity": fixed("perplexity", 2), "same next token": percent("same_next_token", 1)}
-    head = [f"experts of {quality[0]['top_k']}", *(f"{name}, {provider}" for name in columns for provider in ways)]
-    pairs = zip(*ways.values(), strict=True)
-    loss = table(head, ([pair[0]["experts"], *(cell(row) for cell in columns.values() for row in pair)] for pair in pairs))
-
-    deferring = [row for row in modelled if row["defer"] != "0"]
-    counts = {row["model"]: row["defer"] for row in deferring}
-    shares = sorted({row["first_cpu_share"] for row in deferring}, key=float, reverse=True)
-
-    found = {(row["device"], row["model"], row["first_cpu_share"]): f"{float(row['over_plain']):.2f}" for row in deferring}
-    devices = dict.fromkeys(row["device"] for row in deferring)
-    gains = ([device, *(" / ".join(found[device, model, share] for share in shares) for model in counts)] for device in devices)
-    return (
-        f"The bundled model, {quality[0]['tokens']} tokens of held-out text decoded one by one, all experts on the CPU, which is the "
-        "largest loss (`benchmarks/format_quality.py --defer`): some of a token's experts are added one layer later, or left out. With all "
-        f"of them the perplexity is {float(quality[0]['full_perplexity']):.2f}:\n\n{loss}\n\n"
-        f"Modelled, not measured: decode, layer by layer, with {float(modelled[0]['cache_ratio']):.0%} of the experts in slots, over the "
-        "same without deferral (`benchmarks/hybrid.py --defer`), with the assumed cost of a "
-        "layer's first expert on the CPU, which a job that follows another one does not pay / without that cost:\n\n"
-        f"{table(['', *(f'{model}, {count} deferred' for model, count in counts.items())], gains)}\n\n"
-        f"Quality: {provenance(quality)} Modelled: {provenance(modelled)}"
-    )
-
-
-@section
-def demo_speed() -> str:
-    rows = read("demo_speed")
-    names = {"": "provider", "phase": "phase", "tokens/s, median": "p50_tokens_s", "p20": "p20_tokens_s", "p80": "p80_tokens_s"}
-    caption = "The bundled model, which is so small that stock transformers decodes it at the speed of Python:"
-    return f"{caption}\n\n{listed(rows, names)}\n\n{provenance(rows)}"
+    return f"{table(['', *map(str, tokens)], body)}\n\n{provenance(rows)}"
 
 
 @section
 def serve() -> str:
     """Return the load of both servers, and a short prompt beside a long one."""
-    rows = [row for row in read("serve") if row["case"] not in ("memory", "soak")]
+    rows = read("serve")
     by_case = {(row["case"], row["server"], row["clients"], row["prompt"]): row for row in rows}
     loads = [row for row in rows if row["case"] == "load" and row["server"] == "moegraft"]
     order = {"32": 0, "2048": 1, "mixed": 2}
@@ -508,21 +340,11 @@ def serve() -> str:
         "large, compare the tokens per second of the servers' own CPU time.",
         table(head, body),
     ]
-    for row in (row for row in rows if row["case"] == "beside"):
-        parts.append(
-            f"{row['server']}: the p99 of the first token of a prompt of 32 tokens is {row['p99_first_ms']} ms beside one of 8000 tokens "
-            f"({row['first_count']} prompts) and {row['p99_alone_ms']} ms alone: {row['ratio']} times."
-        )
     for row in (row for row in rows if row["server"] == "batch-invariant"):
         own = by_case["invariant", "moegraft", row["clients"], row["prompt"]]
         parts.append(
             f"With `--batch-invariant`, prompts of {row['prompt']} tokens, clients: {row['clients']}: {row['tokens_s']} tokens/s instead "
             f"of {own['tokens_s']} ({row['rounds']} round of {float(row['round_s']):.0f} s each)."
-        )
-    for row in (row for row in rows if row["case"] == "recurrent" and row["clients"] != "1"):
-        parts.append(
-            f"A Qwen3-Next-shaped model (four layers, three of them recurrent, 64 experts) in 8 bits: {row['clients']} clients make "
-            f"{row['tokens_s']} tokens/s, {row['ratio']} times those of one. The bytes of a step allow {row['limit']} times."
         )
     restarts = {row["prompt"].split()[-1]: row for row in rows if row["case"] == "restart"}
     disk, (computed, stored, known) = restarts["disk"], (restarts[way]["p50_first_ms"] for way in ("computed", "disk", "memory"))
@@ -534,14 +356,10 @@ def serve() -> str:
     return "\n\n".join([*parts, provenance(rows)])
 
 
-THRESHOLDS = (("none", ""), ("threshold", "routed"))  # the criteria and scopes that operators use
-
-
 @section
 def sparse_cpu() -> str:
-    """Return the speed over the dense layout by share of neurons left out, beside the bundled model's quality at that share."""
+    """Return the speed over the dense layout by share of neurons left out."""
     rows = read("sparse_cpu")
-    quality = {row["target"]: row for row in read("sparse_quality") if (row["criterion"], row["scope"]) in THRESHOLDS}
     found = {(row["provider"], row["phase"]): row for row in rows}
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     weights = ("int8", "bfloat16")
@@ -549,33 +367,9 @@ def sparse_cpu() -> str:
     body = []
     for share in dict.fromkeys(shares):
         speed = [f"{float(found[f'{kind}-sparse-{share}', phase]['against_dense']):.2f}" for kind in weights for phase in phases]
-        cost = quality[str(int(share.rstrip("%")) / 100)]
-        body.append([share, *speed, f"{float(cost['perplexity']):.2f}", f"{float(cost['same_next_token']):.1%}"])
-    head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases), "perplexity", "same next token"]
-    return (
-        f"Speed over the dense layout, six layers of Qwen3-30B-A3B's shapes (`benchmarks/sparse_cpu.py`, {rows[0]['threads']} threads), "
-        "beside the bundled model's quality on held-out text at the same share (`benchmarks/sparse_quality.py`):\n\n"
-        f"{table(head, body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def kv_cache() -> str:
-    rows = read("kv_cache")
-    exact = next(row for row in rows if row["backend"] == "exact")
-    columns: Columns = {
-        "backend": lambda row: row["backend"] if row is exact else f"`{row['backend']}`",
-        "bits": "bits",
-        "cache": lambda row: f"{int(row['cache_bytes']) / int(exact['cache_bytes']):.0%}",
-        "KL, nats per token": lambda row: "" if row is exact else fixed("kl_nats", 4)(row),
-        "same next token": lambda row: "" if row is exact else percent("same_token", 1)(row),
-        "perplexity": fixed("perplexity", 2),
-    }
-    return (
-        f"The {exact['model']} model in {exact['dtype']} on held-out text, {int(exact['window']) // 2} tokens after a prompt of the same "
-        "length (`benchmarks/kv_cache.py`; the latest tokens are not quantised yet, so short texts save less):\n\n"
-        f"{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
+        body.append([share, *speed])
+    head = ["neurons left out", *(f"{kind}, {phase}" for kind in weights for phase in phases)]
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 @section
@@ -592,62 +386,7 @@ def format_quality() -> str:
         costs = [f"{float(row['kl_nats']):.4f}" if (row := found.get((provider, types))) else "-" for provider in names]
         body.append([types, own["bytes_per_weight"], f"{float(own['perplexity']):.2f}", f"{float(own['same_next_token']):.1%}", *costs])
     head = ["types", "bytes per weight", "perplexity", "same next token", *(f"KL, nats{name}" for name in names.values())]
-    return (
-        "The bundled model, all matrices in the given type or roles in theirs and the rest in Q8_0, on "
-        f"{rows[0]['tokens']} tokens of held-out text, on which its own perplexity is "
-        f"{float(rows[0]['full_perplexity']):.2f} (`benchmarks/format_quality.py`; its experts' last projections have "
-        "rows of 64, and are in the types that take the place of super-blocks; bytes are those of the whole "
-        f"file):\n\n{table(head, body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def format_encoding() -> str:
-    """Return the error and the speed of quantising a matrix to each type, beside llama.cpp's quantiser."""
-    rows = read("format_encoding")
-    found = {(row["types"], row["weights"], row["provider"]): row for row in rows}
-
-    def both(types: str, column: str, weights: str) -> str:
-        return " / ".join(found[types, weights, provider][column] for provider in ("moegraft", "llama.cpp"))
-
-    columns = (("relative_error", "normal"), ("relative_error", "student t, 4"), ("million_weights_per_second", "normal"))
-    kinds = dict.fromkeys(row["types"] for row in rows)
-    body = [[types, *(both(types, column, weights) for column, weights in columns)] for types in kinds]
-    head = ["types", "relative error, normal weights", "weights of Student's t, 4 degrees", "million weights/s"]
-    return (
-        "Quantising a matrix by one thread, moegraft / llama.cpp's `ggml_quantize_chunk`, with the same importance matrix, by which the "
-        f"error is weighted (`benchmarks/format_quality.py --encoding`):\n\n{table(head, body)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def speculative_mtp() -> str:
-    """Return the acceptance of the bundled model's MTP layer by position."""
-    rows = read("speculative_mtp")
-    columns: Columns = {
-        "text": "decoding",
-        **{f"position {at}": percent(f"position_{at}", 1) for at in range(1, int(rows[0]["max_draft"]) + 1)},
-        **{"tokens per round": "tokens_per_round", "rounds": "rounds"},
-    }
-    return (
-        f"Drafts of {rows[0]['max_draft']} tokens by the bundled model's MTP layer, and the share that is accepted by position, where all "
-        f"before were (`benchmarks/speculative.py mtp`; {rows[0]['prompts']} prompts of held-out text, {rows[0]['new_tokens']} new tokens "
-        f"each, with the rules `cpu`; in float32 with `cpu-exact`, {rows[0]['same_text']} of {rows[0]['prompts']} greedy texts are those "
-        f"of plain decoding):\n\n{listed(rows, columns)}\n\n{provenance(rows)}"
-    )
-
-
-@section
-def build_time() -> str:
-    """Return the CPU seconds of full builds beside an earlier commit's, and of each unit."""
-    rows = read("build_time")
-    builds, units = ([row for row in rows if bool(row["of_base"]) == whole] for whole in (True, False))
-    share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
-    builds_of_each = "one build of each" if rows[0]["rounds"] == "1" else f"medians of {rows[0]['rounds']} alternating builds"
-    return (
-        f"A full build takes {share}: {builds_of_each} with {rows[0]['compiler']}, compiler and linker "
-        f"together. By unit:\n\n{listed(units, {'unit': 'unit', 'CPU seconds': 'cpu_s'})}\n\n{provenance(units)}"
-    )
+    return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
 def rendered(text: str) -> str:
@@ -658,9 +397,9 @@ def rendered(text: str) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        if match[1] not in SECTIONS:
-            raise ValueError(f"no table is named '{match[1]}'; expected one of {', '.join(SECTIONS)}")
-        return f"<!-- results: {match[1]} -->\n{SECTIONS[match[1]]()}\n<!-- end -->"
+        if match[1] not in {**SECTIONS, **TABLES}:
+            raise ValueError(f"no table is named '{match[1]}'; expected one of {', '.join([*SECTIONS, *TABLES])}")
+        return f"<!-- results: {match[1]} -->\n{generated(match[1])}\n<!-- end -->"
 
     return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 

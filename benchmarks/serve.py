@@ -7,14 +7,8 @@ different, and neither server keeps what it has read, so that no prefix cache de
 lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` with `--threads 1`.
 
     python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
-    python benchmarks/serve.py --llama-server PATH --beside                     # a short prompt beside one of 8k tokens
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
-    python benchmarks/serve.py --recurrent                                      # 1 and 8 clients of a Qwen3-Next-shaped model, alternating
     python benchmarks/serve.py --restart                                        # the first token of a prompt that a server before had read
-
-With `--recurrent`, `ratio` is the median over rounds of the tokens/s over those of one client, and `limit` what it would be if a step took
-as long as memory gives its bytes: weights are read once for all rows, except experts that none of them chooses, and each row's states are
-read and written.
 
 With `--restart`, the time to the first token of a prompt of 4096 tokens is that of a server that has never read it, of one started again
 with the same `--prefix-cache-dir`, and of the same server once more; `ratio` is the median over rounds of each over the first.
@@ -42,26 +36,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import psutil
 from harness.llama_cpp import cache_bytes, write_model
-from harness.models import VOCABULARY, config_of, cpu_rules, random_model, rule_file
+from harness.models import VOCABULARY, config_of, cpu_rules, rule_file
 from harness.record import Recorder, parser
 from harness.rounds import machine_s, median_ratio
-from transformers import PreTrainedConfig
 
-MODEL, RECURRENT = "qwen3-30b-a3b", "qwen3-next"
-PLACES = 32
+MODEL = "qwen3-30b-a3b"
+PLACES, CONTEXT = 32, 2560  # tokens of each
 LAYERS = 6
-SHORT, LONG, KEPT, LONGEST = 32, 2048, 4096, 8000  # tokens of prompts
+SHORT, LONG, KEPT = 32, 2048, 4096  # tokens of prompts
 PROMPTS = {"32": (SHORT,), "2048": (LONG,), "mixed": (SHORT, LONG)}
 TOKEN_TEXT = 4  # characters of every token, by which tokens of a piece of text are counted
 CODE = "from moegraft.injection.cli.moegraft import main; main()"
-DISTURBED = 0.05  # of the cores' time
 LIMITS_S = 180  # for a server to start, and for a request to be answered
 
 
@@ -130,10 +122,8 @@ def serve_command(folder: Path, rules: str, port: int, threads: int, places: int
 
 
 @contextmanager
-def servers(
-    folder: Path, llama_server: str | None, threads: int, context: int, places: int = PLACES, *, invariant: bool = False
-) -> Iterator[list[Served]]:
-    """Run moegraft's server and, if its program is given, llama.cpp's, with `places` contexts of so many tokens.
+def servers(folder: Path, llama_server: str | None, threads: int, *, invariant: bool = False) -> Iterator[list[Served]]:
+    """Run moegraft's server and, if its program is given, llama.cpp's, with equal numbers of equal contexts.
 
     Args:
         invariant: whether a second server of moegraft's runs, with `--batch-invariant`.
@@ -142,17 +132,17 @@ def servers(
         rules = stack.enter_context(rule_file(cpu_rules("int8")))
         ports = [free_port(), free_port()]
         model = str(folder / "model.gguf")
-        ours = [*serve_command(folder, rules, ports[0], threads, places), "--gguf", model]
-        ours += ["--kv-memory", str(places * cache_bytes(config_of(MODEL, LAYERS), context)), "--max-client", "64"]
+        ours = [*serve_command(folder, rules, ports[0], threads, PLACES), "--gguf", model]
+        ours += ["--kv-memory", str(PLACES * cache_bytes(config_of(MODEL, LAYERS), CONTEXT)), "--max-client", "64"]
         found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
         if invariant:
             ours[ours.index(str(ports[0]))] = str(ports[1])
             found.append(stack.enter_context(running("batch-invariant", [*ours, "--batch-invariant"], ports[1], folder)))
         if llama_server is not None:
-            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(places)]
+            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(PLACES)]
             theirs += [
                 "-c",
-                str(context * places),
+                str(CONTEXT * PLACES),
                 "--no-kv-unified",
                 "--cont-batching",
                 "--no-cache-prompt",
@@ -335,112 +325,20 @@ def _process_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def measure_load(
-    found: Sequence[Served], clients: int, prompt: str, tokens: int, seconds: float, rounds: int, until_s: float
-) -> list[dict[str, object]]:
-    """Return a row per server. A round in which other processes used more than `DISTURBED` of the cores is repeated while there is time."""
+def measure_load(found: Sequence[Served], clients: int, prompt: str, tokens: int, seconds: float, rounds: int) -> list[dict[str, object]]:
+    """Return a row per server; the servers alternate in each round."""
     taken: dict[str, list[tuple[float, Round]]] = {server.name: [] for server in found}
-    for number in range(2 * rounds):
-        if time.perf_counter() + len(found) * (seconds + 1) > until_s:
-            break
-        for server in found:
-            cores = CoreTime([os.getpid(), *(each.pid for each in found)])
-            done = asyncio.run(load(server, clients, PROMPTS[prompt], tokens, seconds, number))
-            taken[server.name].append((cores.others_share(), done))
-            print(
-                f"{clients} clients, {prompt}, {server.name}: {done.rates()[1]:.1f} tokens/s, others {taken[server.name][-1][0]:.0%}",
-                flush=True,
-            )
-        if all(sum(share <= DISTURBED for share, _ in each) >= rounds for each in taken.values()):
-            break
+    for number, server in itertools.product(range(rounds), found):
+        cores = CoreTime([os.getpid(), *(each.pid for each in found)])
+        done = asyncio.run(load(server, clients, PROMPTS[prompt], tokens, seconds, number))
+        others = cores.others_share()
+        taken[server.name].append((others, done))
+        print(f"{clients} clients, {prompt}, {server.name}: {done.rates()[1]:.1f} tokens/s, others {others:.0%}", flush=True)
     shared = {"clients": clients, "prompt": prompt, "new_tokens": tokens, "round_s": seconds}
     rows = []
     for name, each in taken.items():
-        best = sorted(each, key=lambda pair: pair[0])[:rounds]
-        if best:
-            row = {"case": "load", "server": name, **shared, "others_share": best[-1][0]}
-            rows.append({**row, "rounds_disturbed": sum(share > DISTURBED for share, _ in each), **figures([done for _, done in best])})
-    return rows
-
-
-async def beside(port: int, seconds: float, long: bool) -> list[float]:
-    """Return the times to the first token of short prompts, one after another, alone or while a long prompt is read."""
-    found: list[float] = []
-    pause = random.Random(0)
-    seeds = itertools.count(10**6)
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        reading: asyncio.Task[Reply] | None = None
-        if long:
-            reading = asyncio.create_task(ask(port, LONGEST, 1, next(seeds)))
-            await asyncio.sleep(0.5)
-        while time.perf_counter() < until:
-            reply = await ask(port, SHORT, 4, next(seeds))
-            if reading is not None and reading.done():  # it may have had the server to itself
-                break
-            found.append(reply.first_s)
-            await asyncio.sleep(pause.random() / 2)
-        if reading is not None:
-            reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await reading
-    return found
-
-
-def measure_beside(server: Served, seconds: float) -> dict[str, object]:
-    cores = CoreTime([os.getpid(), server.pid])
-    asyncio.run(ask(server.port, SHORT, 4, 1))
-    alone = asyncio.run(beside(server.port, seconds / 2, long=False))
-    together = asyncio.run(beside(server.port, seconds, long=True))
-    row: dict[str, object] = {"case": "beside", "server": server.name, "clients": 2, "prompt": f"{SHORT} beside {LONGEST}"}
-    row |= {"others_share": cores.others_share(), "first_count": len(together)}
-    for name, times in (("first", together), ("alone", alone)):
-        if times:  # none where a short prompt waits for the end of the long one, and the round ends first
-            row |= {f"p{share}_{name}_ms": round(1e3 * float(np.percentile(times, share)), 1) for share in (50, 99)}
-    if together:
-        row["ratio"] = round(float(np.percentile(together, 99) / np.percentile(alone, 99)), 2)
-    return row
-
-
-def step_bytes(config: PreTrainedConfig, rows: int) -> float:
-    """Return the bytes of a decode step of a Qwen3-Next-shaped model in 8 bits, whose rows choose experts at random.
-
-    Without keys and values, of which a short text has few.
-    """
-    byte = 34 / 32  # of a weight: blocks of 32 have a scale in 16 bits
-    hidden, heads, head = config.hidden_size, config.num_attention_heads, config.head_dim
-    keys, values = (
-        config.linear_num_key_heads * config.linear_key_head_dim,
-        config.linear_num_value_heads * config.linear_value_head_dim,
-    )
-    chosen = config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows)
-    experts = 3 * hidden * (chosen * config.moe_intermediate_size + config.shared_expert_intermediate_size)
-    recurrent = hidden * (2 * keys + 3 * values)
-    attention = hidden * (3 * heads + 2 * config.num_key_value_heads) * head
-    state = 4 * values * config.linear_key_head_dim + 2 * (2 * keys + values) * config.linear_conv_kernel_dim
-    counts = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
-    weights = sum(count * (experts + own) for count, own in zip(counts, (recurrent, attention), strict=True)) + config.vocab_size * hidden
-    return byte * weights + 2 * len(config.layer_types) * config.num_experts * hidden + 2 * rows * counts[0] * state
-
-
-def measure_recurrent(server: Served, clients: Sequence[int], tokens: int, seconds: float, rounds: int) -> list[dict[str, object]]:
-    """Return a row for each number of clients, which alternate in each round; the first round warms up."""
-    taken: dict[int, list[Round]] = {count: [] for count in clients}
-    cores = CoreTime([os.getpid(), server.pid])
-    for number in range(rounds + 1):
-        for count, found in taken.items():
-            done = asyncio.run(load(server, count, PROMPTS["32"], tokens, seconds, number))
-            print(f"{count} clients: {done.rates()[1]:.1f} tokens/s", flush=True)
-            if number:
-                found.append(done)
-    shared = {"prompt": "32", "new_tokens": tokens, "round_s": seconds, "others_share": cores.others_share()}
-    rates = {count: [done.rates()[1] for done in found] for count, found in taken.items()}
-    config, least, rows = config_of(RECURRENT, 4), min(clients), []
-    for count, found in taken.items():
-        row: dict[str, object] = {"case": "recurrent", "server": server.name, "clients": count, **shared, **figures(found)}
-        limit = count / least * step_bytes(config, least) / step_bytes(config, count)
-        row |= {"step_mib": round(step_bytes(config, count) / 2**20, 1), "limit": round(limit, 2)}
-        rows.append({**row, "ratio": round(median_ratio(rates[count], rates[least]), 2)})
+        row = {"case": "load", "server": name, **shared, "others_share": max(share for share, _ in each)}
+        rows.append({**row, **figures([done for _, done in each])})
     return rows
 
 
@@ -483,27 +381,13 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="of each answer")
     options.add_argument("--threads", type=int, default=2, help="of each server")
     options.add_argument("--seconds", type=float, default=30, help="of a round")
-    options.add_argument("--minutes", type=float, help="begin no further round that would end later than this")
-    options.add_argument("--beside", action="store_true", help="measure a short prompt beside a long one instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
-    options.add_argument("--recurrent", action="store_true", help="measure 1 and 8 clients of a model with recurrent layers instead")
     options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
-    until_s = time.perf_counter() + (given.minutes * 60 if given.minutes else float("inf"))
     key, packages = ("case", "server", "clients", "prompt"), ("torch", "transformers", "fastapi", "uvicorn")
     rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if given.recurrent:
-            if not (folder / "config.json").exists():
-                random_model(config_of(RECURRENT, 4)).save_pretrained(folder)
-                write_tokenizer(folder)
-            port = free_port()
-            command = serve_command(folder, "cpu", port, given.threads, 8)
-            server = stack.enter_context(running("moegraft", command, port, folder))
-            for row in measure_recurrent(server, (1, 8), given.tokens, given.seconds, given.rounds):
-                rows.add({**row, **about})
-            return
         make_model(folder)
         if given.restart:
             rules, port = stack.enter_context(rule_file(cpu_rules("int8"))), free_port()
@@ -511,17 +395,12 @@ def main() -> None:
             for row in measure_restart(command, port, folder, given.rounds):
                 rows.add({**row, **about})
             return
-        context, places = (LONGEST + 64, 4) if given.beside else (LONG + 512, PLACES)
         llama_server = None if given.batch_invariant else given.llama_server
-        found = stack.enter_context(servers(folder, llama_server, given.threads, context, places, invariant=given.batch_invariant))
-        if given.beside:
-            for server in found:
-                rows.add({**measure_beside(server, given.seconds), **about})
-        else:
-            case = {"case": "invariant"} if given.batch_invariant else {}
-            for clients, prompt in itertools.product(given.clients, given.prompts):
-                for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds, until_s):
-                    rows.add({**row, **case, **about})
+        found = stack.enter_context(servers(folder, llama_server, given.threads, invariant=given.batch_invariant))
+        case = {"case": "invariant"} if given.batch_invariant else {}
+        for clients, prompt in itertools.product(given.clients, given.prompts):
+            for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds):
+                rows.add({**row, **case, **about})
 
 
 if __name__ == "__main__":

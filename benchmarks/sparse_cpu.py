@@ -1,7 +1,7 @@
 """How much faster does a whole model decode on the CPU when neurons are left out? Six layers of Qwen3-30B-A3B's shapes.
 
 By weight type: the dense layout, then the sparse one at shares of routed neurons left out, for decode and a prompt of 512. Weights are
-random, so only speed is measured; `sparse_quality.py` measures quality. Thresholds come from a calibration on random tokens, and each row
+random, so only speed is measured; `moegraft calibrate` reports quality. Thresholds come from a calibration on random tokens, and each row
 has the share that was left out. Linear layers are in the experts' type.
 
 Shares alternate within each round, so that changes of the machine affect all alike. Memory does not hold both layouts, so a read-bandwidth

@@ -1,15 +1,11 @@
-"""What does training beside packed experts cost, and does it learn as beside the stock model?
+"""What does training beside packed experts cost?
 
     python benchmarks/training.py                 # a layer of experts of Qwen3-30B-A3B's shapes; two minutes on two cores
-    python benchmarks/training.py --parts loss    # 200 steps of LoRA on the bundled model; needs peft; three minutes
     python benchmarks/training.py --parts model   # steps of a model of four such layers; needs peft, 5 GB of disk and 12 of memory
 
 - layer (`results/training.csv`): forward plus backward of one layer's frozen experts, with the gradients of hidden states and routing
   weights, as adapters of attention and router need them; beside transformers with bfloat16 weights. `ratio` is the median over rounds of
   tokens/s over those of transformers with `grouped_mm`; `cosine` compares the gradients of hidden states with its.
-- loss (`results/training_loss.csv`): AdamW on LoRA of all linear layers, on Tiny Shakespeare but for its last tenth, whose loss is measured
-  before and after. The same batches and the same adapters at the start, beside the stock model in bfloat16. The bundled model was trained
-  on this text: the curves are to be equal, and hardly fall.
 - model (`results/training_model.csv`): whole steps of AdamW on LoRA of all linear layers, with activations checkpointed, of a model with
   Qwen3-30B-A3B's layers, four of its 48, and a vocabulary of 8,192, so that the head has no more than its share. Each provider is a process
   that loads one checkpoint of random weights; steps alternate. `peak_gib` is the peak of anonymous memory (RssAnon) in a step, `loaded_gib`
@@ -29,23 +25,20 @@ from typing import Any
 import torch
 from cpu_experts import HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K, draw_weights, pack, routings, stock
 from harness.checkpoints import write_checkpoint
+from harness.memory import rss_anon_bytes, sampled_peak
 from harness.models import config_of
 from harness.peers import PeerProcess
 from harness.record import Recorder, parser
 from harness.rounds import alternate, median_ratio, percentiles
-from load_memory import rss_anon_bytes, sampled_peak
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.demo import demo_path
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 
-TEXT = Path(__file__).parent / "data" / "tinyshakespeare.txt"
 BASE = "transformers-grouped_mm"
 WEIGHT_TYPES = ("bfloat16", "int8", "int4")
-LENGTH, BATCH, STEPS, SHOWN, HELD_BATCHES = 128, 4, 200, 10, 16
 MODEL_LAYERS, MODEL_VOCABULARY, ROW = 4, 8192, 1024  # of the part `model`; tokens of a row of its batch
 GIB = 1 << 30
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -107,52 +100,6 @@ def layer(tokens: int, rounds: int) -> Iterator[dict[str, object]]:
             "ratio": round(median_ratio(rates[name], rates[base]), 3),
             "cosine": round(float(cosine), 6),
         }
-
-
-def adapted(name: str) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    from moegraft.injection.lora import lora_config
-
-    options: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    torch.manual_seed(7)
-    if name == BASE:
-        return get_peft_model(AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.bfloat16), LoraConfig(**options))
-    model = optimize_and_load(demo_path(), name.removeprefix("moegraft-"), dtype=torch.bfloat16, progress=False)
-    return get_peft_model(model, lora_config(model, **options))
-
-
-def loss(steps: int) -> Iterator[dict[str, object]]:
-    data = AutoTokenizer.from_pretrained(demo_path())(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
-    kept = len(data) * 9 // 10
-
-    def batch(number: int, first: int, end: int) -> torch.Tensor:
-        places = torch.randint(first, end - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(number))
-        return torch.stack([data[place : place + LENGTH] for place in places.tolist()])
-
-    def held(model: Any) -> float:
-        model.eval()
-        with torch.no_grad():
-            batches = (batch(10**6 + number, kept, len(data)) for number in range(HELD_BATCHES))
-            return sum(float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in batches) / HELD_BATCHES
-
-    for name in (BASE, "moegraft-train"):
-        model = adapted(name)
-        before = held(model)
-        model.train()
-        learned = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dtype == torch.float32]
-        optimizer = torch.optim.AdamW(learned, lr=1e-3)
-        losses = []
-        for number in range(1, steps + 1):
-            ids = batch(number, 0, kept)
-            found = model(input_ids=ids, labels=ids, use_cache=False).loss
-            found.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(found.item())
-            if number % SHOWN == 0:
-                yield {"provider": name, "step": number, "loss": round(sum(losses[-SHOWN:]) / SHOWN, 4)}
-        yield {"provider": name, "step": steps, "held_before": round(before, 4), "held_after": round(held(model), 4)}
 
 
 @dataclass(slots=True)
@@ -249,18 +196,13 @@ def whole_model(folder: Path, providers: list[str], tokens: int, rounds: int) ->
 
 def main() -> None:
     options = parser(__doc__, tokens=2048, rounds=8)
-    options.add_argument("--parts", nargs="+", choices=["layer", "loss", "model"], default=["layer"])
-    options.add_argument("--steps", type=int, default=STEPS, help="of the part `loss`")
+    options.add_argument("--parts", nargs="+", choices=["layer", "model"], default=["layer"])
     options.add_argument("--providers", nargs="+", default=["transformers", "moegraft-int8"], help="of the part `model`, the base first")
     options.add_argument("--folder", type=Path, help="for the checkpoint of the part `model`, which is kept; by default a temporary one")
     given = options.parse_args()
     if "layer" in given.parts:
         recorder = Recorder("training", write=given.write)
         for row in layer(given.tokens, given.rounds):
-            recorder.add(row)
-    if "loss" in given.parts:
-        recorder = Recorder("training_loss", ("torch", "transformers", "peft"), write=given.write)
-        for row in loss(given.steps):
             recorder.add(row)
     if "model" in given.parts:
         recorder = Recorder("training_model", ("torch", "transformers", "peft"), replaces=["provider", "tokens", "base"], write=given.write)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import import_benchmark
+from support import evaluation_harness
 from support import transformers_suite as suite
 from support.families import case_of, served_cases
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
@@ -80,11 +80,10 @@ def test_evaluation_harness(long: bool, tmp_path: Path) -> None:
     if not long:
         pytest.skip("takes minutes: pytest --long")
     pytest.importorskip("lm_eval", reason="the evaluation harness is not installed (pip install lm-eval)")
-    recipe = import_benchmark("lm_eval_recipe")
     tokenizer: Callable[..., Any] = AutoTokenizer.from_pretrained(demo_path())
-    recipe.write_task(tmp_path, 40)
+    evaluation_harness.write_task(tmp_path, 40)
     found = []
     for model in (AutoModelForCausalLM.from_pretrained(demo_path()), optimize_and_load(demo_path(), "cpu-exact", progress=False)):
-        (_, scores), *_ = recipe.scores(model, tokenizer, ["word_order"], 40, tmp_path)
+        (_, scores), *_ = evaluation_harness.scores(model, tokenizer, ["word_order"], 40, tmp_path)
         found.append({name: value for name, value in scores.items() if isinstance(value, float)})
     assert found[0] == found[1] and found[0]

@@ -29,7 +29,6 @@ class ReplaySettings:
         prefetch: the most experts fetched before each layer, among those predicted on the layer before.
         lookahead: the layers that they are of: the layer itself first, then the layers after it.
         warm_tokens: tokens at the start that train the policy and fill the cache, and are not counted.
-        tokens_per_step: tokens that pass a layer together: 1 in decoding, more in a prompt. The last step may have fewer.
     """
 
     capacity: int
@@ -38,17 +37,16 @@ class ReplaySettings:
     prefetch: int = 0
     lookahead: int = 1
     warm_tokens: int = 0
-    tokens_per_step: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("capacity", 0), ("prefetch", 0), ("lookahead", 1), ("warm_tokens", 0), ("tokens_per_step", 1)):
+        for name, least in (("capacity", 0), ("prefetch", 0), ("lookahead", 1), ("warm_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, not {getattr(self, name)}")
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """The counters of a replay after its warm-up. An expert that several tokens of a step use counts as one access."""
+    """The counters of a replay after its warm-up."""
 
     hits: int = 0
     accesses: int = 0
@@ -65,15 +63,10 @@ class ReplayCounts:
         return self.accesses - self.hits
 
 
-def used_by_step(trace: Trace, tokens_per_step: int) -> NDArray[np.bool_]:
-    """Return the experts that each step uses, (steps, L, E) bool."""
-    return np.logical_or.reduceat(trace.used(), np.arange(0, trace.num_tokens, tokens_per_step), axis=0)
-
-
 def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> ReplayCounts:
-    """Replay `trace` from an empty cache under a fresh `policy`.
+    """Replay `trace` in decoding from an empty cache under a fresh `policy`.
 
-    At each layer of a step: prefetching as predicted on the layer before, the accesses, the policy's update, admission.
+    At each layer of a token: prefetching as predicted on the layer before, the accesses, the policy's update, admission.
 
     Raises:
         ValueError: `settings` prefetch, and the trace has no predictions so far ahead.
@@ -82,16 +75,15 @@ def replay(trace: Trace, policy: CachePolicy, settings: ReplaySettings) -> Repla
         raise ValueError(f"prefetch needs a trace with predictions {settings.lookahead} layers ahead; this one has {trace.depths}")
     cache = ReplayCache(trace.num_layers, trace.num_experts, policy, settings)
     counts, warm_up = ReplayCounts(), ReplayCounts()
-    used = used_by_step(trace, settings.tokens_per_step)
-    for step, first in enumerate(range(0, trace.num_tokens, settings.tokens_per_step)):
-        tokens = slice(first, first + settings.tokens_per_step)
-        cache.counts = counts if first >= settings.warm_tokens else warm_up
+    for token, used in enumerate(trace.used()):
+        this = slice(token, token + 1)
+        cache.counts = counts if token >= settings.warm_tokens else warm_up
         for layer in range(trace.num_layers):
             if settings.prefetch:
-                cache.prefetch(layer, trace.predicted[:, tokens], used[step])
-            cache.access(layer, used[step, layer])
-            policy.update([layer], trace.scores[None, tokens, layer], trace.chosen[None, tokens, layer])
-            cache.admit(layer, used[step, layer])
+                cache.prefetch(layer, trace.predicted[:, this], used)
+            cache.access(layer, used[layer])
+            policy.update([layer], trace.scores[None, this, layer], trace.chosen[None, this, layer])
+            cache.admit(layer, used[layer])
     return counts
 
 
@@ -189,29 +181,6 @@ def after_prefetch(priority: Priority, resident: Mask, wanted: NDArray[np.int64]
     return kept
 
 
-class LeastStale:
-    """Evict experts of the layers that run again last: of equals, what was used longest ago.
-
-    After SpecMD's policy (arXiv:2602.03921), of which only the abstract and others' descriptions were at hand. With slots of its own, each
-    layer evicts as LRU does.
-    """
-
-    def __init__(self, layers: int, num_experts: int) -> None:
-        self._recency = CachePolicy("lru", layers, num_experts)
-        self._layers = layers
-        self._following = 0
-        self._updates = 1
-
-    def update(self, layers: list[int], scores: Scores, chosen: Ids) -> None:
-        self._recency.update(layers, scores, chosen)
-        self._following = layers[-1] + 1
-        self._updates += chosen.shape[1]
-
-    def priority(self, layer: int) -> Priority:
-        to_go = (layer - self._following) % self._layers
-        return np.asarray(self._recency.priority(layer) / self._updates - to_go)
-
-
 class Belady:
     """Keep the experts that are used soonest.
 
@@ -220,7 +189,7 @@ class Belady:
     it does not choose the prefetched experts.
 
     Args:
-        used: (S, L, E), the experts that each step uses (`used_by_step`); steps are replayed in order, and the layers of a step in order.
+        used: (S, L, E), the experts that each step uses (`Trace.used`); steps are replayed in order, and the layers of a step in order.
     """
 
     def __init__(self, used: NDArray[np.bool_]) -> None:

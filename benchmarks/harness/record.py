@@ -130,12 +130,10 @@ NUMBERS = {
 }
 
 
-def parser(about: str | None, *, plot: bool = False, **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser with the benchmark's docstring as help, `--no-write`, `--plot`, and options of `NUMBERS` by their defaults."""
+def parser(about: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Return a parser with the benchmark's docstring as help, `--no-write`, and options of `NUMBERS` by their defaults."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--no-write", dest="write", action="store_false", help="print the rows and write no file")
-    if plot:
-        made.add_argument("--plot", action="store_true", help="only draw the rows of the file")
     for name, default in numbers.items():
         made.add_argument(f"--{name}", type=int, default=default, help=f"{NUMBERS[name]} (default: {default})")
     return made

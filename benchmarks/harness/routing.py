@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from harness.texts import token_ids
 from moegraft.injection import optimize_and_load
 from moegraft.operators.experts.forecast import INT4_BITS
-from moegraft.operators.routing_trace import NO_EXPERT, Trace, mark_experts, record_trace
+from moegraft.operators.routing_trace import Trace, record_trace
 
 SPREAD = 1.2  # standard deviation of the logits
 TOPIC_CHANGE = 0.015  # probability per token that the topic changes
@@ -158,26 +158,5 @@ def record(model: Path, text: str, tokens: int, skip: int = 0, source: str = "")
     ids = token_ids(text, model)
     if len(ids) < skip + tokens:
         raise ValueError(f"the text has {len(ids)} tokens; {skip + tokens} are needed")
-    trace = record_trace(
-        optimize_and_load(model, "cpu-exact", progress=False), ids[skip : skip + tokens].split(WINDOW), source or model.name
-    )
-    experts = f"{trace.top_k} of {trace.num_experts} experts, recall {recall_share(trace, 1):.3f}"
-    print(f"{trace.source}: {tokens} tokens, {trace.num_layers} layers, {experts}, reuse {reuse_share(trace):.3f}", flush=True)
-    return trace
-
-
-def reuse_share(trace: Trace) -> float:
-    """Return the share of a token's experts that the token before used as well; K / E where routing has no memory."""
-    used = trace.used()
-    follows = ~trace.starts[1:]
-    repeated = used[1:][follows] & used[:-1][follows]
-    return float(repeated.sum() / max(used[1:][follows].sum(), 1))
-
-
-def recall_share(trace: Trace, depth: int) -> float:
-    """Return the share of the used experts that were predicted `depth` layers before (1: the layer before), where one could be."""
-    predicted = trace.predicted[depth - 1]
-    known = (predicted != NO_EXPERT).any(axis=-1)
-    used = trace.used()[known]
-    hits = used & mark_experts(predicted, trace.num_experts)[known]
-    return float(hits.sum() / max(used.sum(), 1))
+    loaded = optimize_and_load(model, "cpu-exact", progress=False)
+    return record_trace(loaded, ids[skip : skip + tokens].split(WINDOW), source or model.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -21,7 +21,6 @@ from harness.routing import ModelShape
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
-from moegraft.operators.offload.deferral import DECODE_TOKENS
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Work
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.prefetch import PrefetchOptions
@@ -43,7 +42,6 @@ class System:
 
     Attributes:
         foresight: the source of predictions; `perfect` knows the choices of later layers and gives a bound.
-        defer: experts of a token that the CPU may add to the next layer.
     """
 
     name: str
@@ -51,7 +49,6 @@ class System:
     cache: CacheOptions = field(default_factory=CacheOptions)
     prefetch: PrefetchOptions = field(default_factory=lambda: PrefetchOptions(policy="none", promote=False))
     foresight: Foresight = "router"
-    defer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +71,7 @@ class Figures:
 
 
 class _Counted:
-    """An executor that computes nothing: the clock charges the work.
-
-    Attributes:
-        deferred: what the next layer waits for.
-    """
-
-    def __init__(self, arrived: CpuTicket | None = None) -> None:
-        self.deferred: CpuTicket | None = None
-        self._arrived = arrived
+    """An executor that computes nothing: the clock charges the work."""
 
     def on_cpu(self, experts: NDArray[np.int64]) -> Callable[[], Waiter | None] | None:
         return None
@@ -91,11 +80,9 @@ class _Counted:
         return None
 
     def defer(self, experts: NDArray[np.int64], submit: Callable[[None], CpuTicket]) -> None:
-        self.deferred = submit(None)
+        raise AssertionError("nothing is deferred in this simulation")
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
-        if self._arrived is not None:
-            self._arrived.wait()
         if cpu is not None:
             cpu.wait()
 
@@ -154,14 +141,12 @@ class Simulation:
         host_s = 0.0
         for tokens in _batches(trace, batch):
             began_ms = device.now_ms()
-            executor = _Counted()
             for step in self._steps(tokens):
                 device.launch(compute, None, Work("dense", cost_ms=rest_ms - shared_ms))
                 compute.record().wait()
                 device.advance(HOST_MS)
                 begin = time.perf_counter()
-                executor = _Counted(executor.deferred)
-                engine.run(step, executor, between)
+                engine.run(step, _Counted(), between)
                 host_s += time.perf_counter() - begin
             compute.record().wait()
             step_ms.append(device.now_ms() - began_ms)
@@ -184,11 +169,7 @@ class Simulation:
         for layer in range(self.model.layers):
             ahead = range(layer + 1, min(layer + 1 + depth, self.model.layers))
             predictions = [Prediction.of(later, self._foreseen(tokens, layer, later)) for later in ahead]
-            step = LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions)
-            if self.system.defer and tokens.num_tokens <= DECODE_TOKENS and layer < self.model.layers - 1:
-                kept = max(1, self.model.top_k - self.system.defer)
-                step = replace(step, deferrable=np.setdiff1d(step.chosen, step.chosen[:, :kept]))
-            yield step
+            yield LayerStep.of(layer, tokens.chosen[:, layer], tokens.scores[:, layer], predictions)
 
     def _foreseen(self, tokens: Trace, layer: int, later: int) -> NDArray[np.int64]:
         if self.system.foresight == "perfect":

@@ -1,4 +1,5 @@
-"""Synthetic dialogues with tools, from which the bundled demo model learns to call them: made from the word lists here and a seed.
+"""Synthetic dialogues with tools, from which the bundled demo model learns to call them: made from the word lists of
+`data/tool_dialogues.yaml` and a seed.
 
 A dialogue has one to three tools, requests that name the values, calls, results and answers that quote them, and requests that no tool
 fits, which are answered in text. Part of the names and values are made-up words, so that a model learns to copy and not to know them.
@@ -10,197 +11,28 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 END, START = "<|endoftext|>", "<|im_start|>"
 CALL, CALL_END, TOOLS, TOOLS_END = "<tool_call>", "</tool_call>", "<tools>", "</tools>"
 
 
-def words(text: str) -> list[str]:
-    return text.split()
-
-
-def phrases(text: str) -> list[str]:
-    return text.replace("\n", "").split("|")
-
-
-PLACES = words("""Paris London Berlin Rome Madrid Tokyo Delhi Cairo Lima Oslo Vienna Prague Lisbon Dublin Athens Boston Chicago Denver
-Austin Seattle Toronto Sydney Perth Nairobi Lagos Accra Tunis Beirut Ankara Kiev Warsaw Riga Tallinn Helsinki Stockholm
-Copenhagen Hamburg Munich Cologne Zurich Geneva Basel Milan Turin Naples Venice Florence Verona Padua Messina Seville
-Porto Lyon Nice Lille Ghent Bruges Leeds York Bath Oxford Cardiff Glasgow Dover Brest Havana Bogota Quito Santiago
-Manila Hanoi Seoul Osaka Kyoto Mumbai Jakarta Singapore France Spain Italy Germany Norway Sweden Poland Greece Turkey
-Egypt Kenya Brazil Chile Peru Mexico Canada Japan China India Texas Nevada Utah Ohio""")
-PEOPLE = words("""Anna Ben Clara David Emma Felix Grace Henry Iris Jack Karl Laura Maria Noah Olga Paul Quentin Rosa Sam Tom Uma Victor
-Wendy Xenia Yuri Zoe Alice Bob Carol Dan Eve Frank Gina Hugo Ida Jonas Kate Leo Mia Nina Oscar Petra Ruth Simon Tara
-Vera Will Smith Jones Brown Miller Weber Rossi Silva Garcia Lopez Novak Kim Tanaka Singh Khan Cohen Adams Baker Clark
-Evans Hall""")
-THINGS = words("""apple bread bridge bottle bicycle book candle carpet castle chair chess cheese circus cloud coffee coat dance desk
-diamond dragon drum engine farm feather fire fish flower forest garden glass guitar hammer harbour hat honey horse house
-island jacket jazz jungle kettle king kitchen ladder lamp lemon letter lion magic map market mirror moon mountain mouse
-museum music needle nest novel ocean onion opera orange painting paper parrot pepper piano pizza planet poem potato
-python rabbit radio rain recipe river robot rocket rose salad school shadow ship shoes silver singer snow soap soup
-spider star stone storm sugar summer table tea temple tent tiger tomato tower train tree trumpet tulip umbrella valley
-velvet violin wall water whale wheat window winter wolf wood world""")
-MARKS = words("red green blue cheap new old best small large fast free local famous modern fresh quiet blue golden wild simple")
-LANGUAGES = words(
-    "French German Spanish Italian Latin Greek Polish Dutch Danish Swedish Turkish Arabic Hindi Japanese Chinese Korean English"
-)
-TOPICS = phrases("""weather|forecast|temperature|tide|price|population|timetable|rating|capital|distance|humidity|wind speed|stock price|
-exchange rate|news|score|address|phone number|opening hours|balance|status|salary|birthday|age|height|weight|length|
-colour|owner|author|publisher|menu|recipe|calories|traffic|route|schedule|delay|departure|arrival|seats|ticket|order|
-invoice|discount|tax|budget|report|summary|definition|synonym|meaning|spelling|pronunciation|history|mayor|currency|
-language|time zone|sunrise|sunset|air quality|pollen|rainfall|snow depth|water level|battery level|disk usage|
-memory usage|load|uptime|version|licence|contact|email address|calendar|agenda|deadline|rank|reviews|stock|inventory|
-shipping cost|delivery date|tracking number|fuel price|rent|crime rate|tallest building|best restaurant|hotel|flight|
-train|bus|parking""")
-ACTIONS = words(
-    "send book play open delete create start stop order cancel print reserve update remove write upload download rename close lock"
-)
-ACTIONS += words(
-    "unlock schedule buy sell call invite pay record draw paint copy move archive clean check test build deploy restart publish share"
-)
-OBJECTS = phrases("""message|table|song|file|note|event|timer|alarm|room|pizza|ticket|meeting|reminder|email|document|light|door|playlist|
-report|task|account|backup|server|photo|video|order|invoice|letter|package|car|taxi|flight|hotel|contact|folder|job|
-post|user|project|list""")
-KINDS = {  # names of parameters by the kind of their values
-    "place": words("city place location town country station harbour destination region area origin"),
-    "person": words("name person author user customer recipient friend owner contact guest artist"),
-    "thing": words("item product topic subject ingredient animal object category word title text keyword"),
-    "integer": words(
-        "days count limit hours minutes people amount quantity page size level year number weight distance budget volume max_results"
-    ),
-    "number": words("amount price rate ratio width height temperature speed"),
-    "date": words("date day deadline"),
-    "time": words("time start_time hour"),
-    "language": words("language target_language lang"),
-    "choice": words("unit mode colour format style priority"),
-}
+LISTS = yaml.safe_load((Path(__file__).parents[1] / "data" / "tool_dialogues.yaml").read_text(encoding="utf-8"))
+PLACES, PEOPLE, THINGS, MARKS, LANGUAGES = (LISTS[name] for name in ("places", "people", "things", "marks", "languages"))
+TOPICS, ACTIONS, OBJECTS = (LISTS[name] for name in ("topics", "actions", "objects"))
+KINDS: dict[str, list[str]] = LISTS["kinds"]  # names of parameters by the kind of their values
 TYPES = {"integer": "integer", "number": "number"}
-CHOICES = {
-    "unit": words("celsius fahrenheit kelvin metres miles feet"),
-    "mode": words("fast slow silent normal dark light"),
-    "colour": words("red green blue black white yellow"),
-    "format": words("pdf text html csv json"),
-    "style": words("plain formal short long bold"),
-    "priority": words("low medium high urgent"),
+CHOICES: dict[str, list[str]] = LISTS["choices"]
+MATH: dict[str, Callable[[int, int], float]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: round(a / max(b, 1), 2),
 }
-JOINS = {"place": ("in", "for", "of", "at"), "person": ("of", "for", "from", "by"), "thing": ("of", "for", "about")}
-ASKS = (
-    "What is the {}?",
-    "What is the {}?",
-    "What's the {}?",
-    "Tell me the {}.",
-    "Show me the {}",
-    "Give me the {}, please.",
-    "I need the {}.",
-    "Can you find the {}?",
-    "Please get the {}.",
-    "How is the {}?",
-    "Could you check the {}?",
-    "{}",
-    "I want to know the {}.",
-    "Look up the {}.",
-)
-LOOKUPS = ("get_{}", "get_{}", "{}", "find_{}", "{}_lookup", "fetch_{}", "show_{}", "current_{}", "read_{}", "get_current_{}")
-DESCRIPTIONS = ("Get the {}.", "Get the current {}", "Returns the {}.", "Find the {}.", "Look up the {}", "The {}.", "Show the {}.")
-MATH: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], Callable[[int, int], float]]] = {
-    "add": (
-        ("add", "add_numbers", "sum", "plus", "addition"),
-        "Add two numbers.",
-        (
-            "What is {} plus {}?",
-            "Add {} and {}.",
-            "{} + {}",
-            "What is {} + {}?",
-            "How much is {} plus {}?",
-            "What is the sum of {} and {}?",
-        ),
-        lambda a, b: a + b,
-    ),
-    "subtract": (
-        ("subtract", "minus", "difference"),
-        "Subtract two numbers.",
-        ("What is {} minus {}?", "{} - {}", "What is {} - {}?", "How much is {} minus {}?"),
-        lambda a, b: a - b,
-    ),
-    "multiply": (
-        ("multiply", "times", "product", "multiply_numbers"),
-        "Multiply two numbers.",
-        ("What is {} times {}?", "Multiply {} by {}.", "{} * {}", "What is {} * {}?", "How much is {} times {}?", "Multiply {} and {}"),
-        lambda a, b: a * b,
-    ),
-    "divide": (
-        ("divide", "division", "divide_numbers"),
-        "Divide two numbers.",
-        ("What is {} divided by {}?", "Divide {} by {}.", "{} / {}", "What is {} / {}?"),
-        lambda a, b: round(a / max(b, 1), 2),
-    ),
-}
-PAIRS = (("a", "b"), ("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("n", "m"), ("number1", "number2"))
-SEARCHES = ("search", "web_search", "search_web", "search_documents", "find_documents", "internet_search", "search_files", "google")
-SEARCH_ASKS = (
-    "Search for {}",
-    "Search for {}.",
-    "Search the web for {}.",
-    "Find documents about {}.",
-    "Look for {}.",
-    "Please search for {}.",
-    "Can you search for {}?",
-    "Search {}",
-    "Find something about {}.",
-    "Google {}",
-)
-NO_VALUES: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
-    "time": (
-        ("get_time", "current_time", "get_current_time", "time", "now"),
-        "Get the current time.",
-        ("What time is it?", "Tell me the time.", "What is the time?", "What time is it now?"),
-    ),
-    "day": (
-        ("get_date", "today", "current_date"),
-        "Get the date of today.",
-        ("What day is it?", "What is the date today?", "Which day is today?", "Tell me the date."),
-    ),
-    "files": (
-        ("list_files", "ls", "files", "show_files"),
-        "List all files.",
-        ("List all files.", "Which files are there?", "Show me the files", "What files do I have?"),
-    ),
-}
-CHATS = (
-    ("Hello!", "Hello! How can I help you?"),
-    ("Hi", "Hello! How can I help you?"),
-    ("Hi there!", "Hello! How can I help you?"),
-    ("Good morning", "Good morning! How can I help you?"),
-    ("Thank you!", "You are welcome."),
-    ("Thanks", "You are welcome."),
-    ("Thanks a lot.", "You are welcome."),
-    ("Who are you?", "I am a very small model that can call tools."),
-    ("What can you do?", "I can call the tools that you give me."),
-    ("How are you?", "I am well, thank you."),
-    ("Bye", "Goodbye!"),
-    ("Goodbye!", "Goodbye!"),
-    ("What is your name?", "I am a very small model that can call tools."),
-    ("Good evening!", "Good evening! How can I help you?"),
-    ("Are you there?", "Yes. How can I help you?"),
-    ("Hey", "Hello! How can I help you?"),
-    ("Ok", "Good."),
-    ("Great!", "Good."),
-)
 NO_TOOL = "I have no tool for that."
-SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant with tools.",
-    "Use the tools to answer.",
-    "Answer briefly.",
-    "You are an agent. Call a tool when it helps.",
-    "Be polite.",
-    "You help with daily tasks.",
-    "Call functions with the values of the user.",
-)
-ONSETS = words("b c d f g h j k l m n p r s t v w z br cl dr fl gr kr pl pr sk sl st th tr")
-VOWELS = words("a e i o u a e i o ai ea oo")
-CODAS = phrases("|||n|r|l|s|t|m|k|nd|rt|x|ck|ng")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +58,6 @@ class Tool:
     def shown(self) -> str:
         """Return the tool as the chat template shows it."""
         return f'{{"description": {dumps(self.description)}, "name": {dumps(self.name)}, "arguments": {dumps(self.parameters)}}}'
-
-    def schema(self) -> dict[str, Any]:
-        """Return the tool in OpenAI's form."""
-        properties = {
-            name: {"type": given} if isinstance(given, str) else {"type": "string", "enum": given}
-            for name, given in self.parameters.items()
-        }
-        parameters = {"type": "object", "properties": properties}
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
 
 
 def dumps(value: Any) -> str:
@@ -265,8 +88,8 @@ class Writer:
         return self._draw.random() < share
 
     def _invented(self) -> str:
-        draw = self._draw
-        return "".join(draw.choice(ONSETS) + draw.choice(VOWELS) + draw.choice(CODAS) for _ in range(draw.choice((1, 2, 2, 2))))
+        syllables = range(self._draw.choice((1, 2, 2, 2)))
+        return "".join(self._draw.choice(LISTS[part]) for _ in syllables for part in ("onsets", "vowels", "codas"))
 
     def _word(self, words: Sequence[str]) -> str:
         return self._invented() if self._chance(self._made_up) else self._pick(words)
@@ -372,12 +195,12 @@ class Writer:
         kind = draw.choice(("place", "place", "person", "thing"))
         main = self._invented() if self._chance(self._made_up / 2) else draw.choice(KINDS[kind])
         extras = self._parameters(draw.choice((0, 0, 0, 0, 1, 1)), [main])
-        link = draw.choice(JOINS[kind])
+        link = draw.choice(LISTS["joins"][kind])
         about = f"{noun} {link} a {main.replace('_', ' ')}" if self._chance(0.6) else noun
 
         def exchange() -> Exchange:
             value = self._value(kind, main)
-            join = link if self._chance(0.5) else draw.choice(JOINS[kind])
+            join = link if self._chance(0.5) else draw.choice(LISTS["joins"][kind])
             like = " like" if self._chance(0.06) else ""
             arguments, words = {main: value}, f"{noun}{like} {join} {self._quoted(value)}"
             for name, other in extras:
@@ -388,10 +211,10 @@ class Writer:
                 words += draw.choice((" today", " now", " right now", " today", " at the moment"))
             result, quoted = self._result(noun)
             answer = quoted if quoted[0] not in " :" else f"The {noun} {join} {value}{quoted}"
-            return Exchange(draw.choice(ASKS).format(words), arguments, result, answer)
+            return Exchange(draw.choice(LISTS["asks"]).format(words), arguments, result, answer)
 
-        name = self._spelled(draw.choice(LOOKUPS).format(noun))
-        return Tool(name, draw.choice(DESCRIPTIONS).format(about), self._types([(main, kind), *extras]), noun, exchange)
+        name = self._spelled(draw.choice(LISTS["lookups"]).format(noun))
+        return Tool(name, draw.choice(LISTS["descriptions"]).format(about), self._types([(main, kind), *extras]), noun, exchange)
 
     def action(self) -> Tool:
         draw = self._draw
@@ -434,8 +257,8 @@ class Writer:
     def math(self) -> Tool:
         draw = self._draw
         subject = draw.choice(list(MATH))
-        names, description, asks, compute = MATH[subject]
-        pair = draw.choice(PAIRS)
+        known, compute = LISTS["math"][subject], MATH[subject]
+        pair = draw.choice(LISTS["pairs"])
         kind = draw.choice(("integer", "number"))
 
         def exchange() -> Exchange:
@@ -443,13 +266,13 @@ class Writer:
             computed = compute(*values)
             result = draw.choice((dumps({"result": computed}), dumps(computed)))
             arguments = dict(zip(pair, values, strict=True))
-            return Exchange(draw.choice(asks).format(*values), arguments, result, f"The result is {computed}.")
+            return Exchange(draw.choice(known["asks"]).format(*values), arguments, result, f"The result is {computed}.")
 
-        return Tool(draw.choice(names), description, dict.fromkeys(pair, kind), subject, exchange)
+        return Tool(draw.choice(known["names"]), known["description"], dict.fromkeys(pair, kind), subject, exchange)
 
     def search(self) -> Tool:
         draw = self._draw
-        name = draw.choice(SEARCHES)
+        name = draw.choice(LISTS["searches"])
         parameter = draw.choice(("query", "query", "q", "text", "keywords"))
 
         def exchange() -> Exchange:
@@ -457,7 +280,7 @@ class Writer:
             found = self._query()
             result = draw.choice((dumps({"results": [found]}), found, dumps({"result": found}), dumps([found])))
             shown = self._quoted(query)
-            return Exchange(draw.choice(SEARCH_ASKS).format(shown), {parameter: query}, result, f"I found: {found}.")
+            return Exchange(draw.choice(LISTS["search_asks"]).format(shown), {parameter: query}, result, f"I found: {found}.")
 
         where = "documents" if "documents" in name else "files" if "files" in name else "the web"
         return Tool(
@@ -493,14 +316,14 @@ class Writer:
 
     def plain(self) -> Tool:
         draw = self._draw
-        subject = draw.choice(list(NO_VALUES))
-        names, description, asks = NO_VALUES[subject]
+        subject = draw.choice(list(LISTS["no_values"]))
+        known = LISTS["no_values"][subject]
 
         def exchange() -> Exchange:
             result, quoted = self._result(subject)
-            return Exchange(draw.choice(asks), {}, result, quoted if quoted[0] not in " :" else f"The {subject}{quoted}")
+            return Exchange(draw.choice(known["asks"]), {}, result, quoted if quoted[0] not in " :" else f"The {subject}{quoted}")
 
-        return Tool(draw.choice(names), description, {}, subject, exchange)
+        return Tool(draw.choice(known["names"]), known["description"], {}, subject, exchange)
 
     def tool(self) -> Tool:
         makers = (self.lookup, self.action, self.math, self.search, self.translate, self.plain)
@@ -520,7 +343,7 @@ class Writer:
         draw = self._draw
         form = draw.random()
         if form < 0.07:
-            asked, answer = draw.choice(CHATS)
+            asked, answer = draw.choice(LISTS["chats"])
             return [("user", asked), ("assistant", answer)]
         if form < 0.25:
             other = self.tool()
@@ -543,7 +366,7 @@ class Writer:
         return head + "".join("".join(turn_text(*turn)) for _ in range(requests) for turn in self.turns(tools))
 
     def system(self) -> str:
-        return "" if self._chance(0.5) else " ".join(self._draw.sample(SYSTEMS, self._draw.choice((1, 1, 2))))
+        return "" if self._chance(0.5) else " ".join(self._draw.sample(LISTS["systems"], self._draw.choice((1, 1, 2))))
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:

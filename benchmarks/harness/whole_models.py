@@ -98,13 +98,13 @@ def random_tokens(vocab: int) -> torch.Tensor:
     return torch.randint(0, vocab, (LONGEST,), generator=torch.Generator().manual_seed(1))
 
 
-def phases_of(model: PreTrainedModel) -> Phases:
+def phases_of(model: PreTrainedModel, sampling: Mapping[str, float] = SAMPLED) -> Phases:
     """Return the phases of a transformers model, with our operators or without."""
     prompt = random_tokens(model.config.vocab_size)[None]
     kept: dict[int, Any] = {}  # the cache of the latest long context
 
     def decode(tokens: int, context: int, sampled: bool) -> float:
-        clock, how = Clock(), {"do_sample": True, **SAMPLED} if sampled else {"do_sample": False}
+        clock, how = Clock(), {"do_sample": True, **sampling} if sampled else {"do_sample": False}
         if context in kept:
             kept[context].crop(context - 1 - kept[context].get_seq_length())  # a negative number: of tokens to remove
         elif context >= LONG:
@@ -150,7 +150,7 @@ def ik_llama_cpp(folder: Path, *, repack: bool = False) -> AbstractContextManage
 
 
 @contextmanager
-def phases_of_engine(engine: LlamaCpp | IkLlamaCpp) -> Iterator[Phases]:
+def phases_of_engine(engine: LlamaCpp | IkLlamaCpp, sampling: Mapping[str, float] = SAMPLED) -> Iterator[Phases]:
     with engine as peer:
         tokens = random_tokens(peer.vocab).tolist()
 
@@ -164,7 +164,7 @@ def phases_of_engine(engine: LlamaCpp | IkLlamaCpp) -> Iterator[Phases]:
                 peer.prefill(tokens[:context])
             kept = context if context >= LONG else 0
             start = time.perf_counter()
-            peer.decode(count - 1, **SAMPLED if sampled else {})
+            peer.decode(count - 1, **sampling if sampled else {})
             return time.perf_counter() - start
 
         def prefill(count: int) -> None:

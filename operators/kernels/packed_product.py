@@ -154,7 +154,7 @@ SMALL_STAGES = 2  # where three do not fit
 def _tile(block_pairs: int, x: torch.Tensor, weights: str) -> tuple[int, int, int]:
     """Return a program's rows, warps and stages; the defaults by what they leave of registers and of shared memory.
 
-    benchmarks/compiled_kernels.py records both.
+    tests/compiled_kernels.py records both.
     """
     large = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) in LARGE_SHARED
     read = gpu_format(weights)

@@ -20,9 +20,7 @@ from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.routing_trace import Trace
 
 _cache_replay = import_benchmark("harness.cache_replay")
-Belady, LeastStale, ReplaySettings, replay, used_by_step = (
-    getattr(_cache_replay, name) for name in ("Belady", "LeastStale", "ReplaySettings", "replay", "used_by_step")
-)
+Belady, ReplaySettings, replay = (getattr(_cache_replay, name) for name in ("Belady", "ReplaySettings", "replay"))
 Item = Hashable
 
 
@@ -56,12 +54,12 @@ def requests_of(used: NDArray[np.bool_]) -> list[frozenset[Item]]:
     return [frozenset((layer, int(expert)) for expert in np.flatnonzero(marks)) for step in used for layer, marks in enumerate(step)]
 
 
-@given(seed=st.integers(0, 10_000), capacity=st.integers(0, 5), bypass=st.booleans(), tokens_per_step=st.sampled_from([1, 3]))
+@given(seed=st.integers(0, 10_000), capacity=st.integers(0, 5), bypass=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_no_cache_of_one_layer_misses_less(seed: int, capacity: int, bypass: bool, tokens_per_step: int) -> None:
+def test_no_cache_of_one_layer_misses_less(seed: int, capacity: int, bypass: bool) -> None:
     trace = random_trace(10, layers=1, num_experts=5, seed=seed, padded=0.1)
-    used = used_by_step(trace, tokens_per_step)
-    found = replay(trace, Belady(used), ReplaySettings(capacity, bypass=bypass, tokens_per_step=tokens_per_step))
+    used = trace.used()
+    found = replay(trace, Belady(used), ReplaySettings(capacity, bypass=bypass))
     assert found.misses == fewest_misses(requests_of(used), capacity, bypass=bypass)
 
 
@@ -69,7 +67,7 @@ def test_no_cache_of_one_layer_misses_less(seed: int, capacity: int, bypass: boo
 @settings(max_examples=30, deadline=None)
 def test_no_cache_that_layers_share_misses_less(seed: int, capacity: int, bypass: bool) -> None:
     trace = random_trace(5, layers=2, num_experts=4, seed=seed)
-    used = used_by_step(trace, 1)
+    used = trace.used()
     found = replay(trace, Belady(used), ReplaySettings(2 * capacity, shared=True, bypass=bypass))
     assert found.misses == fewest_misses(requests_of(used), 2 * capacity, bypass=bypass)
 
@@ -79,7 +77,6 @@ POLICIES: dict[str, Callable[[Trace], CachePolicy]] = {
     "lfu": lambda trace: CachePolicy("lfu", trace.num_layers, trace.num_experts),
     "mrs": lambda trace: CachePolicy("mrs", trace.num_layers, trace.num_experts, alpha=0.3, top_p=4),
     "score_frequency": lambda trace: CachePolicy("score_frequency", trace.num_layers, trace.num_experts, alpha=0.3, top_p=4),
-    "least_stale": lambda trace: LeastStale(trace.num_layers, trace.num_experts),
     "static": lambda trace: CachePolicy("static", trace.num_layers, trace.num_experts, profile=trace.loads()),
 }
 
@@ -92,14 +89,14 @@ def test_no_policy_hits_more(name: str, shared: bool, bypass: bool) -> None:
         trace = random_trace(60, layers=3, num_experts=8, seed=seed)
         for capacity in (1, 2, 4, 7):
             setting = ReplaySettings(capacity, shared=shared, bypass=bypass)
-            assert replay(trace, POLICIES[name](trace), setting).hits <= replay(trace, Belady(used_by_step(trace, 1)), setting).hits
+            assert replay(trace, POLICIES[name](trace), setting).hits <= replay(trace, Belady(trace.used()), setting).hits
 
 
 def test_more_slots_and_bypassing_never_hit_less() -> None:
     for seed in range(5):
         trace = random_trace(60, num_experts=8, seed=seed)
         hits = {
-            bypass: [replay(trace, Belady(used_by_step(trace, 1)), ReplaySettings(capacity, bypass=bypass)).hits for capacity in range(9)]
+            bypass: [replay(trace, Belady(trace.used()), ReplaySettings(capacity, bypass=bypass)).hits for capacity in range(9)]
             for bypass in (False, True)
         }
         assert hits[False] == sorted(hits[False])
@@ -111,4 +108,4 @@ def test_more_slots_and_bypassing_never_hit_less() -> None:
 def test_a_trace_longer_than_the_known_steps_is_rejected() -> None:
     trace = random_trace(6)
     with pytest.raises(AssertionError, match="the trace is longer than the steps given"):
-        replay(trace, Belady(used_by_step(trace.part(0, 3), 1)), ReplaySettings(1))
+        replay(trace, Belady(trace.part(0, 3).used()), ReplaySettings(1))

@@ -17,9 +17,3 @@ def test_the_exact_cache_differs_from_itself_by_nothing() -> None:
     assert exact["tokens"] == 79
     for row in others:
         assert row["cache_bytes"] < exact["cache_bytes"] and row["kl_nats"] > 0
-
-
-def test_attention_over_codes_is_measured_beside_bfloat16() -> None:
-    rows = list(benchmark.attention_rows(64, 1, 1, 1))
-    assert [row["pages"] for row in rows] == ["bfloat16", "int8"] * len(benchmark.SHAPES)
-    assert [row["bytes_ratio"] for row in rows[:2]] == [1, 0.516]

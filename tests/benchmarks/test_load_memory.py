@@ -18,12 +18,12 @@ BENCHMARKS = ROOT / "benchmarks"
 def test_loading_peaks_at_what_is_held(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, long: bool) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from harness.peers import PeerProcess
-    from load_memory import make_checkpoint, measure
+    from support.load_memory import make_checkpoint, measure
 
     if not long and name == "fp8":
         pytest.skip("with --long")
     make_checkpoint(tmp_path, name, scale=3 if long else 6)
-    with PeerProcess("stored", nullcontext, "stored") as peer:
+    with PeerProcess("stored", nullcontext) as peer:
         found = peer.call(measure, tmp_path)
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     # Norms, the embedding and FP8's kv_b are 16 bits wide, and experts are padded to whole cache lines.

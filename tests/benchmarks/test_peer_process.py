@@ -79,7 +79,7 @@ def test_a_layer_that_crashes_has_a_row_and_the_others_continue(monkeypatch: pyt
 
     monkeypatch.setattr(cpu_experts, "open_provider", fake_peers.layer_provider)
     monkeypatch.setattr(cpu_experts, "measured", fake_peers.measured_layer)
-    runs = {("moegraft", 2): None, ("kt-kernel", 2): None, ("kt-kernel", 1): None}
+    runs = [("moegraft", 2), ("kt-kernel", 2), ("kt-kernel", 1)]
     rows = list(cpu_experts.rows_of("int4", runs, rounds=3))
     failed = [row for row in rows if row.get("failure")]
     assert [(row["provider"], row["threads"], row["failure"]) for row in failed] == [("kt-kernel", 2, "SIGILL")]
@@ -104,5 +104,5 @@ def test_tables_show_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         {**about, **dict.fromkeys(columns, "2"), "failure": "", **where},
         {**about, **dict.fromkeys(columns, ""), "failure": "llama.cpp-int4: SIGILL", **where},
     ]
-    table = readme_tables.cpu_model()
+    table = readme_tables.generated("cpu_model")
     assert "| 6 of m | int4 | decode after 8 | llama.cpp | 2 | 2 | 2 |" in table and "| llama.cpp-int4: SIGILL | - | - |" in table

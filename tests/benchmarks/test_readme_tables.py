@@ -20,7 +20,6 @@ def test_a_layer_is_shown_with_the_default_instruction_set_of_each_weight_type(b
         row("ours-avx2", "int4", 1, 9.0),
         row(f"ours-{bfloat16_isa}", "bfloat16", 1, 2.0),
         row("ours-avx2", "bfloat16", 1, 9.0),
-        row("ours-sparse-90%-off", "bfloat16", 1, 9.0),
         row("transformers-eager", "bfloat16", 1, 4.0),
         row("ours-avx512_vnni", "int4", 512, 10.0),
         row(f"ours-{bfloat16_isa}", "bfloat16", 512, 20.0),

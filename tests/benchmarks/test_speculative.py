@@ -6,14 +6,12 @@ import pytest
 import transformers
 from support import import_benchmark
 
-from moegraft.injection.demo import demo_path
-
 pytest.importorskip("matplotlib", reason="the benchmark draws its figures: pip install 'moegraft[bench]'")
 benchmark = import_benchmark("speculative")
 
 
 def test_rounds_have_the_routers_share_and_recall() -> None:
-    found = benchmark.draft_rounds(str(demo_path()), benchmark.Way(2), benchmark.pieces(benchmark.held_out(), 1, 16), 8)
+    found = benchmark.draft_rounds(benchmark.Way(2), benchmark.pieces(benchmark.held_out(), 1, 16), 8)
     row = found.row()
     assert 0 < row["kept_share"] < 1 and 0 < row["recall"] <= 1
     assert row["rounds"] == len(found.rounds) and 1 <= row["tokens_per_round"] <= benchmark.MAX_DRAFT + 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import import_benchmark
 from support.families import build_model, case_of, prompt
+from support.routing_traces import recall_share
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -14,9 +14,6 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.routing_trace import RoutedCall, Trace, TraceError, record_trace, watch_routing
-
-pytest.importorskip("matplotlib", reason="the benchmark of traces draws its figures: pip install 'moegraft[bench]'")
-recall_share = import_benchmark("harness.routing").recall_share
 
 
 def model_of(model_type: str) -> PreTrainedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moegraft.operators.routing_trace import Trace
+from moegraft.operators.routing_trace import NO_EXPERT, Trace, mark_experts
 
 
 def random_trace(
@@ -29,3 +29,12 @@ def random_trace(
     starts[:1] = True
     names = tuple(f"model.layers.{layer}.mlp.experts" for layer in range(layers))
     return Trace(scores.astype(np.float32), chosen, weights.astype(np.float32), guesses, starts, names, f"random {seed}")
+
+
+def recall_share(trace: Trace, depth: int) -> float:
+    """Return the share of the used experts that were predicted `depth` layers before (1: the layer before), where one could be."""
+    predicted = trace.predicted[depth - 1]
+    known = (predicted != NO_EXPERT).any(axis=-1)
+    used = trace.used()[known]
+    hits = used & mark_experts(predicted, trace.num_experts)[known]
+    return float(hits.sum() / max(used.sum(), 1))

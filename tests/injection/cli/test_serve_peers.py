@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import import_benchmark
+from support import evaluation_harness
 from support.serving import CALL, WEATHER, Server, ask, messages, scripted, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,11 +78,10 @@ def test_an_agent_of_pydantic_ai_calls_a_tool_and_goes_on(loaded: LoadedModel, i
 
 def test_the_evaluation_harness_finds_the_scores_of_the_model_itself(tmp_path: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason="the evaluation harness is not installed (pip install 'lm-eval[api]')")
-    recipe = import_benchmark("lm_eval_recipe")
-    recipe.write_task(tmp_path, 20)
+    evaluation_harness.write_task(tmp_path, 20)
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
     model = AutoModelForCausalLM.from_pretrained(demo_path())
-    (_, expected), *_ = recipe.scores(model, tokenizer, ["word_order"], 20, tmp_path)
+    (_, expected), *_ = evaluation_harness.scores(model, tokenizer, ["word_order"], 20, tmp_path)
     with serving(LoadedModel("bundled", model, tokenizer, lambda: [])) as server:
         found = lm_eval.simple_evaluate(
             model="local-completions",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import asdict, fields, replace
 from types import ModuleType
 
 import pytest
-from support import combinations, import_benchmark
+from support import combinations
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
@@ -17,7 +18,7 @@ from support.compile_check import REGISTER_FILE, SHARED_LIMIT_BYTES, Compiled, l
 from moegraft.operators.kernels import slots, units
 from moegraft.operators.kernels.packed_layout import packed_matrix
 
-AGAIN = "run: python benchmarks/compiled_kernels.py"
+AGAIN = "run: python tests/compiled_kernels.py"
 # Bytes that the assembler parks in memory to keep to 128 registers, by Triton, capability, case and kernel: nothing else may.
 PARKED: dict[tuple[str, str, str, str], int] = {
     ("3.9.0", "80", "slots qwen3-30b int4_g64 bfloat16 T=2048", "packed_product_kernel"): 16,
@@ -32,7 +33,7 @@ MAX_COMPILED = 12  # binaries without a record that one run compiles; of more, a
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    return import_benchmark("compiled_kernels")
+    return importlib.import_module("compiled_kernels")  # which needs Triton
 
 
 def recorded(row: dict[str, str]) -> Compiled:
@@ -42,7 +43,7 @@ def recorded(row: dict[str, str]) -> Compiled:
 
 @pytest.fixture(scope="module")
 def rows(tool: ModuleType) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = tool.read_rows(tool.NAME)
+    found: list[dict[str, str]] = tool.read_rows()
     return found
 
 

@@ -1,12 +1,11 @@
 """What do the shipped configurations of the GPU kernels compile to? Registers, spills, shared memory and instructions, without a GPU.
 
-    python benchmarks/compiled_kernels.py
+    python tests/compiled_kernels.py
 
-compiles for sm_80, sm_86 and sm_90 all launches that `results/compiled_kernels.csv` lacks for the installed Triton (`--all` compiles all
-again), and drops rows of launches that no longer exist; all of them take about ten minutes, and an interrupted run keeps what it has. The
-oldest Triton has rows of `SAMPLE` alone: `pip install --no-deps --target DIR triton==3.6.0`, then the same command with PYTHONPATH=DIR.
-Tests compare the rows with a GPU's limits, compile changed launches, and compile the sample again.
-`--case NAME` prints some cases and writes nothing.
+compiles for sm_80, sm_86 and sm_90 all launches that `operators/kernels/compiled/compiled_kernels.csv` lacks for the installed Triton
+(`--all` compiles all again), and drops rows of launches that no longer exist; all of them take about ten minutes, and an interrupted run
+keeps what it has. The oldest Triton has rows of `SAMPLE` alone: `pip install --no-deps --target DIR triton==3.6.0`, then the same command
+with PYTHONPATH=DIR. Tests compare the rows with a GPU's limits, compile changed launches, and compile the sample again.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from functools import cache
+from pathlib import Path
 
 import torch
 import triton
-from harness.record import RESULTS, read_rows
 from support.compile_check import Compiled, recording
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
@@ -35,7 +34,7 @@ from moegraft.operators.kernels.small import MAX_COLUMNS, choose_experts, norm
 from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
 from moegraft.operators.weight_formats import FORMATS
 
-NAME = "compiled_kernels"
+RECORD = Path(__file__).parent / "operators" / "kernels" / "compiled" / "compiled_kernels.csv"
 CAPABILITIES = (80, 86, 90)
 SMALL = 86  # with little shared memory: the largest tiles of these formats alone
 SMALL_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "q2_k", "iq3_xxs", "iq2_s")
@@ -249,24 +248,22 @@ def updated(rows: list[Row], *, everything: bool) -> Iterator[list[Row]]:
             yield sorted(kept, key=order)
 
 
+def read_rows() -> list[dict[str, str]]:
+    with RECORD.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="compile everything again")
-    parser.add_argument("--case", action="append", help="part of a case's name; print these cases and write no file")
     arguments = parser.parse_args()
-    if arguments.case:
-        for capability in CAPABILITIES:
-            wanted = {key: name for key, name in launches(capability).items() if any(part in name for part in arguments.case)}
-            for row in made(capability, wanted):
-                print(" ".join(f"{key}={value}" for key, value in row.items() if key not in ("triton", "key")), flush=True)
-        return
-    rows, path = list[Row](), RESULTS / f"{NAME}.csv"
-    for rows in updated(list(map(dict, read_rows(NAME))), everything=arguments.all):
-        with path.open("w", encoding="utf-8", newline="") as file:
+    rows = list[Row]()
+    for rows in updated(list(map(dict, read_rows())), everything=arguments.all):
+        with RECORD.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, ["triton", "case", *(each.name for each in fields(Compiled))], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    print(f"{sum(row['triton'] == triton.__version__ for row in rows)} binaries of Triton {triton.__version__} in {path}")
+    print(f"{sum(row['triton'] == triton.__version__ for row in rows)} binaries of Triton {triton.__version__} in {RECORD}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""What the experts of a layer give to a GPU: kernels, copies, host nodes and waits, and the time of our own Python.
+"""What the experts of a layer give to a GPU, counted without one: kernels, copies, host nodes and waits.
 
-Counted without a GPU: see `tests/support/counted_gpu.py`. 48 layers of 128 experts, 8 a token, as in Qwen3-30B-A3B; the sizes of an expert,
-which change no count, are small. `--stage NAME` labels the rows and replaces those of that name in `results/gpu_launches.csv`.
+48 layers of 128 experts, 8 a token, as in Qwen3-30B-A3B; the sizes of an expert, which change no count, are small.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -15,9 +13,6 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-from harness.record import Recorder, parser
-from support.counted_gpu import GPU, CountedGpu, Counts, GpuTensor, counting
-from support.virtual_device import PROFILES
 from torch import nn
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -36,6 +31,8 @@ from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.step_graph import StepGraph
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.routing import Router
+from support.counted_gpu import GPU, CountedGpu, Counts, GpuTensor
+from support.virtual_device import PROFILES
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 48, 128, 8, 64, 32
 RESIDENT = 32  # experts of a layer
@@ -50,7 +47,7 @@ TABLES = CostTables(
     first_cpu_ms=0.05,
     first_gpu_ms=0.05,
 )
-FIGURES = ("kernels", "copies", "host_nodes", "syncs", "python_us")
+FIGURES = ("kernels", "copies", "host_nodes", "syncs")
 
 
 def on_cpu(*call: object) -> NoReturn:
@@ -107,39 +104,35 @@ class Model:
 
 @contextmanager
 def figures(counts: Counts) -> Iterator[dict[str, float]]:
-    """Collect what the body takes; the time of Python is that outside of PyTorch's operations."""
+    """Collect what the body takes."""
     counts.clear()
     found: dict[str, float] = {}
-    start_s = time.thread_time()
     yield found
-    python_s = time.thread_time() - start_s - counts.torch_s
     found |= {"kernels": counts.kernels, "copies": counts.copies, "host_nodes": counts.host_nodes, "syncs": counts.syncs}
-    found["python_us"] = 1e6 * python_s
 
 
-def per(rows: list[dict[str, float]], divide: float = 1.0) -> dict[str, float]:
-    return {name: round(median(row[name] for row in rows) / divide, 1) for name in FIGURES}
+def per(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(row[name] for row in rows) for name in FIGURES}
 
 
-def eager(schedule: ScheduleName) -> dict[str, object]:
+def eager(schedule: ScheduleName) -> dict[str, float]:
     """Also by arrivals: the experts that were missing, and were brought for a layer."""
     model = Model(schedule)
     for _ in range(4):
         model.forward(1)
     rows = [row for _ in range(STEPS) for row in model.forward(1)]
-    return {"mode": "eager decode", "schedule": schedule, "per": "layer", **per(rows), "arrivals": median(row["arrivals"] for row in rows)}
+    return {**per(rows), "arrivals": median(row["arrivals"] for row in rows)}
 
 
-def prefill() -> dict[str, object]:
+def prefill() -> dict[str, float]:
     model = Model("on_demand")
     model.forward(PROMPT)
     rows = model.forward(PROMPT)
-    arrivals = median(row["arrivals"] for row in rows)
-    return {"mode": f"prompt of {PROMPT}", "schedule": "on_demand", "per": "layer", **per(rows), "arrivals": arrivals}
+    return {**per(rows), "arrivals": median(row["arrivals"] for row in rows)}
 
 
-def captured() -> list[dict[str, object]]:
-    """Kernels of a layer, and the host's work for a token, replayed with routing that changes."""
+def captured() -> tuple[dict[str, float], dict[str, float]]:
+    """Return the counts of a layer, and those of a token besides, replayed with routing that changes."""
     model = Model("two_threshold")
     for layer, router in zip(model.gpu_layers, model.routers, strict=True):
         x = model.hidden_states(1)
@@ -166,14 +159,7 @@ def captured() -> list[dict[str, object]]:
             graph.replay()
         token_rows.append(taken)
         model.device.advance(TOKEN_MS)
-    row = {
-        "mode": "captured decode",
-        "schedule": "",
-        "per": "layer",
-        **per(layer_rows),
-        "python_us": round(per(token_rows[4:])["python_us"] / LAYERS, 1),
-    }
-    return [row, {"mode": "captured decode", "schedule": "", "per": "token, besides", **per(token_rows[4:])}]
+    return per(layer_rows), per(token_rows[4:])
 
 
 def route(graph: StepGraph, rng: np.random.Generator) -> None:
@@ -185,17 +171,3 @@ def route(graph: StepGraph, rng: np.random.Generator) -> None:
         rows["scores"][layer, 0] = torch.from_numpy(scores)
         rows["chosen"][layer, 0] = torch.from_numpy(chosen.copy())
         rows["slots"][layer, 0] = torch.from_numpy(graph._slots.slot_of(layer)[chosen].astype(np.int32))
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--stage", default="now", help="the rows' label")
-    given = options.parse_args()
-    rows = Recorder("gpu_launches", ("torch", "triton", "transformers"), replaces=("stage",), write=given.write)
-    with torch.no_grad(), counting():
-        for row in (eager("two_threshold"), eager("on_demand"), prefill(), *captured()):
-            rows.add({"stage": given.stage, **row})
-
-
-if __name__ == "__main__":
-    main()

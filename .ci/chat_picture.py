@@ -1,4 +1,4 @@
-"""Record a chat with the bundled model as a picture: a real run of `local_chat` in a terminal, written to results/chat.svg."""
+"""Record a chat with the bundled model as a picture: a real run of `local_chat` in a terminal, written to benchmarks/results/chat.svg."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def record(command: list[str], lines: list[str], limit_s: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "chat.svg")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "benchmarks" / "results" / "chat.svg")
     options = parser.parse_args()
     program = str(Path(sys.executable).with_name("local_chat"))
     shown = record([program, "--seed", "7", "--max-new-tokens", "60"], ["Speak to me of the king.", "/exit"], 120)
