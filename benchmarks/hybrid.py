@@ -5,11 +5,11 @@ synthetic routing (`harness/routing.py`); every figure is marked `modelled`. The
 
 - `all_cpu`: KTransformers' default, all experts on the CPU; `fixed`: its map of hot experts; `layer_map`: llama.cpp's whole layers;
 - `on_demand`: LRU and loading on demand, which represents AdapMoE with `next_layer` prefetch;
-- `greedy`: HybriMoE's schedule, cache and prefetch; `all`: the same with moegraft's schedule;
-- `bound`: `all`, with the choices of later layers known.
+- `+scheduling`, `+prefetch`, `+cache`, `all`: HybriMoE's ablation (Table III) over `fixed`, and all three together;
+- `bound`: all three, with the choices of later layers known.
 
 Under every system, shared experts run on the GPU while the CPU and the link serve the routed ones; with `--alone` they run one after the
-other.
+other. `--plot` only draws the file's rows.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ SYSTEMS = (
     System("layer_map", "layer_map", LRU, NO_PREFETCH),
     System("on_demand", "on_demand", LRU, NO_PREFETCH),
     System("on_demand+next_layer", "on_demand", LRU, PrefetchOptions(policy="next_layer", promote=False)),
+    System("+scheduling", "greedy", LRU, NO_PREFETCH),
+    System("+prefetch", "fixed", LRU, PrefetchOptions(policy="impact", promote=False)),
+    System("+cache", "fixed", MRS, PrefetchOptions(policy="none", promote=True)),
     System("greedy", "greedy", MRS, IMPACT),
     System("all", "two_threshold", MRS, IMPACT),
     System("bound", "two_threshold", MRS, IMPACT, foresight="perfect"),
@@ -47,12 +50,14 @@ WARM_TOKENS = 200  # tokens of the profile that determines the hot experts
 DECODE_TOKENS = 60
 
 
-def measured(model: str, machine: str, ratio: float, phase: str, seed: int, *, beside: bool) -> Iterator[dict[str, object]]:
+def measured(
+    model: str, machine: str, ratio: float, systems: Sequence[System], phase: str, seed: int, *, beside: bool
+) -> Iterator[dict[str, object]]:
     """Measure the time between tokens (decode), or the time to the first token by length of the prompt (prefill)."""
     for batch in PROMPTS if phase == "prefill" else (1,):
         trace = synthetic_trace(model, WARM_TOKENS + (batch if phase == "prefill" else DECODE_TOKENS), seed)
         warm, play = trace.part(0, WARM_TOKENS), trace.part(WARM_TOKENS, trace.num_tokens)
-        for system in SYSTEMS:
+        for system in systems:
             figures = Simulation(MODELS[model], PROFILES[machine], ratio, system, warm).run(play, batch, beside=beside)
             yield _row(model, machine, ratio, system, phase, batch, figures)
 
@@ -87,14 +92,15 @@ def with_speedups(rows: Sequence[Mapping[str, object]]) -> Iterator[dict[str, ob
 
 
 SHOWN = ("all_cpu", "layer_map", "fixed", "on_demand+next_layer", "greedy", "all", "bound")
+ABLATION = ("fixed", "+scheduling", "+prefetch", "+cache", "all")
 
 
-def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]]) -> None:
+def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]], systems: Sequence[str], column: str) -> None:
     """Draw a group per cache ratio with a bar per system."""
     ratios = sorted({row["cache_ratio"] for row in rows}, key=float)
-    found = {(row["system"], row["cache_ratio"]): float(row["tokens_s"]) for row in rows}
-    width = 0.8 / len(SHOWN)
-    for place, system in enumerate(SHOWN):
+    found = {(row["system"], row["cache_ratio"]): float(row[column]) for row in rows}
+    width = 0.8 / len(systems)
+    for place, system in enumerate(systems):
         values = [found.get((system, ratio), 0.0) for ratio in ratios]
         axes.bar([index + place * width for index in range(len(ratios))], values, width, label=system)
     axes.set_xticks([index + 0.4 - width / 2 for index in range(len(ratios))], [f"{float(ratio):.0%}" for ratio in ratios])
@@ -103,20 +109,22 @@ def draw_bars(axes: Any, rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def plot() -> None:
-    """Plot decode and prefill by system."""
+    """Plot decode and prefill by system, and the ablation of HybriMoE's Table III."""
     rows = read_rows("hybrid_modelled")
     models = sorted({row["model"] for row in rows})
-    figure, grid = panels(2, len(models), (5, 11 / 3))
-    for model, (decode, prefill) in zip(models, grid.T, strict=True):
+    figure, grid = panels(3, len(models), (5, 11 / 3))
+    for model, (decode, prefill, ablation) in zip(models, grid.T, strict=True):
         own = [row for row in rows if row["model"] == model]
         decoded = [row for row in own if row["phase"] == "decode"]
-        draw_bars(decode, decoded)
+        draw_bars(decode, decoded, SHOWN, "tokens_s")
         decode.set(title=f"{model}: decode", ylabel="tokens/s")
         for system in SHOWN:
             found = [row for row in own if (row["phase"], row["cache_ratio"], row["system"]) == ("prefill", "0.25", system)]
             seconds = [float(row["mean_ms"]) / 1e3 for row in found]
             prefill.plot([int(row["tokens"]) for row in found], seconds, marker="o", label=system)
         prefill.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="s to the first token", title="prefill, 25% of the experts")
+        draw_bars(ablation, decoded, ABLATION, "over_fixed")
+        ablation.set(title="ablation, decode", ylabel="times the fixed map")
     for axes in grid.flat:
         axes.legend(fontsize=7, loc="upper left", ncols=2)
     figure.suptitle(f"{rows[0]['device']}: the engine on a virtual clock, made-up routing")
@@ -124,15 +132,21 @@ def plot() -> None:
 
 
 def main() -> None:
-    options = parser(__doc__, seed=0)
+    options = parser(__doc__, seed=0, plot=True)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
     options.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "moonlight-16b-a3b"], choices=list(MODELS))
     options.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 0.75])
+    options.add_argument("--systems", nargs="+", default=[system.name for system in SYSTEMS])
+    options.add_argument("--phases", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     options.add_argument("--alone", action="store_true", help="run shared experts and routed ones one after the other")
     given = options.parse_args()
+    if given.plot:
+        plot()
+        return
+    systems, beside = [system for system in SYSTEMS if system.name in given.systems], not given.alone
     rows = Recorder("hybrid_modelled", ("torch", "numpy"), write=given.write)
-    for model, ratio, phase in product(given.models, given.ratios, ("decode", "prefill")):
-        for row in with_speedups(list(measured(model, given.machine, ratio, phase, given.seed, beside=not given.alone))):
+    for model, ratio, phase in product(given.models, given.ratios, given.phases):
+        for row in with_speedups(list(measured(model, given.machine, ratio, systems, phase, given.seed, beside=beside))):
             rows.add(row)
     if given.write:
         plot()

@@ -246,6 +246,18 @@ def hybrid_modelled() -> str:
     return f"{table(head, body)}\n\n{provenance(rows)}"
 
 
+@section
+def build_time() -> str:
+    """Return the CPU seconds of full builds beside an earlier commit's, and of each unit."""
+    rows = read("build_time")
+    builds, units = ([row for row in rows if bool(row["of_base"]) == whole] for whole in (True, False))
+    share = f"{builds[1]['of_base']} of those of commit {builds[0]['commit']} ({builds[1]['cpu_s']} and {builds[0]['cpu_s']})"
+    return (
+        f"A full build takes {share}: medians of {rows[0]['rounds']} alternating builds with {rows[0]['compiler']}, compiler and linker "
+        f"together. By unit:\n\n{listed(units, {'unit': 'unit', 'CPU seconds': 'cpu_s'})}\n\n{provenance(units)}"
+    )
+
+
 GPU_SYSTEMS = {
     "stock": "stock transformers, all experts in bfloat16 on the GPU",
     "fixed": "a fixed map, layer by layer",

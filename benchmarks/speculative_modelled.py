@@ -1,13 +1,12 @@
 """What do drafts gain where experts must be transferred? Rounds on modelled machines; every figure is marked `modelled`.
 
     python benchmarks/speculative_modelled.py --models deepseek-v2-lite moonlight-16b-a3b --bits 16 --link 19
-    python benchmarks/speculative_modelled.py --models mixtral-8x7b
-    python benchmarks/speculative_modelled.py --models mixtral-8x7b --ratios 0.25 --tokens 128 --name speculative_modelled_long
-    python benchmarks/speculative_modelled.py --acceptance 0.8 --machine a100_amx36 --tokens 192
+    python benchmarks/speculative_modelled.py --models mixtral-8x7b --append
+    python benchmarks/speculative_modelled.py --models mixtral-8x7b --ratios 0.25 --tokens 128 --name speculative_modelled_long --append
+    python benchmarks/speculative_modelled.py --acceptance 0.8 --machine a100_amx36 --tokens 192 --append
 
 The product's engine, prefetchers and schedules run on the virtual clock with synthetic routing and the bundled model's acceptance (run
-`speculative.py rounds` first). Rows of other models, machines, engines and shares of slots stay in the file. Each row has its speed over
-two baselines without drafts:
+`speculative.py rounds` first). Each row has its speed over two baselines without drafts:
 
 - `over_load_on_demand`: every expert is transferred for every token and none is kept, the baseline of SS-MoE (WWW 2026), whose table has
   6.92 tokens/s for DeepSeek-V2-Lite and 6.22 for Moonlight. The model gives 6.8 for 16-bit experts over 19 GB/s, which agrees.
@@ -17,22 +16,26 @@ two baselines without drafts:
 `speculative_modelled_long.csv` has longer answers with a quarter of the experts in slots: in a few dozen tokens, chance and the schedule's
 first probes have much influence.
 
-The draft configurations: `draft`, the top-k experts; `+ ahead`, the verification's experts are prefetched while drafting; `marginal`, the
-draft length by measured costs, otherwise a fixed length. Drafts without `+ ahead`, by resident experts alone, and with weights scaled to
-the sum of all were slower.
+The draft configurations: `draft`, the top-k experts; `+ ahead`, the verification's
+experts are prefetched while drafting; `marginal`, the draft length by measured costs, otherwise a fixed length. Ways that were removed
+since are in the history of the results: drafts without `+ ahead`, `resident` (by the likeliest experts with a slot), `resident_chosen` (by
+those of the token's own experts that have a slot) and `scaled` (weights scaled to the sum of all) were slower.
 
 `speculative_modelled_mtp.csv` has drafts by an MTP layer, marginal, on CPU and GPU together, with a quarter of the experts in slots, whose
-tokens are accepted with a given chance: `+ ahead`, its states are shown to the body's routers.
+tokens are accepted with a given chance: `+ ahead`, its states are shown to the body's routers. `of_bound` is the share of `bound` at the
+acceptance that chance gave, and `needed` the acceptance at which the bound breaks even.
+
+The upper bounds of the hybrid engine, by the arithmetic of `harness/draft_simulation.py` at the run's `acceptance` per token: `bound` for
+drafts of the best length. `needed` is the acceptance at which `bound` reaches the target of 1.15.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import product
 
 import numpy as np
-from harness.draft_simulation import DraftSimulation, DraftWay, Played, Text
+from harness.draft_simulation import DraftBound, DraftSimulation, DraftWay, Played, Text
 from harness.plots import curve, grouped, panels, save
 from harness.record import Recorder, parser, read_rows
 from harness.routing import MODELS, ModelShape, synthetic_trace
@@ -54,7 +57,10 @@ FIXED, LONGEST = 4, 6
 ABLATED_RATIO = 0.25  # ratio with all configurations; other ratios have only those with a schedule
 WARM_TOKENS, BASELINE_TOKENS, LEFT_OVER = 200, 12, 16
 TOLERANCE = 0.3
+TARGET = 1.15
+BOUND_TOKENS = 36
 NAME, GIVEN_NAME = "speculative_modelled", "speculative_modelled_mtp"
+GIVEN = ("of_bound", "least_round_ms")  # columns of the second file
 Row = dict[str, object]
 
 
@@ -95,18 +101,20 @@ def given_ways(top_k: int) -> Iterator[tuple[str, DraftWay]]:
     yield "mtp + ahead", DraftWay(top_k, mtp=True)
 
 
-def rows_of(case: Case) -> Iterator[Row]:
+def rows_of(case: Case, engines: Sequence[str]) -> Iterator[Row]:
     warm, text = case.traces()
     baseline = DraftSimulation(case.simulation(LOAD_ON_DEMAND, warm, 0.0), text, None, None).run(BASELINE_TOKENS)
     yield _row(case, "gpu", "load_on_demand", 0.0, baseline, baseline, baseline)
-    for engine in ENGINES:
+    for engine in (each for each in ENGINES if each.name in engines):
         plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
         yield _row(case, engine.name, "plain", 0.0, plain, plain, baseline)
+        bound: DraftBound | None = None
         for name, way, schedule in ways(case.model.top_k, case.ratio):
             played = DraftSimulation(case.simulation(engine, warm, case.ratio, way), text, way, schedule, case.seed).run(case.tokens)
-            judged = sum(played.statistics.compared_at)
-            share = round(sum(played.statistics.accepted_at) / judged, 3) if judged else ""
-            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline) | {"acceptance": share}
+            if engine.schedule == "two_threshold":
+                bound = bound or bound_of(case, engine, warm, text, plain, way)
+            limits = {} if bound is None else limits_of(bound, played)
+            yield _row(case, engine.name, name, way.tolerance, played, plain, baseline) | limits
 
 
 def rows_at(case: Case, acceptances: Sequence[float]) -> Iterator[Row]:
@@ -114,12 +122,41 @@ def rows_at(case: Case, acceptances: Sequence[float]) -> Iterator[Row]:
     engine = next(each for each in ENGINES if each.name == "hybrid")
     warm, text = case.traces()
     plain = DraftSimulation(case.simulation(engine, warm, case.ratio), text, None, None).run(case.tokens)
-    yield _row(case, engine.name, "plain", 0.0, plain, plain, plain)
-    for (name, way), acceptance in product(given_ways(case.model.top_k), acceptances):
-        drafted = dataclasses.replace(way, acceptance=acceptance)
+    yield _row(case, engine.name, "plain", 0.0, plain, plain, plain) | dict.fromkeys(GIVEN, "")
+    bound: DraftBound | None = None
+    for name, way in given_ways(case.model.top_k):
+        bound = bound or bound_of(case, engine, warm, text, plain, way)
+        for acceptance in acceptances:
+            drafted = dataclasses.replace(way, acceptance=acceptance)
+            base = case.simulation(engine, warm, case.ratio, way)
+            played = DraftSimulation(base, text, drafted, MarginalSchedule(LONGEST), case.seed).run(case.tokens)
+            row, found = _row(case, engine.name, name, 0.0, played, plain, plain), played.statistics
+            # What chance gave in this run; at least without drafts.
+            limit = max(1.0, bound.best_gain(sum(found.accepted_at) / max(1, sum(found.compared_at))))
+            needed = bound.acceptance_for(1.0)
+            row |= {"acceptance": acceptance, "bound": round(limit, 3), "needed": "none" if needed is None else round(needed, 3)}
+            row |= {"of_bound": round(plain.ms_per_token / played.ms_per_token / limit, 3)}
+            yield row | {"least_round_ms": " ".join(f"{ms:.3f}" for ms in bound.round_ms)}
+
+
+def bound_of(case: Case, engine: System, warm: Text, text: Text, plain: Played, way: DraftWay) -> DraftBound:
+    """Return the bound of drafts by as many experts as those of `way`, or by an MTP layer."""
+    certain, round_ms = dataclasses.replace(way, acceptance=1.0), []
+    for length in range(1, LONGEST + 1):
         base = case.simulation(engine, warm, case.ratio, way)
-        played = DraftSimulation(base, text, drafted, MarginalSchedule(LONGEST), case.seed).run(case.tokens)
-        yield _row(case, engine.name, name, 0.0, played, plain, plain) | {"acceptance": acceptance}
+        found = DraftSimulation(base, text, certain, FixedSchedule(length)).run(min(case.tokens, BOUND_TOKENS))
+        round_ms.append(found.least_ms / found.statistics.rounds)
+    return DraftBound(plain.ms_per_token, round_ms)
+
+
+def limits_of(bound: DraftBound, played: Played) -> Row:
+    """Return the columns of the upper bounds at the acceptance of a run."""
+    judged = sum(played.statistics.compared_at)
+    if not judged:
+        return {}
+    acceptance, needed = sum(played.statistics.accepted_at) / judged, bound.acceptance_for(TARGET)
+    limits = {"acceptance": round(acceptance, 3), "bound": round(bound.best_gain(acceptance), 3)}
+    return {**limits, "needed": "none" if needed is None else round(needed, 3)}
 
 
 def _row(case: Case, engine: str, way: str, tolerance: float, played: Played, plain: Played, baseline: Played) -> Row:
@@ -146,7 +183,7 @@ def _row(case: Case, engine: str, way: str, tolerance: float, played: Played, pl
         "verify_missing": round(verify.missing / verify.layers, 2) if verify.layers else "",
         "tokens": played.tokens,
         "schedule": played.schedule,
-        "acceptance": "",
+        **dict.fromkeys(("acceptance", "bound", "needed"), ""),
     }
 
 
@@ -170,6 +207,26 @@ def plot(rows: list[dict[str, str]]) -> None:
     save(figure, NAME, dpi=110)
 
 
+def plot_given(rows: list[dict[str, str]]) -> None:
+    """Plot the bound of each model and machine by acceptance, whose crossing of 1 is the break-even, and the runs."""
+    by_model = grouped([row for row in rows if row["way"] != "plain"], lambda row: row["model"])
+    figure, grid = panels(1, len(by_model), (4.4, 3.6))
+    for axes, (model, mine) in zip(grid.flat, by_model.items(), strict=True):
+        for (device, line), colour in zip(grouped(mine, lambda row: row["device"]).items(), ("C0", "C1", "C2", "C3"), strict=False):
+            runs = [row for row in line if row["way"] == "mtp + ahead"]
+            least = [float(ms) for ms in runs[0]["least_round_ms"].split()]
+            plain_ms = float(runs[0]["ms_per_token"]) * float(runs[0]["over_plain"])
+            chances = np.linspace(0, 1, 51)
+            gains = [DraftBound(plain_ms, least).best_gain(float(chance)) for chance in chances]
+            axes.plot(chances, gains, color=colour, label=f"{device.removeprefix('modelled ')}: bound")
+            axes.plot([float(row["acceptance"]) for row in runs], [float(row["over_plain"]) for row in runs], "s", color=colour)
+        axes.axhline(1, color="grey", linewidth=0.5)
+        axes.set(title=model, xlabel="acceptance", ylabel="over the same engine without drafts")
+        axes.legend(fontsize=6)
+    figure.suptitle("Drafts by an MTP layer, a quarter of the experts in slots (modelled)")
+    save(figure, GIVEN_NAME, dpi=110)
+
+
 def main() -> None:
     options = parser(__doc__, tokens=96, seed=0)
     options.add_argument("--machine", default="a6000_10core", choices=list(PROFILES))
@@ -177,22 +234,27 @@ def main() -> None:
     options.add_argument("--bits", type=float, default=4.5, help="bits per weight")
     options.add_argument("--models", nargs="+", default=["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b"], choices=list(MODELS))
     options.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.5, 0.75])
+    options.add_argument("--engines", nargs="+", default=[engine.name for engine in ENGINES])
     options.add_argument("--name", default=NAME, help="name of the file; only the default one is plotted")
     options.add_argument("--acceptance", nargs="+", type=float, help=f"only drafts by an MTP layer, accepted so often, as {GIVEN_NAME}")
+    options.add_argument("--append", action="store_true", help="keep rows of other conditions in the file")
     given = options.parse_args()
     machine = PROFILES[given.machine]
     if given.link is not None:
         machine = dataclasses.replace(machine, link_gb_s=given.link)
     if given.acceptance:
         given.name, given.ratios = GIVEN_NAME, [ABLATED_RATIO]
-    rows = Recorder(given.name, ("torch", "numpy"), replaces=("device", "model", "engine", "cache_ratio"), write=given.write)
+    replaces = ("device", "model", "engine", "cache_ratio") if given.append else ()
+    rows = Recorder(given.name, ("torch", "numpy"), replaces=replaces, write=given.write)
     for model in given.models:
         for ratio in given.ratios:
             case = Case(MODELS[model], machine, given.bits, ratio, given.tokens, given.seed)
-            for row in rows_at(case, given.acceptance) if given.acceptance else rows_of(case):
+            for row in rows_at(case, given.acceptance) if given.acceptance else rows_of(case, given.engines):
                 rows.add(row)
     if given.write and given.name == NAME:
         plot(read_rows(NAME))
+    elif given.write and given.acceptance:
+        plot_given(read_rows(GIVEN_NAME))
 
 
 if __name__ == "__main__":

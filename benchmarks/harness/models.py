@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts
 from moegraft.injection import optimize_and_load
+from moegraft.operators.decode.mtp_layers import add_mtp_layers, mtp_layers
 from moegraft.operators.weight_formats import FORMATS
 
 DISTINCT_EXPERTS = 4  # the other experts are copies at other addresses
@@ -89,15 +90,21 @@ def injected(model: str | Path | PreTrainedModel, rules: str, **options: Any) ->
     return loaded
 
 
-def random_model(config: PreTrainedConfig, device: torch.device | str = "cpu", *, experts: bool = True) -> PreTrainedModel:
+def random_model(
+    config: PreTrainedConfig, device: torch.device | str = "cpu", *, experts: bool = True, mtp: bool = False
+) -> PreTrainedModel:
     """Return a model in the config's dtype, with random weights from a fixed seed.
 
     Args:
         experts: without, they have shapes and no memory, for operators that are given `RandomExperts`.
+        mtp: whether the model gets the MTP layers that the config states.
     """
     torch.manual_seed(0)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        if mtp:
+            add_mtp_layers(model)
+            mtp_layers(model).to(model.dtype)
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         if not experts and any(parameter.dim() == 3 for parameter in own.values()):

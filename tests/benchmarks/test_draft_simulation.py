@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from support import ROOT, combinations
 from support.model_shapes import MODELS
@@ -43,6 +44,33 @@ def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, engine: st
     assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
     found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
     assert found.ms_per_token <= 1.03 * plain.ms_per_token
+
+
+def test_rounds_take_at_least_the_computed_bound(bench: Any) -> None:
+    model = SHAPES["mixtral-8x7b"]
+    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, FEW, 0)
+    warm, text = case.traces()
+    for way in (bench.DraftWay(1, acceptance=1.0), bench.DraftWay(model.top_k, mtp=True, acceptance=1.0)):
+        for length in (1, 4):
+            base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
+            found = bench.DraftSimulation(base, text, way, FixedSchedule(length)).run(FEW)
+            assert found.statistics.tokens_per_round == length + 1
+            assert 0.5 * found.took_ms < found.least_ms <= found.took_ms
+
+
+def test_the_bound_matches_hand_computed_times(bench: Any) -> None:
+    from harness.draft_simulation import least_round_ms
+
+    one, none, cpu, link = [np.array([1.0])], [np.array([0.0])], [np.array([2.0])], [np.array([4.0])]
+    assert least_round_ms(1.0, cpu, none, link, 0.0) == pytest.approx(2.0, rel=0.02), "the CPU does half from 1 ms on"
+    assert 3.7 < least_round_ms(1.0, cpu, none, link, 50.0) <= 4.0, "nearly the link alone"
+    assert least_round_ms(1.0, [np.array([1e9])], one, none, 0.0) == pytest.approx(2.0, rel=0.02), "the GPU alone"
+    bound = bench.DraftBound(3.0, [4.5])
+    assert bound.gain(1.0, 1) == pytest.approx(2 * 3 / 4.5)
+    assert bound.gain(0.0, 1) < 1 < bound.best_gain(1.0)
+    needed = bound.acceptance_for(1.2)
+    assert needed is not None and bound.best_gain(needed) >= 1.2 > bound.best_gain(needed - 0.01)
+    assert bound.acceptance_for(1.5) is None
 
 
 def test_states_of_an_mtp_layer_let_a_verification_find_more_experts(bench: Any) -> None:
