@@ -111,7 +111,8 @@ class AnswerGrammar:
         captures = {}
         name, arguments = shape["name"].strip("{}"), shape["arguments"].strip("{}")
         if arguments != "content":
-            properties = {arguments.removeprefix("content."): schema}
+            # With a name of its own, as its references are to itself and not to the call around it.
+            properties = {arguments.removeprefix("content."): {"$id": "urn:arguments", **schema}}
             if name.startswith("content."):
                 properties = {name.removeprefix("content."): {"const": function["name"]}, **properties}
             schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

@@ -345,6 +345,19 @@ def test_a_call_is_forced(loaded: LoadedModel, template: dict[str, Any]) -> None
         assert delta.function.name in ("look_up", "weather") and json.loads(delta.function.arguments) is not None
 
 
+@pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
+def test_references_in_a_forced_tool_are_to_its_own_schema(loaded: LoadedModel, template: dict[str, Any]) -> None:
+    """As pydantic writes the parameters of a nested or recursive type."""
+    inner = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"], "additionalProperties": False}
+    recursive = {**inner, "properties": {"next": {"anyOf": [{"$ref": "#/$defs/End"}, {"$ref": "#"}]}}, "$defs": {"End": {"const": 1}}}
+    tool = {"type": "function", "function": {"name": "walk", "parameters": recursive}}
+    with with_tools(loaded, template) as server:
+        for seed in range(3):
+            reply = ask(server, "hello", tools=[tool], tool_choice="required", seed=seed, max_tokens=400, parallel_tool_calls=False)
+            [call] = reply.choices[0].message.tool_calls
+            jsonschema.validate(json.loads(call.function.arguments), recursive)
+
+
 def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
     """Of its own, or begun by the prompt; JSON by a schema and a client's grammar follow reasoning, too."""
     text = f"<think>\nRome?</think>\n{CALL}"
