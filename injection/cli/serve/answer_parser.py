@@ -17,6 +17,7 @@ from moegraft.injection.cli.serve.constraints import compact, grammars
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
 UNPARSED = (ValueError, KeyError, TypeError, AttributeError)  # such as for a call whose arguments are not JSON
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a tool that defines none
 Reasoning = Literal["begun", "possible", "none"]  # in an answer: by the prompt, by the model, or not at all
 
 
@@ -107,7 +108,7 @@ class AnswerGrammar:
             raise ValueError("the model's response template does not define how a call is written")
         if {"unquoted_keys", "string_delims"} & (field.get("content_args") or {}).keys():
             raise ValueError("the model writes calls in a form of its own, which is not JSON")
-        schema: dict[str, Any] = dict(function.get("parameters") or {"type": "object"})
+        schema: dict[str, Any] = dict(function.get("parameters") or NO_PARAMETERS)
         captures = {}
         name, arguments = shape["name"].strip("{}"), shape["arguments"].strip("{}")
         if arguments != "content":

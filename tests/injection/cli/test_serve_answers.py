@@ -358,6 +358,18 @@ def test_references_in_a_forced_tool_are_to_its_own_schema(loaded: LoadedModel, 
             jsonschema.validate(json.loads(call.function.arguments), recursive)
 
 
+@pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}, {"parameters": None}])
+def test_a_forced_tool_without_parameters_has_no_arguments(loaded: LoadedModel, template: dict[str, Any], parameters: Any) -> None:
+    """OpenAI defines it so; a weak model would write arguments until the answer's limit, and the call would be lost."""
+    tool = {"type": "function", "function": {"name": "now", **parameters}}
+    endless = {str(loaded.tokenizer("a")["input_ids"][0]): 100}
+    with with_tools(loaded, template) as server:
+        options: dict[str, Any] = {"max_tokens": 90, "parallel_tool_calls": False, "logit_bias": endless}
+        [call] = ask(server, "hello", tools=[tool], tool_choice="required", **options).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
+
+
 def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
     """Of its own, or begun by the prompt; JSON by a schema and a client's grammar follow reasoning, too."""
     text = f"<think>\nRome?</think>\n{CALL}"
