@@ -325,7 +325,8 @@ class Service:
             else:
                 form = from_gbnf(form) if isinstance(form, str) else form
                 chat = request.kind != "text" and self._response_template is not None
-                grammar = self._answer_grammar().form(form, reasoning=reasoning) if chat else grammars(form)
+                calls = bool(request.tools) and not isinstance(form, str)  # a client's grammar is that of the whole answer
+                grammar = self._answer_grammar().form(form, reasoning=reasoning, calls=calls) if chat else grammars(form)
             return self._grammars.constraint(grammar)
         except ValueError as error:
             raise RequestError(400, f"{name}: {error}", param=name) from error

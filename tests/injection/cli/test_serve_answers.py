@@ -321,6 +321,15 @@ SHORT["function"]["parameters"] = {  # type: ignore[index]
     "additionalProperties": False,
 }
 
+XML = copy.deepcopy(IN_MARK)  # as Qwen3.5 writes calls
+XML["fields"]["tool_calls"] |= {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+}
+del XML["fields"]["tool_calls"]["close"]
+
 
 @pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
 def test_a_call_is_forced(loaded: LoadedModel, template: dict[str, Any]) -> None:
@@ -394,6 +403,37 @@ def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
     with scripted(loaded, f"Rome? yes</think>{WROTE}", opening=f"{begun}</think>") as server:  # the prompt has ended it
         message = ask(server, "weather?", max_tokens=200, extra_body={"grammar": 'start: "yes" | "no"'}).choices[0].message
         assert message.content in ("yes", "no") and not getattr(message, "reasoning_content", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thought", ["", "<think>Rome?</think>"])
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (None, f"{CALL}\n{CALL}"),
+        (IN_MARK, '[call:weather]{"city": "Rome"}[/call]' * 2),
+        (XML, "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>" * 2),
+    ],
+    ids=["names in JSON", "names in the mark", "XML"],
+)
+def test_an_answer_of_a_form_may_be_calls(loaded: LoadedModel, template: Any, call: str, thought: str, stream: bool) -> None:
+    """As agents with tools ask for that also want their last answer as JSON."""
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    thought = thought if template is None else ""
+    with scripted(loaded, thought + call, then=thought + WROTE, template=template) as server:
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "weather?"}]
+        for expected in (["weather"] * 2, []):
+            reply = server.client().chat.completions.create(
+                model="scripted", messages=turns, tools=[WEATHER], response_format=form, max_tokens=300, stream=stream
+            )
+            said = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+            calls = [called for each in said for called in each.tool_calls or []]
+            assert [called.function.name for called in calls] == expected
+            assert all(json.loads(called.function.arguments) == {"city": "Rome"} for called in calls)
+            assert "".join(each.content or "" for each in said) == ("" if expected else WROTE)
+            given = [{"id": str(place), "type": "function", "function": called.function.model_dump()} for place, called in enumerate(calls)]
+            turns += [{"role": "assistant", "content": None, "tool_calls": given}]
+            turns += [{"role": "tool", "tool_call_id": each["id"], "content": "7"} for each in given]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -486,6 +526,8 @@ def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> 
         for form, text in ((words, "no"), (SCHEMA, WROTE))
         for reasoning in ("none", "possible")
     ]
+    cases += [(grammar.form(SCHEMA, reasoning="none", calls=True), SCHEMA, text) for text in (WROTE, CALL, f"{CALL}\n{CALL}")]
+    cases += [(grammar.form(SCHEMA, reasoning="possible", calls=True), SCHEMA, f"<think>hm</think>\n{CALL}")]
     for given, form, text in cases:
         ids = tokenizer(text)["input_ids"]
         assert form is not None or tokenizer.convert_tokens_to_ids("<tool_call>") in ids
