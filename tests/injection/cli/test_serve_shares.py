@@ -109,8 +109,8 @@ def test_a_server_refuses_codes_that_its_model_does_not_read(coded: LoadedModel,
 
 def test_a_limit_without_room_for_any_request_is_refused_at_the_start(loaded: LoadedModel) -> None:
     """As --kv-memory 8 instead of 8GiB: every request would be refused."""
-    with pytest.raises(OptionsError, match=r"--kv-memory 8 B: .* needs .* B; give a size such as 8GiB"), running(loaded, Limits(kv_memory=8)):
-        pass
+    with pytest.raises(OptionsError, match=r"--kv-memory 8 B: .* needs .* B; give a size such as 8GiB"):
+        Service(loaded, Limits(kv_memory=8))
 
 
 def test_what_never_fits_is_refused_with_the_numbers(loaded: LoadedModel) -> None:
