@@ -114,6 +114,22 @@ class MoegraftQuantizer(HfQuantizer):
                 f"several processes share experts, and from_pretrained loads a whole model in each: {ELSEWHERE}, or set "
                 "'parallel: {shares: none}' in the rule file"
             )
+        self._keep_experts_in_memory(kwargs.get("device_map"))
+
+    def _keep_experts_in_memory(self, device_map: Any) -> None:
+        """
+        Raises:
+            UnsupportedModelError: `device_map`, if transformers has made it of names, places packed experts on the disk.
+        """
+        if self._grafted is None or not isinstance(device_map, Mapping):
+            return
+        for path, operator in self._grafted.injection.replacing.items():
+            around = [name for name in device_map if not name or path == name or path.startswith(f"{name}.")]
+            if operator.kind == "experts" and around and device_map[max(around, key=len)] == "disk":
+                raise UnsupportedModelError(
+                    f"device_map: {path} would be on the disk, and packed experts are in memory: place its layer elsewhere, or let the "
+                    "rules keep experts in files by the option 'memory' of hybrid_experts"
+                )
 
     def update_device_map(self, device_map: dict[str, Any] | None) -> dict[str, Any] | None:
         """Place what is not replaced on the GPUs that operators use, unless the caller places it."""
@@ -170,6 +186,7 @@ class MoegraftQuantizer(HfQuantizer):
             read.add(re.escape(MARK))  # transformers may give these other names, as those of stock weights
         model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | read
         self._grafted = grafted
+        self._keep_experts_in_memory(device_map)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         from moegraft.injection.loading import load

@@ -239,7 +239,7 @@ class _TerminalHandler(logging.Handler):
         self._terminal = terminal
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._terminal.notice(record.getMessage(), style="yellow" if record.levelno >= logging.WARNING else "dim")
+        self._terminal.notice(self.format(record), style="yellow" if record.levelno >= logging.WARNING else "dim")
 
 
 @contextmanager

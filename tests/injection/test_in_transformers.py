@@ -116,6 +116,20 @@ def test_options_of_from_pretrained_mean_what_they_do_elsewhere(folder: Path, op
     assert torch.equal(logits(found), logits(expected))
 
 
+@pytest.mark.parametrize(
+    "options", [{"device_map": {"": "disk"}}, {"device_map": "auto", "max_memory": {"cpu": "1KiB"}}], ids=["by hand", "by transformers"]
+)
+def test_packed_experts_are_not_placed_on_a_disk(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"device_map: model\.layers\.\d\.mlp\.experts would be on the disk, .* 'memory'"):
+        load(folder, "cpu-exact", offload_folder=str(tmp_path), **options)
+
+
+def test_what_is_not_replaced_may_be_on_a_disk(folder: Path, tmp_path: Path) -> None:
+    places = {"model.embed_tokens": "disk", "lm_head": "disk", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    found = load(folder, "cpu-exact", offload_folder=str(tmp_path), device_map=places)
+    assert torch.equal(logits(found), logits(reference(folder, "cpu-exact")))
+
+
 def test_a_pipeline_answers(folder: Path) -> None:
     config = MoegraftConfig(rules="cpu", threads=1)
     found = pipeline("text-generation", model=str(demo_path()), model_kwargs={"quantization_config": config})

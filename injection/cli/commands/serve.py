@@ -52,6 +52,8 @@ class ServeOptions:
             raise ValueError("--api-key is empty; give a key, or leave it out")
         if self.api_key is not None and not all("!" <= sign <= "~" for sign in self.api_key):
             raise ValueError("--api-key has spaces or characters outside ASCII, which not every client can send; give another key")
+        if not all(name.strip() for name in self.served_model_name or ()):
+            raise ValueError("--served-model-name is empty; give a name, or leave it out")
         self.adapters()
 
     def adapters(self) -> dict[str, str]:

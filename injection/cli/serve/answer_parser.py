@@ -17,6 +17,7 @@ from moegraft.injection.cli.serve.constraints import compact, grammars
 logger = logging.getLogger(__name__)
 REASONING = ("reasoning_content", "thinking")  # names of the field in response templates
 UNPARSED = (ValueError, KeyError, TypeError, AttributeError)  # such as for a call whose arguments are not JSON
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a tool that defines none
 Reasoning = Literal["begun", "possible", "none"]  # in an answer: by the prompt, by the model, or not at all
 
 
@@ -74,17 +75,23 @@ class AnswerGrammar:
         repeated = "" if single else r' ("\n"? call)*'
         return grammars("\n".join([self._start(f"call{repeated}", reasoning=reasoning), f"call: {names}", *calls]))
 
-    def form(self, form: Mapping[str, Any] | str, *, reasoning: Reasoning) -> str:
+    def form(self, form: Mapping[str, Any] | str, *, reasoning: Reasoning, calls: bool = False) -> str:
         """Return the grammar of an answer whose content follows a JSON Schema or a grammar of Lark, after reasoning.
 
+        Args:
+            calls: whether the answer may consist of calls of tools instead, which are as free as those of other answers.
+
         Raises:
-            ValueError: the template does not define where the content begins.
+            ValueError: the template does not define where the content begins, or a call.
         """
         content = self._fields.get("content") or {}
         opening = self._spell(_literal(content, "open")) if {"open", "open_pattern"} & content.keys() else ""
-        if reasoning == "none" and not opening:
+        if reasoning == "none" and not opening and not calls:
             return grammars(form)
-        return grammars(self._start(f"{opening} @form", reasoning=reasoning), form)
+        rest = f"{opening} @form"
+        if calls:
+            rest = f"({rest} | {self._spell(_beginning(self._fields.get('tool_calls') or {}))} /(?s:.*)/ <[*]>*)"
+        return grammars(self._start(rest, reasoning=reasoning), form)
 
     def _start(self, rest: str, *, reasoning: Reasoning) -> str:
         field = next((self._fields[name] for name in REASONING if name in self._fields), None)
@@ -107,11 +114,12 @@ class AnswerGrammar:
             raise ValueError("the model's response template does not define how a call is written")
         if {"unquoted_keys", "string_delims"} & (field.get("content_args") or {}).keys():
             raise ValueError("the model writes calls in a form of its own, which is not JSON")
-        schema: dict[str, Any] = dict(function.get("parameters") or {"type": "object"})
+        schema: dict[str, Any] = dict(function.get("parameters") or NO_PARAMETERS)
         captures = {}
         name, arguments = shape["name"].strip("{}"), shape["arguments"].strip("{}")
         if arguments != "content":
-            properties = {arguments.removeprefix("content."): schema}
+            # With a name of its own, as its references are to itself and not to the call around it.
+            properties = {arguments.removeprefix("content."): {"$id": "urn:arguments", **schema}}
             if name.startswith("content."):
                 properties = {name.removeprefix("content."): {"const": function["name"]}, **properties}
             schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
@@ -139,6 +147,16 @@ def _literal(field: Mapping[str, Any], key: str, captures: Mapping[str, str] | N
     if not text or match is None or not match.groupdict().items() <= (captures or {}).items():
         raise ValueError(f"the model's response template has a pattern, {pattern!r}, which does not define how a call is written")
     return text
+
+
+def _beginning(field: Mapping[str, Any]) -> str:
+    """Return the text that a field's opening begins with, up to what its pattern leaves open."""
+    if "open" in field:
+        return _literal(field, "open")
+    text = re.match(r"(?:\\s\*)?((?:\\\W|[^\\.^$*+?{}\[\]|()])*)(?![*+?{])", field.get("open_pattern", ""))
+    if text is None or not text[1]:
+        raise ValueError("the model's response template does not define how a call begins, so that an answer has calls or a form")
+    return re.sub(r"\\(\W)", r"\1", text[1])
 
 
 class AnswerParser:

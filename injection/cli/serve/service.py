@@ -43,6 +43,7 @@ from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle,
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import kv_cache
+from moegraft.operators.errors import human_bytes
 from moegraft.operators.machine import version_of
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,10 @@ class Service:
         self.prefix_files: PrefixFiles | None = None
         self.metrics = Metrics(self)
         with ExitStack() as changed:
+            decoder = self._decoder(changed)
+            self._require_memory(decoder)
             self.engine = Engine(
-                self._decoder(changed),
+                decoder,
                 max_queue=limits.max_queue,
                 max_client=limits.max_client or max(1, limits.max_queue - max(1, limits.max_queue // 8)),
                 counts=partial(work_counts, loaded.model),
@@ -192,6 +195,18 @@ class Service:
             prefix_bytes=0 if limits.batch_invariant else limit // 2 if limits.prefix_cache is None else limits.prefix_cache,
             captured=self._captured,
         )
+
+    def _require_memory(self, decoder: Decoder) -> None:
+        """
+        Raises:
+            OptionsError: the memory of keys and values has no room for any request.
+        """
+        limit, needed = decoder.memory.limit, decoder.needed_bytes(Job(Ask([0], 1), self.loaded.tokenizer, self.ends))
+        if needed > limit:
+            given = "half of the free memory, " if self.limits.kv_memory is None else ""
+            raise OptionsError(
+                f"--kv-memory {given}{human_bytes(limit)}: the shortest request needs {human_bytes(needed)}; give a size such as 8GiB"
+            )
 
     def _one_is_faster(self) -> bool:
         """Whether captured decode steps, of one text, are to be used instead of a batch, which is computed layer by layer.
@@ -325,7 +340,8 @@ class Service:
             else:
                 form = from_gbnf(form) if isinstance(form, str) else form
                 chat = request.kind != "text" and self._response_template is not None
-                grammar = self._answer_grammar().form(form, reasoning=reasoning) if chat else grammars(form)
+                calls = bool(request.tools) and not isinstance(form, str)  # a client's grammar is that of the whole answer
+                grammar = self._answer_grammar().form(form, reasoning=reasoning, calls=calls) if chat else grammars(form)
             return self._grammars.constraint(grammar)
         except ValueError as error:
             raise RequestError(400, f"{name}: {error}", param=name) from error

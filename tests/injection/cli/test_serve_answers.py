@@ -321,6 +321,15 @@ SHORT["function"]["parameters"] = {  # type: ignore[index]
     "additionalProperties": False,
 }
 
+XML = copy.deepcopy(IN_MARK)  # as Qwen3.5 writes calls
+XML["fields"]["tool_calls"] |= {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+}
+del XML["fields"]["tool_calls"]["close"]
+
 
 @pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
 def test_a_call_is_forced(loaded: LoadedModel, template: dict[str, Any]) -> None:
@@ -343,6 +352,31 @@ def test_a_call_is_forced(loaded: LoadedModel, template: dict[str, Any]) -> None
             for call in chunk.choices[0].delta.tool_calls or []
         ]
         assert delta.function.name in ("look_up", "weather") and json.loads(delta.function.arguments) is not None
+
+
+@pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
+def test_references_in_a_forced_tool_are_to_its_own_schema(loaded: LoadedModel, template: dict[str, Any]) -> None:
+    """As pydantic writes the parameters of a nested or recursive type."""
+    inner = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"], "additionalProperties": False}
+    recursive = {**inner, "properties": {"next": {"anyOf": [{"$ref": "#/$defs/End"}, {"$ref": "#"}]}}, "$defs": {"End": {"const": 1}}}
+    tool = {"type": "function", "function": {"name": "walk", "parameters": recursive}}
+    with with_tools(loaded, template) as server:
+        for seed in range(3):
+            reply = ask(server, "hello", tools=[tool], tool_choice="required", seed=seed, max_tokens=400, parallel_tool_calls=False)
+            [call] = reply.choices[0].message.tool_calls
+            jsonschema.validate(json.loads(call.function.arguments), recursive)
+
+
+@pytest.mark.parametrize("template", [IN_JSON, IN_MARK], ids=["names in JSON", "names in the mark"])
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}, {"parameters": None}])
+def test_a_forced_tool_without_parameters_has_no_arguments(loaded: LoadedModel, template: dict[str, Any], parameters: Any) -> None:
+    """OpenAI defines it so; a weak model would write arguments until the answer's limit, and the call would be lost."""
+    tool = {"type": "function", "function": {"name": "now", **parameters}}
+    endless = {str(loaded.tokenizer("a")["input_ids"][0]): 100}
+    with with_tools(loaded, template) as server:
+        options: dict[str, Any] = {"max_tokens": 90, "parallel_tool_calls": False, "logit_bias": endless}
+        [call] = ask(server, "hello", tools=[tool], tool_choice="required", **options).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
 
 
 def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
@@ -369,6 +403,37 @@ def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
     with scripted(loaded, f"Rome? yes</think>{WROTE}", opening=f"{begun}</think>") as server:  # the prompt has ended it
         message = ask(server, "weather?", max_tokens=200, extra_body={"grammar": 'start: "yes" | "no"'}).choices[0].message
         assert message.content in ("yes", "no") and not getattr(message, "reasoning_content", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thought", ["", "<think>Rome?</think>"])
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (None, f"{CALL}\n{CALL}"),
+        (IN_MARK, '[call:weather]{"city": "Rome"}[/call]' * 2),
+        (XML, "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>" * 2),
+    ],
+    ids=["names in JSON", "names in the mark", "XML"],
+)
+def test_an_answer_of_a_form_may_be_calls(loaded: LoadedModel, template: Any, call: str, thought: str, stream: bool) -> None:
+    """As agents with tools ask for that also want their last answer as JSON."""
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    thought = thought if template is None else ""
+    with scripted(loaded, thought + call, then=thought + WROTE, template=template) as server:
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "weather?"}]
+        for expected in (["weather"] * 2, []):
+            reply = server.client().chat.completions.create(
+                model="scripted", messages=turns, tools=[WEATHER], response_format=form, max_tokens=300, stream=stream
+            )
+            said = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+            calls = [called for each in said for called in each.tool_calls or []]
+            assert [called.function.name for called in calls] == expected
+            assert all(json.loads(called.function.arguments) == {"city": "Rome"} for called in calls)
+            assert "".join(each.content or "" for each in said) == ("" if expected else WROTE)
+            given = [{"id": str(place), "type": "function", "function": called.function.model_dump()} for place, called in enumerate(calls)]
+            turns += [{"role": "assistant", "content": None, "tool_calls": given}]
+            turns += [{"role": "tool", "tool_call_id": each["id"], "content": "7"} for each in given]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -461,6 +526,8 @@ def test_marks_that_are_tokens_are_found_in_the_grammar(loaded: LoadedModel) -> 
         for form, text in ((words, "no"), (SCHEMA, WROTE))
         for reasoning in ("none", "possible")
     ]
+    cases += [(grammar.form(SCHEMA, reasoning="none", calls=True), SCHEMA, text) for text in (WROTE, CALL, f"{CALL}\n{CALL}")]
+    cases += [(grammar.form(SCHEMA, reasoning="possible", calls=True), SCHEMA, f"<think>hm</think>\n{CALL}")]
     for given, form, text in cases:
         ids = tokenizer(text)["input_ids"]
         assert form is not None or tokenizer.convert_tokens_to_ids("<tool_call>") in ids

@@ -350,3 +350,10 @@ def test_no_thread_is_left_when_a_server_ends(loaded: LoadedModel) -> None:
 def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="--api-key"):
         ServeOptions(api_key=key)
+
+
+@pytest.mark.parametrize("names", [[""], ["first", " "]])
+def test_a_model_without_a_name_is_refused(names: list[str]) -> None:
+    """As of a variable of a shell that is not set."""
+    with pytest.raises(ValueError, match="--served-model-name is empty"):
+        ServeOptions(served_model_name=names)

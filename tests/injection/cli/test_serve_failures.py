@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import json
 import logging
 import threading
@@ -19,9 +20,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from rich.console import Console
 from support.serving import Server, ask, one_by_one, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.output import Terminal, library_log
 from moegraft.injection.cli.serve import constraints, scheduler
 from moegraft.injection.cli.serve.app import Preparation
 from moegraft.injection.cli.serve.protocol import TextBody
@@ -230,6 +233,24 @@ def test_a_failed_pass_ends_its_answers_and_the_engine_continues(loaded: LoadedM
         assert server.service.engine.endings["failed"] == 2
         assert cached(server, "hello", alone, "and then?") == KNOWN
         assert said(server, "hello") == alone
+
+
+def test_the_servers_log_has_the_reason(loaded: LoadedModel) -> None:
+    """As answers to clients promise, whom it does not concern."""
+
+    def fail(*args: Any) -> None:
+        raise ValueError("the model is broken")
+
+    log = io.StringIO()
+    with (
+        library_log(Terminal(io.StringIO(), Console(file=log, width=200))),
+        serving(loaded) as server,
+        after_each_forward(loaded, fail),
+        pytest.raises(openai.InternalServerError, match="the server's log has the reason"),
+    ):
+        ask(server, "hello")
+    assert "serve: a request failed" in log.getvalue()
+    assert "ValueError: the model is broken" in log.getvalue() and 'test_serve_failures.py", line' in log.getvalue()
 
 
 def test_a_listener_that_cannot_be_reached_is_answered_no_further(loaded: LoadedModel) -> None:

@@ -107,6 +107,12 @@ def test_a_server_refuses_codes_that_its_model_does_not_read(coded: LoadedModel,
         Service(coded, Limits())
 
 
+def test_a_limit_without_room_for_any_request_is_refused_at_the_start(loaded: LoadedModel) -> None:
+    """As --kv-memory 8 instead of 8GiB: every request would be refused."""
+    with pytest.raises(OptionsError, match=r"--kv-memory 8 B: .* needs .* B; give a size such as 8GiB"):
+        Service(loaded, Limits(kv_memory=8))
+
+
 def test_what_never_fits_is_refused_with_the_numbers(loaded: LoadedModel) -> None:
     with serving(loaded, Limits(kv_memory=1024 * TOKEN_BYTES)) as server:
         with pytest.raises(openai.BadRequestError) as refused:
