@@ -23,13 +23,18 @@ if TYPE_CHECKING:
     from moegraft.operators.decode.native.fit import CacheTensor
 
 ROOM = 256  # tokens by which the buffers of a cache grow at least
-PAGES = "data"  # the attribute of a layer with pages that it owns: (pages, bytes) int8, to which steps append
+PAGES = ("data", "table")  # attributes of a layer that has pages: their memory, to which steps append, and their numbers
 _LONG = 1 << 20  # positions, for a cache of states alone
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 # Of a tensor of a cache: the layer's number, or -1 for the cache itself, then the attribute and the key within it.
 StateName = tuple[Any, ...]
+
+
+def is_pages(name: StateName) -> bool:
+    """Return whether a tensor of a cache is the pages of a layer, or their table."""
+    return len(name) == 2 and name[1] in PAGES
 
 
 def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:

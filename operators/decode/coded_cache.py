@@ -10,14 +10,13 @@ grown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moegraft.operators.decode.cache import CacheBuffers
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError
 from moegraft.operators.decode.native.record import is_recorded
 from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError, pages_of, token_bytes
 
@@ -25,44 +24,56 @@ if TYPE_CHECKING:
     from moegraft.operators.decode.native.fit import CacheTensor
 
 CODABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache whose keys and values can be codes, without states beside them
-_GROWTH = 8  # a layer grows by an eighth of its pages, and by at least as many
-_LEAST_WIDTH = 1024  # pages of a sequence in a table, which is a constant of native programs
+_GROWTH = 8  # a cache grows by an eighth of its pages, and by at least as many
 
 
-@lru_cache(maxsize=8)
-def _table(batch: int, width: int) -> torch.Tensor:
-    """Return the numbers of the first `width` pages of each sequence, (batch, width) int64, which nothing writes to."""
-    return torch.arange(batch * width).view(width, batch).T.contiguous()
+class _Pages:
+    """The pages of a cache, which all of its layers have.
+
+    Attributes:
+        count: of each sequence.
+        table: their numbers, (B, count) int64.
+        changes: how often they, or the memory of any layer, have been replaced.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.clear(0)
+
+    def clear(self, batch: int) -> None:
+        """Begin with as many sequences, which have no page."""
+        self.changes += 1
+        self.count, self.table = 0, torch.empty(batch, 0, dtype=torch.int64)
+
+    def reserve(self, tokens: int) -> None:
+        """Make sure that sequences of so many tokens have pages."""
+        needed, batch = pages_of(tokens), self.table.shape[0]
+        if needed > self.count:
+            self.changes += 1
+            self.count = max(needed, self.count + max(_GROWTH, self.count // _GROWTH))
+            self.table = torch.arange(self.count * batch).view(self.count, batch).T.contiguous()
 
 
 class CodedLayer(LayerInPages):
     """Keys and values of one layer, from the first states on that it is given.
 
     Args:
+        pages: of the cache.
         window: tokens that a query attends to; 0: all.
     """
 
     is_croppable = True
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, pages: _Pages, window: int = 0) -> None:
         super().__init__(window)
         self.tokens = 0
         self.gathers = False
-        # Underscores: these are no states of the cache to programs, but a constant and what a pass computes from the number of tokens.
-        self._table, self._held = _table(1, _LEAST_WIDTH), torch.zeros(1, dtype=torch.int64)
+        self._pages = pages
+        self._held = torch.zeros(0, dtype=torch.int64)  # an underscore: what each pass makes anew is no state of the cache to programs
 
     @property
-    def table(self) -> torch.Tensor:  # type: ignore[override] # not to be set
-        return self._table
-
-    @property
-    def held(self) -> torch.Tensor:  # type: ignore[override]
+    def held(self) -> torch.Tensor:  # type: ignore[override] # not to be set
         return self._held
-
-    @property
-    def pages(self) -> int:
-        """Those of each sequence."""
-        return len(self.data) // self._batch if self.is_initialized else 0
 
     @property
     def nbytes(self) -> int:
@@ -71,11 +82,12 @@ class CodedLayer(LayerInPages):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if not key_states.is_cpu:
             raise ValueError("a cache of codes is read by the kernels of a CPU, and the model's keys are on another device")
-        self._batch = key_states.shape[0]
+        if self._pages.table.shape[0] != key_states.shape[0]:  # the first layer of new sequences
+            self._pages.clear(key_states.shape[0])
+        self._pages.changes += 1
         start, size = (PAGE_TOKENS * token_bytes(states, coded=True) for states in (key_states, value_states))
         self.value_start = start
-        self.data = torch.empty(0, start + size, dtype=torch.int8)
-        self._table = _table(self._batch, _LEAST_WIDTH)
+        self.data, self.table = torch.empty(0, start + size, dtype=torch.int8), self._pages.table
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,26 +95,28 @@ class CodedLayer(LayerInPages):
 
         Raises:
             UnreadPagesError: no operator took those of the pass before.
+            ValueError: the cache has another number of sequences.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        batch = self.table.shape[0]
+        if batch != key_states.shape[0]:
+            raise ValueError(f"the cache holds {batch} sequence{'' if batch == 1 else 's'}, and the pass has {key_states.shape[0]}")
         if self._new is not None:
             raise UnreadPagesError("no operator reads keys and values that are stored as codes: give attention the operator cpu_attention")
-        self._held = torch.full((self._batch,), self.tokens)
+        self._held = torch.full((batch,), self.tokens)
         self.tokens += key_states.shape[2]
-        self.reserve(pages_of(self.tokens))
+        self.reserve(self.tokens)
         return self._offered(key_states, value_states)
 
-    def reserve(self, pages: int) -> None:
-        """Make sure that each sequence has at least so many pages."""
-        have = self.pages
-        if pages > have:
-            have = max(pages, have + max(_GROWTH, have // _GROWTH))
-            grown = self.data.new_empty(have * self._batch, self.data.shape[1])
+    def reserve(self, tokens: int) -> None:
+        """Make sure that there is memory for so many tokens of each sequence."""
+        self._pages.reserve(tokens)
+        pages = self._pages.table.numel()
+        if len(self.data) != pages:
+            grown = self.data.new_empty(pages, self.data.shape[1])
             grown[: len(self.data)] = self.data
-            self.data = grown
-            if have > self._table.shape[1]:
-                self._table = _table(self._batch, 1 << (have - 1).bit_length())
+            self.data, self.table = grown, self._pages.table
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -117,12 +131,14 @@ class CodedLayer(LayerInPages):
         self.tokens = 0
         self._new = None
         self.is_initialized = False  # the next sequences may be more
+        self._pages.clear(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
         self.tokens = max(0, self.tokens + tokens_to_remove)
+        self._new = None  # of a pass that was interrupted
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise NotImplementedError("the sequences of a cache of codes keep their places: beam search needs another cache")
@@ -132,7 +148,7 @@ class CodedLayer(LayerInPages):
     def shows(self, mask: torch.Tensor, queries: int) -> bool:
         """Return whether a mask (B or 1, heads or 1, T, S) shows what the pages do: all earlier tokens, or those of the window.
 
-        A step is recorded without padding, and nothing in Python may read what it computes.
+        A step is recorded without padding (`NativePrograms.describe`), and nothing in Python may read what it computes.
         """
         if is_recorded():
             return True
@@ -144,48 +160,47 @@ class CodedLayer(LayerInPages):
 
 
 class CodedBuffers(CacheBuffers):
-    """The memory of a `CodedCache`; `room` counts the pages of a sequence. Any of its layers' memory that is new changes `version`."""
+    """The memory of a `CodedCache`. `room` is the pages of a sequence, and whatever replaces any of them changes `version`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._bound: list[torch.Tensor] = []  # the pages of each layer, which programs know
+        self._known = 0  # changes of the pages
 
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
-        layers = _coded(cache)
-        needed = max([pages_of(held_tokens + tokens), *(layer.pages for layer in layers)])
-        for layer in layers:
-            layer.reserve(needed)
-        pools = [layer.data for layer in layers]
-        if len(pools) != len(self._bound) or any(one is not other for one, other in zip(pools, self._bound, strict=True)):
+        if grown:
+            raise ForeignCacheError("a cache of codes has another tensor that grows")
+        for layer in cache.coded:
+            layer.reserve(held_tokens + tokens)
+        if self._known != cache.pages.changes:
             self.version += 1  # first: programs bind again even if this is interrupted
-            self._bound, self.room = pools, min((layer.pages for layer in layers), default=0)
-        super().hold(cache, grown, tokens, position, held_tokens)
+            self._known, self.room = cache.pages.changes, cache.pages.count
 
     def steps_left(self, tokens: int) -> int:
-        cache = None if self.cache is None else self.cache()
-        held = max((layer.tokens for layer in _coded(cache)), default=0)
-        return min(super().steps_left(tokens), self.room * PAGE_TOKENS - held - tokens)
-
-
-def _coded(cache: Any) -> list[CodedLayer]:
-    """Return the layers that hold codes."""
-    return [] if cache is None else [layer for layer in cache.layers if isinstance(layer, CodedLayer) and layer.is_initialized]
+        cache: Any = None if self.cache is None else self.cache()
+        held = 0 if cache is None else max(layer.tokens for layer in cache.coded)
+        return self.room * PAGE_TOKENS - held - tokens
 
 
 class CodedCache(Cache):
     """A cache whose attention layers hold codes.
+
+    Attributes:
+        pages: of all of them.
 
     Args:
         layers: of an empty `DynamicCache` of the model; those without keys and values stay as they are.
     """
 
     def __init__(self, layers: list[Any]) -> None:
+        self.pages = _Pages()
         windows = (int(getattr(layer, "sliding_window", None) or 0) for layer in layers)
-        replaced = [CodedLayer(window) if type(layer) in CODABLE else layer for layer, window in zip(layers, windows, strict=True)]
+        replaced = [
+            CodedLayer(self.pages, window) if type(layer) in CODABLE else layer for layer, window in zip(layers, windows, strict=True)
+        ]
         super().__init__(layers=replaced)
         self.moegraft = CodedBuffers()
 
     @property
-    def serial(self) -> int:
-        """The width of the table, a constant of native programs; as that of `PagedCache`."""
-        return max((layer.table.shape[1] for layer in _coded(self)), default=0)
+    def coded(self) -> list[CodedLayer]:
+        """The layers that hold codes; a model may leave some unused."""
+        return [layer for layer in self.layers if isinstance(layer, CodedLayer) and layer.is_initialized]

@@ -155,16 +155,50 @@ def test_steps_over_codes_are_native_programs(model_type: str, batch: int, load)
     assert found.past_key_values.get_seq_length() == ids.shape[1] + NEW - 1
 
 
-def test_steps_go_on_when_the_table_of_pages_grows(load) -> None:  # type: ignore[no-untyped-def]
-    model, ids = load(options="backend: native"), prompt(70, batch=1, seed=3)
-    expected = answer(model, ids=ids)
-    cache, replayed = new_cache(model), model.moegraft.statistics()["decode_steps"]["replayed_steps"]
+def test_programs_serve_caches_of_any_number_of_pages(load) -> None:  # type: ignore[no-untyped-def]
+    """Also where each of the first steps, which are recorded, is over a cache with other pages than the last."""
+    model = load(options="backend: native")
+    for length in (40, 60, 100, 150, 210):
+        answer(model, ids=prompt(length, batch=1, seed=3), max_new_tokens=2, min_new_tokens=2)
+    ids = prompt(70, batch=1, seed=3)
+    with Observed():
+        expected = answer(model, ids=ids)
+    replayed = model.moegraft.statistics()["decode_steps"]["replayed_steps"]
+    assert torch.equal(answer(model, ids=ids).sequences, expected.sequences)
+    done = model.moegraft.statistics()["decode_steps"]
+    assert done["replayed_steps"] >= replayed + NEW - 5 and not done["reasons"]
+
+
+def test_a_pass_over_other_sequences_than_the_cache_has_is_refused(load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(options="backend: native"), prompt(20, batch=3, seed=3)
+    cache = new_cache(model)
+    answer(model, ids=ids[:1])  # with programs for one sequence
     with torch.no_grad():
-        model(input_ids=ids[:, :-1], past_key_values=cache)
-    for layer in cache.layers:
-        layer.reserve(1100)  # more than programs know
+        model(input_ids=ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="the cache holds 3 sequences, and the pass has 1"):
+            model(input_ids=ids[:1, :1], past_key_values=cache)
+
+
+def test_a_cache_of_codes_serves_after_an_interrupted_pass(load) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(options="backend: native"), prompt(60, batch=1, seed=3)
+    expected = answer(model, ids=ids)
+    cache = new_cache(model)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        with (
+            pytest.raises(KeyboardInterrupt),
+            torch.nn.modules.module.register_module_forward_pre_hook(
+                lambda module, args: interrupt() if module is model.model.layers[1] else None
+            ),
+        ):
+            model(input_ids=torch.cat([ids, ids, ids], dim=1), past_key_values=cache)
+        cache.crop(-cache.get_seq_length())
+        model(input_ids=ids[:, :40], past_key_values=cache)  # of fewer pages than the first layer has
     assert torch.equal(answer(model, ids=ids, past_key_values=cache).sequences, expected.sequences)
-    assert model.moegraft.statistics()["decode_steps"]["replayed_steps"] > replayed
+    assert cache.pages.count <= 20
 
 
 def test_codes_serve_calls_that_remove_tokens(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]

@@ -143,7 +143,7 @@ class Checkpoint:
                     layer.lazy_initialization(keys, values)
                 layer.keys, layer.values, layer.cumulative_length = keys, values, self.tokens
             elif isinstance(layer, DynamicLayer | LayerInPages) and (extra := layer.get_seq_length() - self.tokens) > 0:
-                kind: Any = DynamicLayer if has_states(layer) else type(layer)  # those that have states as well refuse to crop
+                kind: Any = DynamicLayer if has_states(layer) else type(layer)  # a layer that has states as well refuses to crop
                 kind.crop(layer, -extra)
         self._states.restore(cache)
 

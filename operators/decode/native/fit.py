@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from moegraft.operators.decode.cache import PAGES, ForeignCacheError, StateName, storage_bytes
+from moegraft.operators.decode.cache import ForeignCacheError, StateName, is_pages, storage_bytes
 from moegraft.operators.decode.native.record import Call, Memory, NotRecordableError, Recording
 
 MAX_GROUP = 16  # tokens, with a program for each position in the group
@@ -100,7 +100,7 @@ class Place:
         return replace(self, offset=self.offset.plus(product(self.strides[dim], start, "an offset")), sizes=tuple(sizes))
 
 
-_ZERO, _ONE = Affine(0), Affine(1)
+_ZERO, _ONE, _ROOM = Affine(0), Affine(1), Affine(0, 0, 1)
 
 
 @dataclass(slots=True)
@@ -189,7 +189,8 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
         if key not in one.counts or after - before != one.counts[key][1] - one.counts[key][0]:
             raise NotRecordableError("the cache counts in another way from step to step")
         counts[key] = after - before
-    sizes = [fitted.number(x.nbytes, y.nbytes) for x, y in zip(first.storages, second.storages, strict=True)]
+    pairs = enumerate(zip(first.storages, second.storages, strict=True))
+    sizes = [Affine(y.nbytes) if number in fitted.pages else fitted.number(x.nbytes, y.nbytes) for number, (x, y) in pairs]
     return FittedStep(
         calls,
         sizes,
@@ -204,9 +205,22 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
 
 
 class _Fit:
+    """
+    Attributes:
+        pages: by storage, the places of pages and tables, of which a buffer's room counts the pages of a sequence.
+    """
+
     def __init__(self, one: RecordedStep, other: RecordedStep) -> None:
         self._at = other.position
         self._apart = other.position - one.position
+        sequences, _ = other.inputs["input_ids"].sizes
+        self.pages: dict[int, Place] = {}
+        for name, memory in other.before.items():
+            if is_pages(name):
+                whole = name[1] == "table"
+                sizes = (Affine(sequences), _ROOM) if whole else (_ROOM.times(sequences), Affine(memory.sizes[1]))
+                strides = (_ROOM if whole else Affine(memory.sizes[1])), _ONE
+                self.pages[memory.storage] = Place(memory.storage, memory.dtype, _ZERO, sizes, strides)
         assert self._apart, "two steps at one position"
 
     def number(self, one: int, other: int) -> Affine:
@@ -218,6 +232,8 @@ class _Fit:
     def place(self, one: Memory, other: Memory) -> Place:
         if one.storage != other.storage or one.dtype != other.dtype or len(one.sizes) != len(other.sizes):
             raise NotRecordableError("two steps differ in the memory that they use")
+        if other.storage in self.pages:
+            return self.pages[other.storage]
         sizes = tuple(map(self.number, one.sizes, other.sizes))
         strides = tuple(map(self.number, one.strides, other.strides))
         return Place(other.storage, other.dtype, self.number(one.offset, other.offset), sizes, strides)
@@ -369,7 +385,7 @@ def grown_tensors(fitted: FittedStep, period: int) -> list[CacheTensor]:
     appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
     same: dict[tuple[Place, Place], list[StateName]] = {}
     for name, after in fitted.after.items():
-        if name[-1] == PAGES:
+        if is_pages(name):
             continue
         same.setdefault((fitted.before[name], after), []).append(name)
     found = []

@@ -6,7 +6,7 @@ not the whole program. program.py builds the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,14 +65,11 @@ class Lowering:
     Args:
         grown: tensors of the cache to which a step appends, by storage after the step: see `CacheTensor`.
         replaced: tensors of the cache that a step replaces by others of their form, whose memory the program overwrites.
-        pages: storages of a cache's pages, of which a buffer's room counts those of a sequence.
-
     Attributes:
         sized_by_values: whether the size of a result depends on the data, so that a replay may find another than the recorded one.
     """
 
-    def __init__(self, step: FittedStep, grown: Sequence[CacheTensor], replaced: Sequence[StateName], pages: Collection[int]) -> None:
-        self._pages, self._sequences = pages, step.inputs["input_ids"].sizes[0].base
+    def __init__(self, step: FittedStep, grown: Sequence[CacheTensor], replaced: Sequence[StateName]) -> None:
         self._grown = {tensor.after: tensor for tensor in grown}
         self._buffers = {tensor.before for tensor in grown if tensor.before != tensor.after}
         self.storage_bytes = list(step.storage_bytes)
@@ -157,9 +154,7 @@ class Lowering:
             self.nodes.append(Node("call", outputs, list(reads), call.name, payload=(call.target, leaves, call.form)))
 
     def _in_cache(self, leaf: Any) -> Any:
-        """Return where a tensor that the step would allocate for the grown cache is in the cache's buffer; all pages where it has these."""
-        if isinstance(leaf, Place) and leaf.storage in self._pages:
-            return replace(leaf, sizes=(Affine(0, 0, self._sequences), *leaf.sizes[1:]))
+        """Return where a tensor that the step would allocate for the grown cache is in the cache's buffer."""
         grown = self._grown.get(leaf.storage) if isinstance(leaf, Place) else None
         return leaf if grown is None else grown.translated(leaf)
 

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.custom_ops import without_dispatch
-from moegraft.operators.decode.cache import PAGES, CacheBuffers, ForeignCacheError, cache_tensors, holder, storage_bytes
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, cache_tensors, holder, is_pages, storage_bytes
 from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, grown_tensors
 from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node, Operand
 from moegraft.operators.decode.native.record import NotRecordableError
@@ -222,10 +222,8 @@ class StepProgram:
         self._period, self._place = period, position % period
         self._grown = grown_tensors(fitted, period)
         grown_names = {name for tensor in self._grown for name in tensor.names}
-        self._pages = [name for name in fitted.before if name[-1] == PAGES]
-        if any(size.slope for name in self._pages for size in fitted.before[name].sizes):
-            raise NotRecordableError("pages were added between the two recordings")
-        others = [name for name in fitted.before if name not in grown_names and name[-1] != PAGES]
+        self._pages = [name for name in fitted.before if is_pages(name)]
+        others = [name for name in fitted.before if name not in grown_names and not is_pages(name)]
         self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
         self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
         for name in self.replaced:
@@ -238,7 +236,7 @@ class StepProgram:
         appends = all(each.added and not each.start_slope and not each.drained for each in self._grown)
         others_stay = not self._states and not self.replaced and not any(count % self._tokens for count in added)
         self.rewinds = bool(self._grown or self._pages) and appends and others_stay
-        self._lowering = Lowering(fitted, self._grown, self.replaced, {fitted.before[name].storage for name in self._pages})
+        self._lowering = Lowering(fitted, self._grown, self.replaced)
         rounded = [node.payload[0].weight_type not in ("float32", "float64") for node in self._nodes("linear", "experts")]
         rounded += [
             place.dtype == torch.int8 for node in self._nodes("paged attention") for place in node.reads if isinstance(place, Place)
@@ -442,7 +440,7 @@ class StepProgram:
                 origins[buffer], tensors[buffer] = _state_memory(*states[storage])
             elif storage in pages:
                 pool, recorded = pages[storage]
-                if (pool.dtype, pool.shape[1]) != (recorded.dtype, recorded.sizes[1].base):
+                if (pool.dtype, *pool.shape) != (recorded.dtype, *(size.at(0, buffers.room) for size in recorded.sizes)):
                     raise ForeignCacheError("a cache has pages of another form than the cache of the recording")
                 tensors[buffer] = storage_bytes(pool)
             else:

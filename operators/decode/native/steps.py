@@ -145,9 +145,9 @@ class NativePrograms(StepReplay):
         regime = self._boundaries.regime(position, position + ids.shape[1])
         if conditions is None or regime is None:
             return None
-        constants = getattr(cache, "serial", None)  # of caches in pages, whose pool or table programs rely on
+        pages = cache.serial if isinstance(cache, PagedCache) else None  # whose pool is a constant of its programs
         held = tuple((type(layer), past_tokens(layer) if ids.shape[1] > 1 else 0) for layer in layers)
-        kind = shapes, tuple(settings.items()), full, regime, held, conditions, constants
+        kind = shapes, tuple(settings.items()), full, regime, held, conditions, pages
         return Step(kind, cache, inputs, settings, position, self._boundaries.period)
 
     def _conditions(self, model: PreTrainedModel) -> object | None:
