@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -87,55 +86,53 @@ void store_integers(const std::int64_t* values, ElementType type, std::byte* p, 
 }
 
 struct Function {
+  const char* name;
   Elementwise code;
   int arguments;
 };
 
-const std::map<std::string, Function>& functions() {
-  using E = Elementwise;
-  static const std::map<std::string, Function> known = {
-      {"copy", {E::kCopy, 1}},
-      {"neg", {E::kNeg, 1}},
-      {"abs", {E::kAbs, 1}},
-      {"exp", {E::kExp, 1}},
-      {"log", {E::kLog, 1}},
-      {"log1p", {E::kLog1p, 1}},
-      {"sin", {E::kSin, 1}},
-      {"cos", {E::kCos, 1}},
-      {"sqrt", {E::kSqrt, 1}},
-      {"rsqrt", {E::kRsqrt, 1}},
-      {"reciprocal", {E::kReciprocal, 1}},
-      {"sigmoid", {E::kSigmoid, 1}},
-      {"silu", {E::kSilu, 1}},
-      {"gelu", {E::kGelu, 1}},
-      {"gelu_tanh", {E::kGeluTanh, 1}},
-      {"relu", {E::kRelu, 1}},
-      {"tanh", {E::kTanh, 1}},
-      {"floor", {E::kFloor, 1}},
-      {"sign", {E::kSign, 1}},
-      {"not", {E::kNot, 1}},
-      {"add", {E::kAdd, 2}},
-      {"sub", {E::kSub, 2}},
-      {"mul", {E::kMul, 2}},
-      {"div", {E::kDiv, 2}},
-      {"maximum", {E::kMaximum, 2}},
-      {"minimum", {E::kMinimum, 2}},
-      {"pow", {E::kPow, 2}},
-      {"floor_div", {E::kFloorDiv, 2}},
-      {"eq", {E::kEq, 2}},
-      {"ne", {E::kNe, 2}},
-      {"lt", {E::kLt, 2}},
-      {"le", {E::kLe, 2}},
-      {"gt", {E::kGt, 2}},
-      {"ge", {E::kGe, 2}},
-      {"and", {E::kAnd, 2}},
-      {"or", {E::kOr, 2}},
-      {"xor", {E::kXor, 2}},
-      {"where", {E::kWhere, 3}},
-      {"softplus", {E::kSoftplus, 3}},
-  };
-  return known;
-}
+// Not a map of strings, which takes much longer to compile.
+constexpr Function kFunctions[] = {
+    {"copy", Elementwise::kCopy, 1},
+    {"neg", Elementwise::kNeg, 1},
+    {"abs", Elementwise::kAbs, 1},
+    {"exp", Elementwise::kExp, 1},
+    {"log", Elementwise::kLog, 1},
+    {"log1p", Elementwise::kLog1p, 1},
+    {"sin", Elementwise::kSin, 1},
+    {"cos", Elementwise::kCos, 1},
+    {"sqrt", Elementwise::kSqrt, 1},
+    {"rsqrt", Elementwise::kRsqrt, 1},
+    {"reciprocal", Elementwise::kReciprocal, 1},
+    {"sigmoid", Elementwise::kSigmoid, 1},
+    {"silu", Elementwise::kSilu, 1},
+    {"gelu", Elementwise::kGelu, 1},
+    {"gelu_tanh", Elementwise::kGeluTanh, 1},
+    {"relu", Elementwise::kRelu, 1},
+    {"tanh", Elementwise::kTanh, 1},
+    {"floor", Elementwise::kFloor, 1},
+    {"sign", Elementwise::kSign, 1},
+    {"not", Elementwise::kNot, 1},
+    {"add", Elementwise::kAdd, 2},
+    {"sub", Elementwise::kSub, 2},
+    {"mul", Elementwise::kMul, 2},
+    {"div", Elementwise::kDiv, 2},
+    {"maximum", Elementwise::kMaximum, 2},
+    {"minimum", Elementwise::kMinimum, 2},
+    {"pow", Elementwise::kPow, 2},
+    {"floor_div", Elementwise::kFloorDiv, 2},
+    {"eq", Elementwise::kEq, 2},
+    {"ne", Elementwise::kNe, 2},
+    {"lt", Elementwise::kLt, 2},
+    {"le", Elementwise::kLe, 2},
+    {"gt", Elementwise::kGt, 2},
+    {"ge", Elementwise::kGe, 2},
+    {"and", Elementwise::kAnd, 2},
+    {"or", Elementwise::kOr, 2},
+    {"xor", Elementwise::kXor, 2},
+    {"where", Elementwise::kWhere, 3},
+    {"softplus", Elementwise::kSoftplus, 3},
+};
 
 bool has_integer_form(Elementwise code) {
   switch (code) {
@@ -666,8 +663,8 @@ class RotaryOperation final : public SmallOperation {
 
 std::unique_ptr<SmallOperation> make_small_operation(const std::string& name, std::vector<Operand> operands, std::vector<double> numbers) {
   if (operands.empty() || operands.size() > kMostOperands) refuse("a small operation has 1 to 4 operands");
-  const auto found = functions().find(name);
-  if (found != functions().end()) return std::make_unique<ElementwiseOperation>(found->second, std::move(operands));
+  for (const Function& function : kFunctions)
+    if (name == function.name) return std::make_unique<ElementwiseOperation>(function, std::move(operands));
   if (name == "softmax") return std::make_unique<SoftmaxOperation>(std::move(operands));
   if (name == "sum") return std::make_unique<ReduceOperation>(Reduction::kSum, std::move(operands));
   if (name == "mean") return std::make_unique<ReduceOperation>(Reduction::kMean, std::move(operands));

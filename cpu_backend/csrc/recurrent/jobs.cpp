@@ -1,4 +1,5 @@
 // The loops for the least of a machine's CPUs are compiled here, and the checks of operands.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -50,6 +51,38 @@ void require_past(const std::vector<StridedView>& past, std::int64_t tokens, con
 }
 
 float number(double value) { return static_cast<float>(value); }
+
+// Of a unit of the convolution: writes the columns up to earlier tokens, and moves the state's columns on by the tokens of x.
+template <class Element>
+void shift_columns(const ShortConvArgs& args, std::int64_t unit) {
+  const std::int64_t all = args.x.sizes[1], blocks = (all + kConvChannels - 1) / kConvChannels;
+  const std::int64_t sequence = unit / blocks, channel = unit % blocks * kConvChannels;
+  const auto channels = static_cast<int>(std::min<std::int64_t>(all - channel, kConvChannels));
+  const auto past = static_cast<std::int64_t>(args.past.size());
+  for (std::int64_t p = 0; p < past; ++p) {
+    const StridedView& kept = args.past[static_cast<std::size_t>(p)];
+    const std::int64_t columns = kept.sizes[2], first = args.x.sizes[2] - past + p - columns;  // of x; below 0: of the state
+    for (int c = 0; c < channels; ++c)
+      for (std::int64_t column = 0; column < columns; ++column) {
+        const std::int64_t at = first + column;
+        Element value = 0;
+        if (at >= 0) std::memcpy(&value, args.x.at(sequence, channel + c, at), sizeof value);
+        else if (args.state) std::memcpy(&value, args.state.at(sequence, channel + c, columns + at), sizeof value);
+        std::memcpy(kept.at(sequence, channel + c, column), &value, sizeof value);
+      }
+  }
+  if (!args.state) return;
+  const std::int64_t columns = args.state.sizes[2], tokens = args.x.sizes[2], kept = std::max<std::int64_t>(columns - tokens, 0);
+  const std::int64_t step = args.state.strides[2], x_step = args.x.strides[2];
+  auto* state = reinterpret_cast<Element*>(args.state.at(sequence, channel));
+  const auto* x = reinterpret_cast<const Element*>(args.x.at(sequence, channel)) + (tokens - columns + kept) * x_step;
+  for (int c = 0; c < channels; ++c, state += args.state.strides[1], x += args.x.strides[1]) {
+    Element* to = state;
+    for (std::int64_t column = 0; column < kept; ++column, to += step) *to = to[tokens * step];
+    const Element* from = x;
+    for (std::int64_t column = kept; column < columns; ++column, to += step, from += x_step) *to = *from;
+  }
+}
 
 }  // namespace
 
@@ -173,8 +206,12 @@ void RecurrentJob::run(int worker) noexcept {
   int count = 0;
   for (int unit = phase_.take(worker); unit >= 0; unit = phase_.take(worker), ++count) {
     if (rule_ == Rule::kDelta) loops_.delta_rule(kernels_, delta_, unit);
-    else if (rule_ == Rule::kConv) loops_.short_conv(kernels_, conv_, unit);
-    else loops_.selective_scan(kernels_, scan_, unit);
+    else if (rule_ == Rule::kScan) loops_.selective_scan(kernels_, scan_, unit);
+    else {
+      loops_.short_conv(kernels_, conv_, unit);
+      if (conv_.x.type == ActivationType::kFloat32) shift_columns<std::uint32_t>(conv_, unit);
+      else shift_columns<std::uint16_t>(conv_, unit);
+    }
   }
   phase_.finish(count);
   phase_.wait();

@@ -193,8 +193,8 @@ void delta_rule(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t 
 constexpr int kConvTokens = 16;  // a cache line of a channel's tokens in float32
 
 // Rows of tokens by channels, from tensors in which either are adjacent.
-inline void load_rows(const Kernels& kernels, const StridedView& x, std::int64_t sequence, std::int64_t channel, int channels,
-                      std::int64_t token, int tokens, float (*rows)[kConvChannels]) {
+__attribute__((noinline)) void load_rows(const Kernels& kernels, const StridedView& x, std::int64_t sequence, std::int64_t channel,
+                                         int channels, std::int64_t token, int tokens, float (*rows)[kConvChannels]) {
   if (x.strides[1] == 1) {
     for (int t = 0; t < tokens; ++t) kernels.widen(x.type, x.at(sequence, channel, token + t), rows[t], channels);
     return;
@@ -203,33 +203,6 @@ inline void load_rows(const Kernels& kernels, const StridedView& x, std::int64_t
     const std::byte* source = x.at(sequence, channel + c, token);
     const std::int64_t step = x.strides[2] * static_cast<std::int64_t>(element_bytes(x.type));
     for (int t = 0; t < tokens; ++t) rows[t][c] = one(x.type, source + t * step);
-  }
-}
-
-// Writes the columns up to earlier tokens, and moves the state's columns on by the tokens of x.
-template <class Element>
-void shift_columns(const ShortConvArgs& args, std::int64_t sequence, std::int64_t channel, int channels) {
-  const auto past = static_cast<std::int64_t>(args.past.size());
-  for (std::int64_t p = 0; p < past; ++p) {
-    const StridedView& kept = args.past[static_cast<std::size_t>(p)];
-    const std::int64_t columns = kept.sizes[2], first = args.x.sizes[2] - past + p - columns;  // of x; below 0: of the state
-    for (int c = 0; c < channels; ++c)
-      for (std::int64_t column = 0; column < columns; ++column) {
-        const std::int64_t at = first + column;
-        Element value = 0;
-        if (at >= 0) std::memcpy(&value, args.x.at(sequence, channel + c, at), sizeof value);
-        else if (args.state) std::memcpy(&value, args.state.at(sequence, channel + c, columns + at), sizeof value);
-        std::memcpy(kept.at(sequence, channel + c, column), &value, sizeof value);
-      }
-  }
-  if (!args.state) return;
-  const std::int64_t columns = args.state.sizes[2], tokens = args.x.sizes[2], kept = columns > tokens ? columns - tokens : 0;
-  for (int c = 0; c < channels; ++c) {
-    auto* const state = reinterpret_cast<Element*>(args.state.at(sequence, channel + c));
-    const auto* const x = reinterpret_cast<const Element*>(args.x.at(sequence, channel + c));
-    const std::int64_t step = args.state.strides[2];
-    for (std::int64_t column = 0; column < kept; ++column) state[column * step] = state[(column + tokens) * step];
-    for (std::int64_t column = kept; column < columns; ++column) state[column * step] = x[(column + tokens - columns) * args.x.strides[2]];
   }
 }
 
@@ -263,9 +236,6 @@ void short_conv(const Kernels& kernels, const ShortConvArgs& args, std::int64_t 
     }
     std::memmove(rows, rows + count, sizeof rows[0] * static_cast<std::size_t>(kept));
   }
-  if (!args.state && args.past.empty()) return;
-  if (args.x.type == ActivationType::kFloat32) shift_columns<std::uint32_t>(args, sequence, channel, channels);
-  else shift_columns<std::uint16_t>(args, sequence, channel, channels);
 }
 
 // ---- the selective scan

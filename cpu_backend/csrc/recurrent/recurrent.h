@@ -95,7 +95,7 @@ struct SelectiveScanArgs {
   void check() const;
 };
 
-// By instruction set; `kernels` converts rows.
+// By instruction set; `kernels` converts rows. The convolution's leave its states to jobs.cpp, where moving them is compiled once.
 struct RecurrentKernels {
   void (*delta_rule)(const Kernels& kernels, const DeltaRuleArgs& args, std::int64_t unit);
   void (*short_conv)(const Kernels& kernels, const ShortConvArgs& args, std::int64_t unit);

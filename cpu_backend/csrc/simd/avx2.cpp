@@ -15,7 +15,7 @@ struct Avx2 {
   static constexpr int kFloatTokens = 6;    // for half a block: 12 sums, 2 weights and a broadcast in 16 registers
   static constexpr bool kSignedBytes = true, kAddsShorts = true;
   static constexpr int kFewTokens = 2;  // with 2, sums in memory take 1.15 of the time (Sapphire Rapids)
-  static constexpr int kUnrolledByteTokens = 1, kUnrolledTokens = 1;
+  static constexpr int kUnrolledByteTokens = 0, kUnrolledTokens = 0;
   static constexpr int kWholeTokens = 1;  // a single token reads each line once, in order
   static constexpr int kDotRows = 2;  // by 4 tokens, for half the lanes: 8 sums and 2 rows
   static constexpr int kDotTokens = 4;

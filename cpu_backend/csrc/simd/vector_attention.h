@@ -241,10 +241,10 @@ inline typename T::I load_codes(const std::byte* p, int columns) {
   return T::flip_signs(columns < 4 * T::kWidth ? T::load_half(p) : T::load_int(p));
 }
 
-// As score_pairs, by products of bytes.
-template <class T, int N>
+// As score_pairs, by products of bytes, for three rows or more.
+template <class T, int N = kAttentionRows>
 void score_bytes(const ScoreArgs& args) {
-  if constexpr (N > 1) {
+  if constexpr (N > 4) {
     if (args.rows <= fewer(N)) return score_bytes<T, fewer(N)>(args);
   }
   using F = typename T::F;
@@ -333,7 +333,7 @@ void score_few_codes(const ScoreArgs& args) {
 template <class T>
 void score_codes(const ScoreArgs& args) {
   if (args.rows <= 2) score_few_codes<T>(args);
-  else score_bytes<T, kAttentionRows>(args);
+  else score_bytes<T>(args);
 }
 
 // Of mix_pairs: products of bfloat16, or of integers of 16 bits, to which codes are widened.
@@ -353,35 +353,29 @@ struct CodePairs {
   static Sum dot(Sum sum, typename T::I a, typename T::I b) { return T::add_shorts(sum, a, b); }
 };
 
-// Rounds shares times the scales of their values to integers of 16 bits beside the largest of a row, with zeros behind them.
-template <class T, int N>
-inline void narrow_to_shorts(const MixArgs& args, const RowIndexes<N>& rows, std::uint16_t (&shorts)[N][kPairKeys + T::kWidth],
-                             float (&share_scales)[N]) {
+// Rounds a row's shares times the scales of their values to integers of 16 bits, with zeros behind them, and returns the scale of these. In
+// line, it would be compiled for each row of each number of them.
+template <class T>
+__attribute__((noinline)) float narrow_to_shorts(const float* shares, const float* scales, int count, std::uint16_t* shorts) {
   using F = typename T::F;
   constexpr int W = T::kWidth;
-  F scales[kPairKeys / W + 1];
-  const int vectors = args.count / W + 1;
-  const auto part = [&](const float* values, int v) {
-    const int left = args.count - v * W;
-    return left >= W ? T::load(values + v * W) : left > 0 ? load_first<T>(values + v * W, left) : T::zero();
-  };
-  for (int v = 0; v < vectors; ++v) scales[v] = part(args.scales, v);
-#pragma GCC unroll 8
-  for (int r = 0; r < N; ++r) {
-    const float* const row = args.shares + rows.of[r] * args.share_stride;
-    F products[kPairKeys / W + 1];
-    F most = T::zero();
-    bool finite = true;
-    for (int v = 0; v < vectors; ++v) {
-      products[v] = T::mul(part(row, v), scales[v]);
-      most = T::max(most, products[v]);
-      finite = finite && T::all_finite(products[v]);
-    }
-    const float bound = finite ? T::reduce_max(most) : __builtin_nanf("");
-    const F inverse = T::set(bound > 1e-33f ? 32767.0f / bound : 0.0f);  // finite
-    share_scales[r] = bound * (1.0f / 32767.0f);
-    for (int v = 0; v < vectors; ++v) T::store_shorts(shorts[r] + v * W, T::round_to_int(T::mul(products[v], inverse)));
+  const int vectors = count / W + 1;
+  F products[kPairKeys / W + 1];
+  F most = T::zero();
+  bool finite = true;
+  for (int v = 0; v < vectors; ++v) {
+    const int left = count - v * W;
+    const auto part = [&](const float* values) {
+      return left >= W ? T::load(values + v * W) : left > 0 ? load_first<T>(values + v * W, left) : T::zero();
+    };
+    products[v] = T::mul(part(shares), part(scales));
+    most = T::max(most, products[v]);
+    finite = finite && T::all_finite(products[v]);
   }
+  const float bound = finite ? T::reduce_max(most) : __builtin_nanf("");
+  const F inverse = T::set(bound > 1e-33f ? 32767.0f / bound : 0.0f);  // finite
+  for (int v = 0; v < vectors; ++v) T::store_shorts(shorts + v * W, T::round_to_int(T::mul(products[v], inverse)));
+  return bound * (1.0f / 32767.0f);
 }
 
 template <class T>
@@ -404,9 +398,11 @@ void mix_pairs(const MixArgs& args) {
   const RowIndexes<N> rows(args.rows);
   alignas(64) std::uint16_t shares[N][kPairKeys + W];
   float share_scales[N];
-  if constexpr (kBytes == 1) narrow_to_shorts<T>(args, rows, shares, share_scales);
-  else
-    for (int r = 0; r < N; ++r) narrow_to_bf16<T>(args.shares + rows.of[r] * args.share_stride, args.count, shares[r]);
+  for (int r = 0; r < N; ++r) {
+    const float* const row = args.shares + (r < args.rows ? r : args.rows - 1) * args.share_stride;
+    if constexpr (kBytes == 1) share_scales[r] = narrow_to_shorts<T>(row, args.scales, args.count, shares[r]);
+    else narrow_to_bf16<T>(row, args.count, shares[r]);
+  }
   for (int d = 0; d < args.dim; d += 2 * W) {
     typename Pairs<T>::Sum first[N], second[N];
 #pragma GCC unroll 8

@@ -136,9 +136,9 @@ constexpr Float8Blocks kFloat8Blocks = {Derived<Coded>::kGroups, Derived<Coded>:
 constexpr int kMostFloat8Groups = 8;
 
 // FP8 weights, whose products are in float: 2^120 times too small, of activations that are 2^40 times too large, so that a product is exact
-// unless it is below 2^-45. The scale makes up for both.
+// unless it is below 2^-45. The scale makes up for both. GCC would compile a clone for each format.
 template <class T, int V, int N>
-inline void tile_float8(const TileArgs& args, const Float8Blocks& form, int first_vector) {
+__attribute__((noinline, noclone)) void tile_float8(const TileArgs& args, const Float8Blocks& form, int first_vector) {
   using F = typename T::F;
   constexpr int kSums = kFloat8Sums<T>;
   F sums[N][V] = {};
