@@ -52,7 +52,7 @@ class MoegraftConfig(QuantizationConfigMixin):
         threads: CPU threads of the operators; 0: one for each physical core this process may use, less up to two that GPUs need.
 
     Raises:
-        UnsupportedModelError: an unknown argument.
+        UnsupportedModelError: an unknown argument, or rules that are none.
     """
 
     def __init__(
@@ -65,6 +65,9 @@ class MoegraftConfig(QuantizationConfigMixin):
     ) -> None:
         if unknown:
             raise UnsupportedModelError(f"MoegraftConfig has no argument {', '.join(sorted(unknown))}: it has rules, vars and threads")
+        if not isinstance(rules, str | os.PathLike | Mapping):
+            named = type(rules).__name__
+            raise UnsupportedModelError(f"MoegraftConfig: rules are a path, the name of shipped ones or a mapping, not of type {named}")
         self.quant_method = METHOD  # type: ignore[assignment] # a registered name, which is none of transformers' own
         self.rules = dict(rules) if isinstance(rules, Mapping) else os.fspath(rules)
         self.vars = None if vars is None else dict(vars)

@@ -186,9 +186,10 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def decoded_logits_of(model: PreTrainedModel, ids: torch.Tensor, loss: DecodeLoss) -> torch.Tensor:
     """Return the logits (T, V) of `ids (T,)`, on the CPU, in passes of decoding that have `loss`."""
-    rows, cache = [], None
-    injection = injection_of(model)
+    injection, rows = injection_of(model), []
     assert injection is not None, "verify asks for an injected model"
+    operator = injection.model_operator
+    cache = None if operator is None else operator.new_cache(model)
     with torch.inference_mode(), nullcontext() if loss.settings is None else injection.context.draft_switch.drafting(loss.settings):
         for tokens in ids.to(model.device).split(loss.tokens):
             outputs = model(input_ids=tokens[None], use_cache=True, **{CACHE: cache})

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import CACHE, ModelOperator, Operator, Traits, call_arguments
+from moegraft.operators.base import CACHE, DecodeLoss, ModelOperator, Operator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
@@ -25,6 +25,7 @@ from moegraft.operators.structure import counts_cached_tokens, is_attention
 Backend = Literal["hqq", "fp8", "native"]
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
+_READ_AT_ONCE = 8  # tokens of a pass by which the loss is measured, all of which read the earlier ones from the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class QuantizedKvCache(ModelOperator):
 
     @classmethod
     def traits(cls, options: QuantizedKvCacheOptions) -> Traits:
-        return Traits("", cache_form=lambda config: options.storage(config).form())
+        loss = DecodeLoss(f"keys and values are read in {options.bits} bits by {options.backend}", _READ_AT_ONCE)
+        return Traits("", cache_form=lambda config: options.storage(config).form(), decode_loss=loss)
 
     def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
         if (reason := self._storage.wrong_operators(model, operators)) is not None:

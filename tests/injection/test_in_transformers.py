@@ -465,6 +465,8 @@ def test_mistakes_end_before_a_file_is_looked_for(given: dict[str, Any], error: 
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no argument rule:"):
         MoegraftConfig(rule="cpu")
+    with pytest.raises(UnsupportedModelError, match="a mapping, not of type int"):
+        MoegraftConfig(rules=3)  # type: ignore[arg-type]
 
 
 def test_what_from_pretrained_cannot_do_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:

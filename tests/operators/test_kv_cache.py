@@ -23,9 +23,12 @@ from transformers.cache_utils import QuantizedCache, QuantizedLayer
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.chat.conversation import SavedChat, read_chat, write_chat
 from moegraft.injection.cli.chat.prompt_cache import PromptCache, read_ahead
+from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import new_cache
+from moegraft.injection.meta_model import find_model
 from moegraft.injection.planning import plan
 from moegraft.injection.rules import RuleErrors, read_rules
+from moegraft.injection.verify import verify
 from moegraft.operators import kv_cache as kv_options
 from moegraft.operators.cache_form import QuantisedForm, kv_cache
 from moegraft.operators.decode.coded_cache import CodedCache
@@ -219,6 +222,22 @@ def test_a_conversation_over_codes_goes_on_where_it_changed(model_type: str, loa
     cache, reused = shared.take(changed[0].tolist())
     assert isinstance(cache, CodedCache) and reused == (292 if model_type == "qwen3_next" else 310)  # states: from a checkpoint
     assert torch.equal(answer(model, ids=changed, past_key_values=cache).sequences, answer(model, ids=changed).sequences)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_verify_prices_the_cache(backend: str, tmp_path: Path) -> None:
+    path, found = tmp_path / "rules.yaml", {}
+    for options in (None, *(f"backend: {backend}, bits: {bits}" for bits in kv_options.STORAGES[backend].bits)):  # type: ignore[index]
+        rules = "" if options is None else f"rules:\n{RULE.format(options=options)}"
+        path.write_text(f"version: 1\nextends: cpu-exact\n{rules}")
+        model = optimize_and_load(demo_path(), path, dtype=torch.float32, progress=False, threads=1)
+        found[options] = verify(model, find_model(str(demo_path())), prompt(200, batch=1, seed=3)[0])
+        assert found[options].ok
+        if options is not None:
+            assert "lossy: keys and values are read in" in model.moegraft.plan.notices[0].message
+    exact, *losses = (each.logits.kl_nats for each in found.values())
+    assert exact < 1e-6 and all(loss > 3 * exact for loss in losses)
+    assert losses == sorted(losses, reverse=True)  # the fewer bits, the more
 
 
 def test_codes_can_be_cropped_and_copied(load) -> None:  # type: ignore[no-untyped-def]
