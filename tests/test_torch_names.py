@@ -59,6 +59,7 @@ SINCE = {
     "torch.overrides.TorchFunctionMode": "2.4",
     "torch.utils._python_dispatch": "2.4",
     "torch.utils._python_dispatch.TorchDispatchMode": "2.4",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "2.4",
     "torch.utils._pytree.TreeSpec": "2.4",
     "torch.utils._pytree.tree_flatten": "2.4",
     "torch.utils._pytree.tree_leaves": "2.4",

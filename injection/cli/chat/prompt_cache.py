@@ -273,7 +273,8 @@ class PromptCache:
         return fixed and not isinstance(cache, QuantizedCache) and self._why_not_reused(cache) is None
 
     def _why_not_reused(self, cache: Any) -> str | None:
-        if type(cache) is not DynamicCache and not any(isinstance(layer, LayerInPages) for layer in cache.layers):
+        coded = isinstance(cache, Cache) and any(isinstance(layer, LayerInPages) for layer in cache.layers)
+        if type(cache) is not DynamicCache and not coded:
             return f"a cache of {type(cache).__name__} cannot be kept"
         if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
             return "its cache does not count tokens"
