@@ -8,7 +8,7 @@
     python benchmarks/cpu_model.py --model gpt-oss-20b --layers 4 --weights mxfp4
     python benchmarks/cpu_model.py --model deepseek-v2-lite --layers 4 --weights q4_k iq3_s
     python benchmarks/cpu_model.py --layers 2 --weights all --contexts 8 --sampled --prompts 8 512 --beside llama.cpp ik_llama.cpp-rtr
-                                                                              # every type of a file, as `cpu_formats.csv`
+                                                        # every type of a file; two layers are those of `cpu_formats.csv`
     python benchmarks/cpu_model.py --layers 12 --weights int4 --vocabulary 151936 --contexts 512 --prompts    # sampling from Qwen3's
     python benchmarks/cpu_model.py --model qwen3-next --layers 4 --weights int8 --beside stock llama.cpp    # and granite-4-h
 
@@ -54,6 +54,7 @@ from harness.whole_models import (
     stock,
 )
 
+FORMATS_LAYERS = 2
 PRODUCTS = 5  # whose median time is the limit of arithmetic
 LOGITS_AFTER = (2, 4, 8, 12, 24)  # tokens; rounding of activations sends some of them to other experts, hence the median
 LOGITS_LIMIT = {"stock": 0.3}  # relative difference of the two providers' logits; stock's weights are not rounded, those of others are
@@ -151,7 +152,7 @@ def main() -> None:
     about = {"model": given.model, "layers": config.num_hidden_layers, "hardware": hardware()}
     keys = ("model", "layers", "weights", "beside", "phase", "hardware")
     packages = ("torch", "transformers", "llama-cpp-python", "ik-llama-cpp-python")
-    rows = Recorder("cpu_formats" if "all" in given.weights else "cpu_model", packages, replaces=keys, write=given.write)
+    rows = Recorder("cpu_formats" if given.layers == FORMATS_LAYERS else "cpu_model", packages, replaces=keys, write=given.write)
     for weights in TYPES if "all" in given.weights else given.weights:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -166,10 +167,15 @@ def main() -> None:
             our_opener: Opener = (ours, folder, cpu_rules(weights) if weights in CHOSEN else "extends: cpu\n")
             for name in given.beside:
                 opened: dict[str, Opener] = {f"ours-{weights}": our_opener, f"{name}-{weights}": (PEERS[name], folder)}
-                error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT.get(name, 0.15)), 4)
+                found = {**about, "weights": weights, "beside": name}
+                try:
+                    error = round(check_logits(opened, LOGITS_AFTER, LOGITS_LIMIT.get(name, 0.15)), 4)
+                except PeerFailed as failed:
+                    rows.add({**found, "phase": next(iter(phases)), "rounds": given.rounds, "failure": str(failed)})
+                    continue
                 with busy(given.busy):
                     for row in measure(opened, given.rounds, phases, limits):
-                        rows.add({**about, "weights": weights, "beside": name, "logits_error": error, **row})
+                        rows.add({**found, "logits_error": error, **row})
 
 
 if __name__ == "__main__":
