@@ -69,7 +69,9 @@ class CodedLayer(LayerInPages):
         self.tokens = 0
         self.gathers = False
         self._pages = pages
-        self._held = torch.zeros(0, dtype=torch.int64)  # an underscore: what each pass makes anew is no state of the cache to programs
+        self._held = torch.zeros(
+            0, dtype=torch.int64
+        )  # an underscore: programs take it for no state of the cache, as each pass makes its own
 
     @property
     def held(self) -> torch.Tensor:  # type: ignore[override] # not to be set

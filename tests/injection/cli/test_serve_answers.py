@@ -426,11 +426,11 @@ def test_an_answer_of_a_form_may_be_calls(loaded: LoadedModel, template: Any, ca
             reply = server.client().chat.completions.create(
                 model="scripted", messages=turns, tools=[WEATHER], response_format=form, max_tokens=300, stream=stream
             )
-            said = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
-            calls = [called for each in said for called in each.tool_calls or []]
+            messages = [chunk.choices[0].delta for chunk in reply] if stream else [reply.choices[0].message]
+            calls = [called for each in messages for called in each.tool_calls or []]
             assert [called.function.name for called in calls] == expected
             assert all(json.loads(called.function.arguments) == {"city": "Rome"} for called in calls)
-            assert "".join(each.content or "" for each in said) == ("" if expected else WROTE)
+            assert "".join(each.content or "" for each in messages) == ("" if expected else WROTE)
             given = [{"id": str(place), "type": "function", "function": called.function.model_dump()} for place, called in enumerate(calls)]
             turns += [{"role": "assistant", "content": None, "tool_calls": given}]
             turns += [{"role": "tool", "tool_call_id": each["id"], "content": "7"} for each in given]
