@@ -169,12 +169,12 @@ class VisibleKeys {
   }
   // The range of keys that includes all keys visible to a KV head's rows [first_row, end_row).
   KeySpan seen_by(const AttentionArgs& args, int batch, int kv_head, int first_row, int end_row) const;
-  // Runs one step of a query's online softmax over raw scores of `keys`, padded to a multiple of 16, without masked keys. Returns the
+  // Runs one step of a query's online softmax over raw scores of `keys`, padded to a multiple of 32, without masked keys. Returns the
   // factor for earlier sums.
   float softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys, SoftmaxArgs& softmax) const;
 
  private:
-  void hide(const AttentionArgs& args, const QueryRow& row, KeySpan keys, float* scores) const;
+  void hide(const AttentionArgs& args, const QueryRow& row, KeySpan keys, const SoftmaxArgs& softmax) const;
 
   int heads_ = 1;
   int queries_ = 0;

@@ -187,7 +187,8 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
         for (int r = 0; r < some; ++r)
           for (int i = r * kKeys; i < r * kKeys + keys.count; ++i) scores[i] += tails[i];
       for (int r = row; r < row + some; ++r) {
-        SoftmaxArgs softmax{scores + (r - row) * kKeys, round_up(keys.count, 16), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
+        float* of_row = scores + (r - row) * kKeys;
+        SoftmaxArgs softmax{of_row, kGroup, of_row, round_up(keys.count, kGroup), 1.0f, 0.0f, sums.largest[r], sums.sum[r]};
         const float factor = visible_.softmax(kernels_.attention, args_, query_row(args_, batch, kv_head, r), keys, softmax);
         sums.largest[r] = softmax.largest;
         sums.sum[r] = softmax.sum;

@@ -31,14 +31,15 @@ void pack_rows(const std::byte* source, std::ptrdiff_t stride_bytes, int rows, i
 }  // namespace
 
 struct AttentionTilesJob::Worker {
-  float* widened;           // (padded dim or chunk keys,)
+  float* widened;           // (padded dim or chunk keys,): one row at a time, of queries, keys or shares
   std::uint32_t* queries;   // records of the unit's rows, tile by tile
   std::uint32_t* shares;    // records of a tile's softmax over a chunk
-  float* scores;            // (tile rows, chunk keys)
+  float* scores;            // (chunk keys / 32, tile rows, 32)
   float* sums;              // (unit rows, padded value_dim)
   float* largest;           // (unit rows,)
   float* sum;               // (unit rows,)
   float* tile;              // (tile rows, 32)
+  float* factors;           // (tile rows,) for the sums of earlier chunks
   std::byte* rows;          // (32, padded dim) of the queries' type
   ExpandedWeights* expanded;
 };
@@ -81,7 +82,7 @@ AttentionTilesJob::AttentionTilesJob(const Kernels& kernels, const AttentionArgs
 
 std::size_t AttentionTilesJob::worker_bytes() const {
   const auto query_words = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_dim());
-  const auto tile_floats = static_cast<std::size_t>(tile_rows_) * (2 * kChunkKeys + kBlockRows);
+  const auto tile_floats = static_cast<std::size_t>(tile_rows_) * (2 * kChunkKeys + kBlockRows + 1);
   const auto sums = static_cast<std::size_t>(unit_rows_) * static_cast<std::size_t>(args_.padded_value_dim() + 2);
   const auto rows = args_.coded() ? static_cast<std::size_t>(kBlockRows) * static_cast<std::size_t>(widest()) : 0;
   return sizeof(float) * (static_cast<std::size_t>(std::max(widest(), kChunkKeys)) + query_words + tile_floats + sums + rows);
@@ -103,6 +104,7 @@ AttentionTilesJob::Worker AttentionTilesJob::worker_of(int worker) const {
   mine.shares = reinterpret_cast<std::uint32_t*>(take(tile * kChunkKeys));
   mine.scores = take(tile * kChunkKeys);
   mine.tile = take(tile * kBlockRows);
+  mine.factors = take(tile);
   mine.sums = take(rows * static_cast<std::size_t>(args_.padded_value_dim()));
   mine.largest = take(rows);
   mine.sum = take(rows);
@@ -273,47 +275,50 @@ void AttentionTilesJob::encode_queries(const Rows& rows, Worker& mine) {
 void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, Worker& mine) {
   const auto place =
       static_cast<std::size_t>(first_chunks_[static_cast<std::size_t>(rows.batch)] + rows.kv_head * chunks_of(rows.batch) + chunk);
-  const KeySpan keys = {chunk * kChunkKeys, std::min(kChunkKeys, args_.keys_of(rows.batch) - chunk * kChunkKeys)};
   const KeySpan seen = visible_.seen_by(args_, rows.batch, rows.kv_head, rows.first + first, rows.first + first + count);
-  if (seen.first >= keys.first + keys.count || seen.first + seen.count <= keys.first) return;
-  const SegmentProduct scores = product_of(args_.padded_dim(), count);
-  const std::byte* block = keys_ + key_bytes_ * place;
-  for (int key = 0; key < keys.count; key += kBlockRows, block += block_bytes(weights_, args_.dim)) {
-    scores.multiply(block, block, false, mine.queries + static_cast<std::size_t>(first) * query_words_, mine.tile, *mine.expanded);
-    for (int index = 0; index < scores.tiling().count(); ++index) {
-      const Tile tile = scores.tiling()[index];
-      for (int i = 0; i < tile.tokens; ++i)
-        std::memcpy(mine.scores + (tile.first + i) * kChunkKeys + key, mine.tile + (scores.first_row(index) + i) * kBlockRows,
-                    sizeof(float) * kBlockRows);
-    }
-  }
+  const int start = chunk * kChunkKeys, end = std::min({start + kChunkKeys, args_.keys_of(rows.batch), seen.first + seen.count});
+  // In front of the first visible key and behind the last, whole groups are left out.
+  const int before = std::max(0, seen.first - start) / kGroup * kGroup;
+  const KeySpan keys = {start + before, end - start - before};
+  if (keys.count <= 0) return;
+  const int groups = (keys.count + kGroup - 1) / kGroup;
+  const SegmentProduct scores = product_of(args_.padded_dim(), count), mix = product_of(groups * kGroup, count);
+  const std::size_t block_floats = static_cast<std::size_t>(tile_rows_) * kBlockRows;
+  const std::byte* block = keys_ + key_bytes_ * place + block_bytes(weights_, args_.dim) * static_cast<std::size_t>(before / kBlockRows);
+  for (int group = 0; group < groups; ++group, block += block_bytes(weights_, args_.dim))
+    scores.multiply(block, block, false, mine.queries + static_cast<std::size_t>(first) * query_words_,
+                    mine.scores + block_floats * static_cast<std::size_t>(group), *mine.expanded);
   const int value_dim = args_.padded_value_dim();
-  const SegmentProduct mix = product_of(round_up(keys.count, kGroup), count);
   for (int index = 0; index < mix.tiling().count(); ++index) {
     const Tile tile = mix.tiling()[index];
     for (int i = 0; i < tile.tokens; ++i) {
       const int row = tile.first + i, unit_row = first + row;
-      SoftmaxArgs softmax{mine.scores + row * kChunkKeys, kChunkKeys, 1.0f, 0.0f, mine.largest[unit_row], mine.sum[unit_row]};
-      const float factor =
+      float* raw = mine.scores + static_cast<std::ptrdiff_t>(scores.first_row(index) + i) * kBlockRows;
+      SoftmaxArgs softmax{raw,
+                          static_cast<std::ptrdiff_t>(block_floats),
+                          mine.widened,
+                          groups * kGroup,
+                          1.0f,
+                          0.0f,
+                          mine.largest[unit_row],
+                          mine.sum[unit_row]};
+      mine.factors[row] =
           visible_.softmax(kernels_.attention, args_, query_row(args_, rows.batch, rows.kv_head, rows.first + unit_row), keys, softmax);
       mine.largest[unit_row] = softmax.largest;
       mine.sum[unit_row] = softmax.sum;
-      float* sums = mine.sums + static_cast<std::ptrdiff_t>(unit_row) * value_dim;
-      if (factor != 1.0f)
-        for (int d = 0; d < value_dim; ++d) sums[d] *= factor;
       kernels_.encode[static_cast<int>(mix.records())](
-          softmax.scores, round_up(keys.count, kGroup) / kGroup,
-          mine.shares + mix.tile_start(index) + mix.group_words() * static_cast<std::size_t>(i), mix.group_stride(index));
+          mine.widened, groups, mine.shares + mix.tile_start(index) + mix.group_words() * static_cast<std::size_t>(i),
+          mix.group_stride(index));
     }
   }
-  block = values_ + value_bytes_ * place;
+  block = values_ + value_bytes_ * place + block_bytes(weights_, before);
   for (int d = 0; d < value_dim; d += kBlockRows, block += block_bytes(weights_, kChunkKeys)) {
     mix.multiply(block, block, false, mine.shares, mine.tile, *mine.expanded);
     for (int index = 0; index < mix.tiling().count(); ++index) {
       const Tile tile = mix.tiling()[index];
-      for (int i = 0; i < tile.tokens; ++i)
-        kernels_.accumulate(mine.sums + static_cast<std::ptrdiff_t>(first + tile.first + i) * value_dim + d,
-                            mine.tile + (mix.first_row(index) + i) * kBlockRows, nullptr, 1.0f);
+      kernels_.attention.fold(mine.sums + static_cast<std::ptrdiff_t>(first + tile.first) * value_dim + d, value_dim,
+                              mine.tile + static_cast<std::ptrdiff_t>(mix.first_row(index)) * kBlockRows, mine.factors + tile.first,
+                              tile.tokens);
     }
   }
 }

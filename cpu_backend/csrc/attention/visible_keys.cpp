@@ -155,38 +155,39 @@ KeySpan VisibleKeys::seen_by(const AttentionArgs& args, int batch, int kv_head, 
 
 float VisibleKeys::softmax(const AttentionKernels& kernels, const AttentionArgs& args, const QueryRow& row, KeySpan keys,
                            SoftmaxArgs& softmax) const {
+  const Range& range = of(row);
   softmax.scale = args.scale;
   softmax.softcap = args.softcap;
-  for (int i = keys.count; i < softmax.count; ++i) softmax.scores[i] = kHidden;
-  const Range& range = of(row);
-  const bool touched = !range.whole || range.first > keys.first || range.end < keys.first + keys.count;
-  if (touched || (keys.count < softmax.count && args.softcap > 0.0f)) {
-    // Masks apply after the scale and the softcap.
+  // Masks apply after the scale and the softcap. What hides keys alone may come first, as it stays -infinity with a scale above 0.
+  if (!range.whole || args.softcap > 0.0f || !(args.scale > 0.0f)) {
     for (int i = 0; i < keys.count; ++i) {
-      const float scaled = softmax.scores[i] * args.scale;
-      softmax.scores[i] = args.softcap > 0.0f ? args.softcap * std::tanh(scaled / args.softcap) : scaled;
+      float& score = *softmax.at(i);
+      score *= args.scale;
+      if (args.softcap > 0.0f) score = args.softcap * std::tanh(score / args.softcap);
     }
     softmax.scale = 1.0f;
     softmax.softcap = 0.0f;
-    hide(args, row, keys, softmax.scores);
   }
+  for (int i = keys.count; i < softmax.count; ++i) *softmax.at(i) = kHidden;
+  hide(args, row, keys, softmax);
   return kernels.softmax(softmax);
 }
 
-void VisibleKeys::hide(const AttentionArgs& args, const QueryRow& row, KeySpan keys, float* scores) const {
+void VisibleKeys::hide(const AttentionArgs& args, const QueryRow& row, KeySpan keys, const SoftmaxArgs& softmax) const {
   const Range& range = of(row);
-  for (int i = 0; i < keys.count && keys.first + i < range.first; ++i) scores[i] = kHidden;
-  for (int i = keys.count - 1; i >= 0 && keys.first + i >= range.end; --i) scores[i] = kHidden;
+  for (int i = 0; i < keys.count && keys.first + i < range.first; ++i) *softmax.at(i) = kHidden;
+  for (int i = keys.count - 1; i >= 0 && keys.first + i >= range.end; --i) *softmax.at(i) = kHidden;
   if (range.whole) return;
   const std::byte* mask = mask_row(args, row.batch, row.head, row.query);
   const float hides = lowest(args.type);
   for (int i = std::max(0, range.first - keys.first); i < std::min(keys.count, range.end - keys.first); ++i) {
     const int key = keys.first + i;
+    float& score = *softmax.at(i);
     if (args.mask.kind == MaskKind::kBool) {
-      if (mask[key] == std::byte{0}) scores[i] = kHidden;
+      if (mask[key] == std::byte{0}) score = kHidden;
     } else {
       const float value = added(args.type, mask, key);
-      scores[i] = value <= hides ? kHidden : scores[i] + value;
+      score = value <= hides ? kHidden : score + value;
     }
   }
 }

@@ -291,20 +291,25 @@ struct MixArgs {
 
 // A step of an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over a row whose earlier scores had `largest` and `sum`.
 struct SoftmaxArgs {
-  float* scores;  // raw scores in, e^(scaled and capped score - largest) out
-  int count;  // a multiple of 16; hidden scores are -infinity
-  float scale;
+  float* raw;  // the scores in groups of 32, which it may change; hidden ones are -infinity
+  std::ptrdiff_t group_stride;  // from a group to the next
+  float* shares;  // out: e^(scaled and capped score - largest), without gaps; may be `raw` where this has none
+  int count;  // a multiple of 32
+  float scale;  // above 0
   float softcap;  // 0 for none
   float largest;  // in and out
   float sum;  // in and out
+
+  float* at(int index) const { return raw + index / kGroup * group_stride + index % kGroup; }
 };
 
 // The step of a row without a score above -infinity: a NaN makes the sums NaN, otherwise they do not change. `static` for the reason given
 // in float_conversion.h.
 static inline float no_visible_key(SoftmaxArgs& args) {
   for (int i = 0; i < args.count; ++i) {
-    if (args.scores[i] != args.scores[i]) args.largest = args.sum = args.scores[i];
-    args.scores[i] = 0.0f;
+    const float score = *args.at(i);
+    if (score != score) args.largest = args.sum = score;
+    args.shares[i] = 0.0f;
   }
   return 1.0f;
 }
@@ -313,6 +318,8 @@ struct AttentionKernels {
   void (*score[kCacheTypes])(const ScoreArgs& args);  // by CacheType of the keys
   void (*mix[kCacheTypes])(const MixArgs& args);  // by CacheType of the values
   float (*softmax)(SoftmaxArgs& args);  // returns the factor for earlier sums
+  // sums[r] = factors[r] * sums[r] + rows[r] for `count` rows of 32 columns; `stride` floats from a row of sums to the next.
+  void (*fold)(float* sums, std::ptrdiff_t stride, const float* rows, const float* factors, int count);
   // Rounds a row to codes: 127 steps on each side of zero, to the largest magnitude. What is left of the values replaces them.
   CodedRow (*encode)(float* values, int count, std::int8_t* codes);
   // For several rows in bfloat16, a multiple of 32 columns and at most kPairKeys keys, with the shares rounded to bfloat16; null where an

@@ -411,18 +411,24 @@ CodedRow encode_row(float* values, int count, std::int8_t* codes) {
 float softmax(SoftmaxArgs& args) {
   float step = -std::numeric_limits<float>::infinity();
   for (int i = 0; i < args.count; ++i) {
-    args.scores[i] *= args.scale;
-    if (args.softcap > 0.0f) args.scores[i] = args.softcap * std::tanh(args.scores[i] / args.softcap);
-    if (args.scores[i] > step) step = args.scores[i];  // a NaN is handled below
+    float& score = *args.at(i);
+    score *= args.scale;
+    if (args.softcap > 0.0f) score = args.softcap * std::tanh(score / args.softcap);
+    if (score > step) step = score;  // a NaN is handled below
   }
   const float largest = std::max(step, args.largest);
   if (largest == -std::numeric_limits<float>::infinity()) return no_visible_key(args);
   const float factor = std::exp(args.largest - largest);
   float sum = 0.0f;
-  for (int i = 0; i < args.count; ++i) sum += args.scores[i] = std::exp(args.scores[i] - largest);
+  for (int i = 0; i < args.count; ++i) sum += args.shares[i] = std::exp(*args.at(i) - largest);
   args.sum = args.sum * factor + sum;
   args.largest = largest;
   return factor;
+}
+
+void fold(float* sums, std::ptrdiff_t stride, const float* rows, const float* factors, int count) {
+  for (int row = 0; row < count; ++row, sums += stride, rows += kBlockRows)
+    for (int i = 0; i < kBlockRows; ++i) sums[i] = factors[row] * sums[i] + rows[i];
 }
 
 }  // namespace
@@ -432,6 +438,7 @@ const AttentionKernels& scalar_attention() {
       {score<CacheType::kFloat32>, score<CacheType::kFloat16>, score<CacheType::kBFloat16>, score<CacheType::kInt8>},
       {mix<CacheType::kFloat32>, mix<CacheType::kFloat16>, mix<CacheType::kBFloat16>, mix<CacheType::kInt8>},
       softmax,
+      fold,
       encode_row,
   };
   return kernels;

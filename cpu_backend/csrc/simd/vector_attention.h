@@ -490,33 +490,66 @@ CodedRow encode_row(float* values, int count, std::int8_t* codes) {
   return {scale, T::reduce_add(sum)};
 }
 
+// 2^x for x of at most about 0, exact at 0: a polynomial on [-0.5, 0.5], fitted so that the largest relative error, 1e-7, is smallest.
+// Underflows to 0, keeps NaN.
+template <class T>
+MOEGRAFT_INLINE typename T::F power_of_two(typename T::F x) {
+  x = T::max(T::set(-150.0f), x);
+  const typename T::F n = T::round(x), r = T::sub(x, n);
+  typename T::F p = T::set(0.00132647273f);
+  p = T::fma(p, r, T::set(0.00967151299f));
+  p = T::fma(p, r, T::set(0.0555073358f));
+  p = T::fma(p, r, T::set(0.240222424f));
+  p = T::fma(p, r, T::set(0.693147004f));
+  p = T::fma(p, r, T::set(1.0f));
+  return T::scale_by_power(p, n);
+}
+
 template <class T>
 float softmax(SoftmaxArgs& args) {
   using F = typename T::F;
-  const F scale = T::set(args.scale);
-  F most = T::set(-__builtin_inff());
-  for (int i = 0; i < args.count; i += T::kWidth) {
-    F score = T::mul(T::load(args.scores + i), scale);
-    if (args.softcap > 0.0f) {
-      const float cap = args.softcap;
-      score = by_element<T>(score, [cap](float x) { return cap * __builtin_tanhf(x / cap); });
+  constexpr int kVectors = kGroup / T::kWidth;
+  float scale = args.scale;
+  if (const float cap = args.softcap; cap > 0.0f) {
+    for (int i = 0; i < args.count; i += T::kWidth) {
+      const F scaled = T::mul(T::load(args.at(i)), T::set(scale));
+      T::store(args.at(i), by_element<T>(scaled, [cap](float x) { return cap * __builtin_tanhf(x / cap); }));
     }
-    T::store(args.scores + i, score);
-    most = T::max(score, most);  // a NaN score leaves `most` unchanged; NaN is handled below
+    scale = 1.0f;
   }
-  const float step = T::reduce_max(most), largest = step > args.largest ? step : args.largest;
+  F most[kVectors], sums[kVectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) most[v] = T::set(-__builtin_inff()), sums[v] = T::zero();
+  const float* raw = args.raw;
+  for (int i = 0; i < args.count; i += kGroup, raw += args.group_stride)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) most[v] = T::max(T::load(raw + v * T::kWidth), most[v]);  // which a NaN leaves as it is; see below
+#pragma GCC unroll 8
+  for (int v = 1; v < kVectors; ++v) most[0] = T::max(most[v], most[0]);
+  const float step = scale * T::reduce_max(most[0]), largest = step > args.largest ? step : args.largest;
   if (largest == -__builtin_inff()) return no_visible_key(args);
-  const F shift = T::set(largest);
-  F sums = T::zero();
-  for (int i = 0; i < args.count; i += T::kWidth) {
-    const F share = exp<T>(T::sub(T::load(args.scores + i), shift));
-    sums = T::add(sums, share);
-    T::store(args.scores + i, share);
-  }
+  constexpr float kLog2 = 1.44269504088896341f;  // of e
+  const F factors = T::set(scale * kLog2), shift = T::set(-largest * kLog2);
+  raw = args.raw;
+  for (int i = 0; i < args.count; i += kGroup, raw += args.group_stride)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const F share = power_of_two<T>(T::fma(T::load(raw + v * T::kWidth), factors, shift));
+      sums[v] = T::add(sums[v], share);
+      T::store(args.shares + i + v * T::kWidth, share);
+    }
+#pragma GCC unroll 8
+  for (int v = 1; v < kVectors; ++v) sums[0] = T::add(sums[0], sums[v]);
   const float factor = largest == args.largest ? 1.0f : __builtin_expf(args.largest - largest);
-  args.sum = args.sum * factor + T::reduce_add_float(sums);
+  args.sum = args.sum * factor + T::reduce_add_float(sums[0]);
   args.largest = largest;
   return factor;
+}
+
+template <class T>
+void fold(float* sums, std::ptrdiff_t stride, const float* rows, const float* factors, int count) {
+  for (int row = 0; row < count; ++row, sums += stride, rows += kBlockRows)
+    for (int i = 0; i < kBlockRows; i += T::kWidth) T::store(sums + i, T::fma(T::set(factors[row]), T::load(sums + i), T::load(rows + i)));
 }
 
 // With products of pairs of bfloat16.
@@ -542,6 +575,7 @@ constexpr AttentionKernels vector_attention() {
       {score<T, CacheType::kFloat32>, score<T, CacheType::kFloat16>, score<T, CacheType::kBFloat16>, score<T, CacheType::kInt8>},
       {mix<T, CacheType::kFloat32>, mix<T, CacheType::kFloat16>, mix<T, CacheType::kBFloat16>, mix<T, CacheType::kInt8>},
       softmax<T>,
+      fold<T>,
       encode_row<T>,
   };
 }
