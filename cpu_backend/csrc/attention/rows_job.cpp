@@ -9,16 +9,27 @@ namespace moegraft {
 namespace {
 
 constexpr int kKeys = kPairKeys;      // keys per step: with their values, they stay in L1 for all rows; chosen by size, not tuned
-constexpr int kSplitKeys = 256;       // keys per unit; results must not depend on the number of threads
+// Results must not depend on the number of threads, and so do not the keys of a unit: at least 256, and more in a long sequence, whose units
+// would begin with the same queries again and again.
+constexpr int kSplitKeys = 256;
+constexpr int kMostUnits = 128;  // of a sequence
 constexpr int coded_columns(int columns) { return round_up(columns, 64); }  // of a query
-constexpr int kPairRows = 4;          // with 4, products of pairs take 0.8 of the time in L2 (EPYC Zen 4); fewer were not measured
+// Writes the words of a row and of its rest, `bytes` each, side by side in front of those of kAttentionRows - 1 other rows.
+void join_words(const std::byte* row, int bytes, std::byte* target) {
+  for (int byte = 0; byte < bytes; byte += 4, target += 8 * kAttentionRows) {
+    std::memcpy(target, row + byte, 4);
+    std::memcpy(target + 4, row + bytes + byte, 4);
+  }
+}
+
+constexpr int kPairRows = 4;  // with 4, products of pairs take 0.8 of the time in L2 (EPYC Zen 4); fewer were not measured
 
 }  // namespace
 
 struct AttentionRowsJob::Sums {
   float* largest;  // (rows,)
-  float* sum;      // (rows,)
-  float* values;   // (rows, padded value_dim)
+  float* sum;  // (rows,)
+  float* values;  // (rows, padded value_dim)
 };
 
 AttentionRowsJob::AttentionRowsJob(const Kernels& kernels, const AttentionArgs& args, const VisibleKeys& visible, int workers,
@@ -44,17 +55,22 @@ struct AttentionRowsJob::Unit {
 
 void AttentionRowsJob::prepare(AlignedMemory& parts, AlignedMemory* workers) {
   first_units_.assign(1, 0);
-  for (int batch = 0; batch < args_.batch; ++batch)
-    first_units_.push_back(first_units_.back() + args_.kv_heads * std::max(1, (args_.keys_of(batch) + kSplitKeys - 1) / kSplitKeys));
+  for (int batch = 0; batch < args_.batch; ++batch) {
+    const int most = std::max(1, kMostUnits / args_.kv_heads);
+    first_units_.push_back(first_units_.back() +
+                           args_.kv_heads * std::clamp((args_.keys_of(batch) + kSplitKeys - 1) / kSplitKeys, 1, most));
+  }
   part_floats_ = static_cast<std::size_t>(args_.rows()) * static_cast<std::size_t>(2 + args_.padded_value_dim());
   parts.reserve(sizeof(float) * part_floats_ * static_cast<std::size_t>(first_units_.back()));
   parts_ = parts.data();
   scratch_ = workers;
-  // Each row needs its query in float32 and in 16 bits or as codes, and the scores of a step; those of the keys' tails follow.
-  const std::size_t row_bytes =
-      sizeof(float) * static_cast<std::size_t>(args_.padded_dim() + kKeys) + static_cast<std::size_t>(narrow_bytes_) + 4 * sizeof(CodedRow);
+  // Each row needs its query in float32 and the scores of a step; those of the keys' tails follow. Queries in 16 bits or as codes have room
+  // for whole calls of `score_`, and one row more.
+  const std::size_t row_bytes = sizeof(float) * static_cast<std::size_t>(args_.padded_dim() + kKeys) + 4 * sizeof(CodedRow);
+  const auto narrow_rows = static_cast<std::size_t>(round_up(args_.rows(), kAttentionRows) + 1);
   for (int worker = 0; worker < workers_; ++worker)
-    workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()) + sizeof(float) * kKeys * kAttentionRows,
+    workers[worker].reserve(std::max(row_bytes * static_cast<std::size_t>(args_.rows()) + sizeof(float) * kKeys * kAttentionRows +
+                                         narrow_rows * static_cast<std::size_t>(narrow_bytes_),
                                      sizeof(float) * static_cast<std::size_t>(args_.padded_value_dim())));
   phases_.first->reset(first_units_.back());
   phases_.second->reset(args_.batch * args_.kv_heads);
@@ -104,7 +120,8 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
   auto* query = reinterpret_cast<float*>(scratch);
   float* scores = query + static_cast<std::ptrdiff_t>(rows) * dim;
   auto* narrow = reinterpret_cast<std::byte*>(scores + static_cast<std::ptrdiff_t>(rows) * kKeys);
-  auto* coded_rows = reinterpret_cast<CodedRow*>(narrow + static_cast<std::ptrdiff_t>(rows) * narrow_bytes_);
+  std::byte* const single = narrow + static_cast<std::ptrdiff_t>(round_up(rows, kAttentionRows)) * narrow_bytes_;
+  auto* coded_rows = reinterpret_cast<CodedRow*>(single + narrow_bytes_);
   CodedRow* coded_tails = coded_rows + static_cast<std::ptrdiff_t>(2) * rows;
   auto* tails = reinterpret_cast<float*>(coded_tails + static_cast<std::ptrdiff_t>(2) * rows);
   const int tail_dim = args_.tail_dim, key_dim = args_.dim - tail_dim;
@@ -118,13 +135,17 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
     float* widened = query + static_cast<std::ptrdiff_t>(row) * dim;
     kernels_.widen(args_.type, source, widened, args_.dim);
     if (by_codes_) {
-      auto* codes = reinterpret_cast<std::int8_t*>(narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_);
+      const int first = row / kAttentionRows * kAttentionRows;  // of those in one call of `score_`
+      const bool few = rows - first <= kFewCodedRows;
+      std::byte* const target = few ? narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_ : single;
+      auto* codes = reinterpret_cast<std::int8_t*>(target);
       std::memset(codes, 0, static_cast<std::size_t>(narrow_bytes_));
       for (int rest = 0; rest < 2; ++rest, codes += narrow_bytes_ / 2) {
         coded_rows[2 * row + rest] = kernels_.attention.encode(widened, key_dim, codes);
         if (tail_dim > 0)
           coded_tails[2 * row + rest] = kernels_.attention.encode(widened + key_dim, tail_dim, codes + coded_columns(key_dim));
       }
+      if (!few) join_words(single, narrow_bytes_ / 2, narrow + static_cast<std::ptrdiff_t>(first) * narrow_bytes_ + 8 * (row - first));
     } else if (args_.type != ActivationType::kFloat32) {
       std::memcpy(narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_, source, 2 * static_cast<std::size_t>(args_.dim));
     }
@@ -139,6 +160,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
       const int some = std::min(kAttentionRows, rows - row);
       const float* queries = query + static_cast<std::ptrdiff_t>(row) * dim;
       const std::byte* codes = narrow + static_cast<std::ptrdiff_t>(row) * narrow_bytes_;
+      const std::ptrdiff_t coded_tail = coded_columns(key_dim) * (some <= kFewCodedRows ? 1 : 2 * kAttentionRows);
       const auto* halves = reinterpret_cast<const std::uint16_t*>(codes);
       for (int at = 0, run; at < keys.count; at += run) {
         run = run_of(args_, keys.first + at, keys.count - at);
@@ -164,7 +186,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
                 values,
                 bytes * args_.value.row_stride,
                 scales_of(args_, args_.key, batch, kv_head, token),
-                {codes, narrow_bytes_, narrow_bytes_ / 2, coded_rows + static_cast<std::ptrdiff_t>(2) * row}});
+                {codes, narrow_bytes_ / 2, coded_rows + static_cast<std::ptrdiff_t>(2) * row}});
         if (tail_dim == 0) continue;
         const std::byte* tail = token_of(args_, args_.key_tail, batch, kv_head, keys.first + at);
         score_({queries + key_dim,
@@ -181,7 +203,7 @@ void AttentionRowsJob::attend(int unit, std::byte* scratch) {
                 nullptr,
                 0,
                 scales_of(args_, args_.key_tail, batch, kv_head, token),
-                {codes + coded_columns(key_dim), narrow_bytes_, narrow_bytes_ / 2, coded_tails + static_cast<std::ptrdiff_t>(2) * row}});
+                {codes + coded_tail, narrow_bytes_ / 2, coded_tails + static_cast<std::ptrdiff_t>(2) * row}});
       }
       if (tail_dim > 0)
         for (int r = 0; r < some; ++r)

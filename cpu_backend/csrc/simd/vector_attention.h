@@ -265,25 +265,28 @@ void score_bytes(const ScoreArgs& args) {
     }
     for (int d = 0; d < args.dim; d += 4 * W) {
       I words[W];
+      const std::byte *from = key + d, *soon = ahead + d;
 #pragma GCC unroll 16
       for (int k = 0; k < W; ++k) {
-        words[k] = load_codes<T>(key + (k < keys ? k : 0) * args.key_bytes + d, args.dim - d);
-        __builtin_prefetch(ahead + k * ahead_bytes + d, 0, 2);
+        words[k] = load_codes<T>(from, args.dim - d);
+        __builtin_prefetch(soon, 0, 2);
+        if (k + 1 < keys) from += args.key_bytes;
+        soon += ahead_bytes;
       }
       T::transpose(words);
 #pragma GCC unroll 16
       for (int k = 0; k < W; ++k)
 #pragma GCC unroll 8
         for (int r = 0; r < N; ++r) {
-          const std::byte* codes = query.codes + rows.of[r] * query.row_bytes + d + 4 * k;
+          const std::byte* codes = query.codes + static_cast<std::ptrdiff_t>(d / 4 + k) * kAttentionRows * 8 + r * 8;
           sums[r] = T::add_bytes(sums[r], words[k], broadcast_word<T>(codes));
-          rests[r] = T::add_bytes(rests[r], words[k], broadcast_word<T>(codes + query.rest_bytes));
+          rests[r] = T::add_bytes(rests[r], words[k], broadcast_word<T>(codes + 4));
         }
     }
     const F scales = load_first<T>(args.scales + j, keys);
-    for (int r = 0; r < N; ++r) {
-      float* const scores = args.scores + rows.of[r] * args.score_stride + j;
-      const CodedRow* const row = query.rows + 2 * rows.of[r];
+    for (int r = 0; r < args.rows; ++r) {
+      float* const scores = args.scores + r * args.score_stride + j;
+      const CodedRow* const row = query.rows + 2 * r;
       const F found =
           T::mul(scales, T::fma(T::to_float(sums[r]), T::set(row[0].scale), T::mul(T::to_float(rests[r]), T::set(row[1].scale))));
       if (keys == W) {
@@ -316,7 +319,7 @@ void score_few_codes(const ScoreArgs& args) {
       const I columns = load_codes<T>(key + d, args.dim - d);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        const std::byte* codes = query.codes + rows.of[i / 2] * query.row_bytes + i % 2 * query.rest_bytes + d;
+        const std::byte* codes = query.codes + (2 * rows.of[i / 2] + i % 2) * query.part_bytes + d;
         sums[i] = T::add_bytes(sums[i], columns, T::load_int(codes));
       }
     }
@@ -332,7 +335,7 @@ void score_few_codes(const ScoreArgs& args) {
 
 template <class T>
 void score_codes(const ScoreArgs& args) {
-  if (args.rows <= 2) score_few_codes<T>(args);
+  if (args.rows <= kFewCodedRows) score_few_codes<T>(args);
   else score_bytes<T>(args);
 }
 
