@@ -29,22 +29,28 @@ struct Tile {
   int tokens;
 };
 
-// The division of a segment's pairs into even tiles of at most `max_tokens`: two tiles of 7 are faster than one of 12 and one of 2.
+// The division of a segment's pairs into even tiles of at most `max_tokens`, a multiple of `step`: one of 8 and one of 6 are faster than one
+// of 12 and one of 2. All tiles but the last have multiples of `step` pairs.
 class Tiling {
  public:
-  Tiling(int pairs, int max_tokens)
-      : count_((pairs + max_tokens - 1) / max_tokens), base_(count_ > 0 ? pairs / count_ : 0), longer_(pairs - base_ * count_) {}
+  Tiling(int pairs, int max_tokens, int step = 1) : pairs_(pairs), step_(step), count_((pairs + max_tokens - 1) / max_tokens) {
+    const int steps = (pairs + step - 1) / step;
+    base_ = count_ > 0 ? steps / count_ : 0;
+    longer_ = steps - base_ * count_;
+  }
   int count() const { return count_; }
   Tile operator[](int index) const {
-    const int first = index * base_ + (index < longer_ ? index : longer_);
-    return {first, base_ + (index < longer_ ? 1 : 0)};
+    const int first = (index * base_ + (index < longer_ ? index : longer_)) * step_, tokens = (base_ + (index < longer_ ? 1 : 0)) * step_;
+    return {first, tokens < pairs_ - first ? tokens : pairs_ - first};
   }
   int index_of(int pair) const {  // of the tile that holds it
-    const int boundary = longer_ * (base_ + 1);
-    return pair < boundary ? pair / (base_ + 1) : longer_ + (pair - boundary) / base_;
+    const int place = pair / step_, boundary = longer_ * (base_ + 1);
+    return place < boundary ? place / (base_ + 1) : longer_ + (place - boundary) / base_;
   }
 
  private:
+  int pairs_;
+  int step_;
   int count_;
   int base_;
   int longer_;

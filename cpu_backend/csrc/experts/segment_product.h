@@ -24,7 +24,8 @@ class SegmentProduct {
         groups_(groups),
         tokens_(tokens),
         by_matrix_(kernels.matrix.serves(format, tokens)),
-        tiling_(tokens, by_matrix_ ? kernels.matrix.tile_tokens : kernels.max_tokens[static_cast<int>(format)]) {}
+        tiling_(by_matrix_ ? Tiling(tokens, kernels.matrix.tile_tokens)
+                           : Tiling(tokens, kernels.max_tokens[static_cast<int>(format)], kTileStep)) {}
 
   bool by_matrix() const { return by_matrix_; }
   Format records() const { return by_matrix_ ? kernels_.matrix.records_of(format_) : format_; }

@@ -206,6 +206,7 @@ struct SparseKernels {
 
 // Kernels are compiled for 1, 2, 4 and further even numbers of rows or tokens. Where there is one less, the last is computed twice.
 constexpr int fewer(int rows) { return rows > 2 ? rows - 2 : 1; }
+constexpr int kTileStep = 2;  // hence, tokens of a tile are even where they can be
 
 // Plain loops, compiled in the file of every instruction set.
 namespace {
