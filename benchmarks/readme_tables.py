@@ -358,6 +358,14 @@ def serve() -> str:
             f"With `--batch-invariant`, prompts of {row['prompt']} tokens, clients: {row['clients']}: {row['tokens_s']} tokens/s instead "
             f"of {own['tokens_s']} ({row['rounds']} round of {float(row['round_s']):.0f} s each)."
         )
+    for theirs in (row for row in rows if row["server"] == "transformers"):
+        own = by_case["transformers", "moegraft", theirs["clients"], theirs["prompt"]]
+        between = [row["p99_between_ms"] for row in (own, theirs)]
+        parts.append(
+            f"Beside `transformers serve --continuous-batching`, both from one checkpoint in bfloat16, prompts of {own['prompt']} tokens, "
+            f"clients: {own['clients']}: {own['tokens_s']} tokens/s and {theirs['tokens_s']}, and {between[0]} ms between two tokens and "
+            f"{between[1]} (99th percentile; `others` {max(float(row['others_share']) for row in (own, theirs)):.0%})."
+        )
     restarts = {row["prompt"].split()[-1]: row for row in rows if row["case"] == "restart"}
     disk, (computed, stored, known) = restarts["disk"], (restarts[way]["p50_first_ms"] for way in ("computed", "disk", "memory"))
     parts.append(

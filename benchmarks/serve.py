@@ -1,4 +1,4 @@
-"""How does `moegraft serve` compare with llama.cpp's server under load? Six layers of Qwen3-30B-A3B's shapes from one GGUF file in Q8_0.
+"""How does `moegraft serve` compare with other servers under load? Six layers of Qwen3-30B-A3B's shapes, by default from a file in Q8_0.
 
 Both servers have equal threads, 32 places and equal contexts, and answer the same streamed requests of one asynchronous client process,
 which runs on the same cores. A client sends its next request when it has an answer. Rounds alternate between the servers, each of a fixed
@@ -7,6 +7,7 @@ different, and neither server keeps what it has read, so that no prefix cache de
 lengths. Where other processes disturb the rounds, compare `tokens_per_cpu_s` with `--threads 1`.
 
     python benchmarks/serve.py --llama-server PATH --clients 8 --prompts 32     # one case; its rows replace earlier ones of the same case
+    python benchmarks/serve.py --transformers --clients 8 32 --prompts 32       # beside `transformers serve --continuous-batching`
     python benchmarks/serve.py --batch-invariant --prompts 32                   # what answers that depend on no others cost
     python benchmarks/serve.py --restart                                        # the first token of a prompt that a server before had read
 
@@ -18,7 +19,7 @@ with the same `--prefix-cache-dir`, and of the same server once more; `ratio` is
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
     cmake --build build --target llama-server
 
-Without it, moegraft's server is measured alone.
+Without it, moegraft's server is measured alone. With `--transformers`, both read one checkpoint in bfloat16.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from harness.llama_cpp import cache_bytes, write_model
-from harness.models import VOCABULARY, config_of, cpu_rules, rule_file
+from harness.models import VOCABULARY, config_of, cpu_rules, random_model, rule_file
 from harness.record import Recorder, parser
 from harness.rounds import machine_s, median_ratio
 
@@ -64,22 +65,29 @@ def token_text(token: int) -> str:
 
 def write_tokenizer(folder: Path) -> list[str]:
     """Write a tokenizer, and return the texts of its tokens."""
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = [token_text(token) for token in range(VOCABULARY)]
     tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(vocabulary)}, unk_token=vocabulary[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"[a-z]{{{TOKEN_TEXT}}}"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return vocabulary
 
 
-def make_model(folder: Path, layers: int = LAYERS) -> None:
-    """Write a config, a tokenizer and a GGUF file, unless the folder has them."""
-    if (folder / "model.gguf").exists():
+def make_model(folder: Path, layers: int = LAYERS, *, checkpoint: bool = False) -> None:
+    """Write a config, a tokenizer and a GGUF file, or a checkpoint in bfloat16, unless the folder has them."""
+    if (folder / ("model.safetensors.index.json" if checkpoint else "model.gguf")).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary, config = write_tokenizer(folder), config_of(MODEL, layers)
+    if checkpoint:
+        model = random_model(config)
+        assert model.generation_config is not None
+        model.generation_config.update(eos_token_id=None, do_sample=True, top_k=0)
+        model.save_pretrained(folder, max_shard_size="2GB")
+        return
     config.save_pretrained(folder)
     unfinished = folder / "unfinished"
     write_model(unfinished, config, "int8", vocabulary)
@@ -93,10 +101,11 @@ class Served:
     name: str
     pid: int
     port: int
+    model: str = ""  # of requests, whose prompts then are text
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], port: int, folder: Path) -> Iterator[Served]:
+def running(name: str, command: Sequence[str], port: int, folder: Path, model: str = "") -> Iterator[Served]:
     """Run a server during the body, which starts when the server answers."""
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -106,7 +115,7 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
                 if process.poll() is not None or time.perf_counter() > until:
                     raise SystemExit(f"{name} did not start; its output:\n{Path(log.name).read_text(encoding='utf-8')[-2000:]}")
                 time.sleep(0.2)
-            yield Served(name, process.pid, port)
+            yield Served(name, process.pid, port, model)
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -119,6 +128,22 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
 def serve_command(folder: Path, rules: str, port: int, threads: int, places: int) -> list[str]:
     command = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--rules", rules, "--threads", str(threads)]
     return [*command, "--port", str(port), "--max-batch", str(places), "--prefix-cache", "0"]
+
+
+@contextmanager
+def beside_transformers(folder: Path, threads: int) -> Iterator[list[Served]]:
+    """Run moegraft's server and `transformers serve` on one checkpoint."""
+    with ExitStack() as stack:
+        rules = stack.enter_context(rule_file(cpu_rules("bfloat16")))
+        ports, memory = [free_port(), free_port()], PLACES * cache_bytes(config_of(MODEL, LAYERS), CONTEXT)
+        ours = [*serve_command(folder, rules, ports[0], threads, PLACES), "--kv-memory", str(memory), "--max-client", "64"]
+        program = str(Path(sys.executable).with_name("transformers"))
+        theirs = ["env", f"OMP_NUM_THREADS={threads}", program, "serve", str(folder), "--continuous-batching"]
+        theirs += ["--device", "cpu", "--dtype", "bfloat16", "--port", str(ports[1])]
+        yield [
+            stack.enter_context(running("moegraft", ours, ports[0], folder)),
+            stack.enter_context(running("transformers", theirs, ports[1], folder, str(folder))),
+        ]
 
 
 @contextmanager
@@ -198,7 +223,7 @@ class Reply:
         return found
 
 
-async def ask(port: int, prompt: int, tokens: int, seed: int, replies: list[Reply] | None = None) -> Reply:
+async def ask(port: int, prompt: int, tokens: int, seed: int, replies: list[Reply] | None = None, model: str = "") -> Reply:
     """Send one streamed request with a random prompt, and add its reply to `replies` at once.
 
     Raises:
@@ -206,7 +231,8 @@ async def ask(port: int, prompt: int, tokens: int, seed: int, replies: list[Repl
     """
     drawn = random.Random(seed)
     body = {"prompt": [drawn.randrange(VOCABULARY) for _ in range(prompt)], "max_tokens": tokens, "stream": True, "seed": seed}
-    body |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    body |= {"temperature": 1.0, "top_p": 1.0}
+    body |= {"model": model, "prompt": "".join(map(token_text, body["prompt"]))} if model else {"top_k": 0, "min_p": 0.0}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -271,7 +297,7 @@ async def load(server: Served, clients: int, prompts: Sequence[int], tokens: int
 
     async def one(client: int) -> None:
         for turn in itertools.count(client):
-            await ask(port, prompts[turn % len(prompts)], tokens, next(numbers), replies)
+            await ask(port, prompts[turn % len(prompts)], tokens, next(numbers), replies, server.model)
 
     began, cpu_s = time.perf_counter(), _process_s(server.pid)
     asking = [asyncio.create_task(one(client)) for client in range(clients)]
@@ -282,7 +308,7 @@ async def load(server: Served, clients: int, prompts: Sequence[int], tokens: int
     await asyncio.gather(*waiting, return_exceptions=True)
     for task in done:
         task.result()  # raises what has failed
-    await ask(port, 1, 1, next(numbers))  # answered when the server has noticed that its clients have left
+    await ask(port, 1, 1, next(numbers), model=server.model)  # answered when the server has noticed that its clients have left
     return Round(replies, began + seconds / 5, ended, cpu_s)
 
 
@@ -381,6 +407,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="of each answer")
     options.add_argument("--threads", type=int, default=2, help="of each server")
     options.add_argument("--seconds", type=float, default=30, help="of a round")
+    options.add_argument("--transformers", action="store_true", help="compare with `transformers serve` instead")
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
@@ -388,7 +415,7 @@ def main() -> None:
     rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        make_model(folder)
+        make_model(folder, checkpoint=given.transformers)
         if given.restart:
             rules, port = stack.enter_context(rule_file(cpu_rules("int8"))), free_port()
             command = [*serve_command(folder, rules, port, given.threads, 4), "--gguf", str(folder / "model.gguf")]
@@ -396,8 +423,9 @@ def main() -> None:
                 rows.add({**row, **about})
             return
         llama_server = None if given.batch_invariant else given.llama_server
-        found = stack.enter_context(servers(folder, llama_server, given.threads, invariant=given.batch_invariant))
-        case = {"case": "invariant"} if given.batch_invariant else {}
+        others = servers(folder, llama_server, given.threads, invariant=given.batch_invariant)
+        found = stack.enter_context(beside_transformers(folder, given.threads) if given.transformers else others)
+        case = {"case": "invariant"} if given.batch_invariant else {"case": "transformers"} if given.transformers else {}
         for clients, prompt in itertools.product(given.clients, given.prompts):
             for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds):
                 rows.add({**row, **case, **about})
