@@ -20,21 +20,15 @@ from moegraft.operators.base import CACHE
 from moegraft.operators.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from moegraft.operators.decode.native.fit import CacheTensor
+    from moegraft.operators.decode.native.fit import Affine, CacheTensor
 
 ROOM = 256  # tokens by which the buffers of a cache grow at least
-PAGES = ("data", "table")  # attributes of a layer that has pages: their memory, to which steps append, and their numbers
 _LONG = 1 << 20  # positions, for a cache of states alone
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 # Of a tensor of a cache: the layer's number, or -1 for the cache itself, then the attribute and the key within it.
 StateName = tuple[Any, ...]
-
-
-def is_pages(name: StateName) -> bool:
-    """Return whether a tensor of a cache is the pages of a layer, or their table."""
-    return len(name) == 2 and name[1] in PAGES
 
 
 def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:
@@ -215,6 +209,10 @@ class CacheBuffers:
             self.tensors[each.name] = rows
             for name in each.names:
                 holder(cache, name)[name[-1]] = rows.view
+
+    def sized_by_room(self, cache: Any) -> Mapping[StateName, tuple[Affine, ...]]:
+        """Return the sizes of the tensors, to which steps write in place, whose size follows `room` and not the tokens; none here."""
+        return {}
 
     def take(self, cache: Any, names: Sequence[StateName]) -> None:
         """Make sure that the tensors that a program overwrites are the cache's own."""

@@ -9,14 +9,15 @@ grown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName
+from moegraft.operators.decode.native.fit import Affine
 from moegraft.operators.decode.native.record import is_recorded
 from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError, pages_of, token_bytes
 
@@ -51,7 +52,7 @@ class _Pages:
         if needed > self.count:
             self.changes += 1
             self.count = max(needed, self.count + max(_GROWTH, self.count // _GROWTH))
-            self.table = torch.arange(self.count * batch).view(self.count, batch).T.contiguous()
+            self.table = torch.arange(self.count) * batch + torch.arange(batch)[:, None]
 
 
 class CodedLayer(LayerInPages):
@@ -171,15 +172,23 @@ class CodedBuffers(CacheBuffers):
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
         if grown:
             raise ForeignCacheError("a cache of codes has another tensor that grows")
-        for layer in cache.coded:
+        for layer in cache.coded.values():
             layer.reserve(held_tokens + tokens)
         if self._known != cache.pages.changes:
             self.version += 1  # first: programs bind again even if this is interrupted
             self._known, self.room = cache.pages.changes, cache.pages.count
 
+    def sized_by_room(self, cache: Any) -> Mapping[StateName, tuple[Affine, ...]]:
+        """Return the sizes of the pages of each layer and of their tables."""
+        batch, sizes = cache.pages.table.shape[0], {}
+        for number, layer in cache.coded.items():
+            sizes[number, "data"] = Affine(0, 0, batch), Affine(layer.data.shape[1])
+            sizes[number, "table"] = Affine(batch), Affine(0, 0, 1)
+        return sizes
+
     def steps_left(self, tokens: int) -> int:
         cache: Any = None if self.cache is None else self.cache()
-        held = 0 if cache is None else max(layer.tokens for layer in cache.coded)
+        held = 0 if cache is None else max(layer.tokens for layer in cache.coded.values())
         return self.room * PAGE_TOKENS - held - tokens
 
 
@@ -203,6 +212,6 @@ class CodedCache(Cache):
         self.moegraft = CodedBuffers()
 
     @property
-    def coded(self) -> list[CodedLayer]:
-        """The layers that hold codes; a model may leave some unused."""
-        return [layer for layer in self.layers if isinstance(layer, CodedLayer) and layer.is_initialized]
+    def coded(self) -> dict[int, CodedLayer]:
+        """The layers that hold codes, by number; a model may leave some unused."""
+        return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CodedLayer) and layer.is_initialized}
