@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Any
 
@@ -21,7 +21,7 @@ from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
 from moegraft.operators.router_maps import RouterMaps
-from moegraft.operators.routing import ALIKE, Router, RouterRows
+from moegraft.operators.routing import Router, RouterRows
 from moegraft.operators.routing_trace import DEPTHS
 from moegraft.operators.sparsity import LayerSparsity
 
@@ -169,22 +169,31 @@ class LookAhead:
     """What later layers would choose on the current hidden states (HybriMoE, section IV-C), without their routers where that is the same.
 
     Most routers choose the largest products of their rows of weights with a token. The rows of all layers are kept in one block, so that
-    one product and one `topk` replace the calls of several routers. Layers whose router turns out to choose otherwise, by corrections or
-    groups, keep calling it.
+    one product and one `topk` replace the calls of several routers. Layers whose router chooses otherwise, by corrections or groups, keep
+    calling it.
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:
         self._routers = routers
-        self._rows: torch.Tensor | None = None  # (L, E, H)
-        self._alike: list[bool | None] = [None] * len(routers)  # whether the rows choose as the router does; None: not compared yet
-        self._top_k = 0
         self._maps: dict[tuple[int, int], RouterRows] = {}
+
+    @cached_property
+    def _top_k(self) -> list[int]:
+        """Experts per token of each layer; 0 where its router does not choose by its rows."""
+        return [router.chooses_by_rows() for router in self._routers]
+
+    @cached_property
+    def _rows(self) -> torch.Tensor | None:
+        """The rows of all layers, (L, E, H); None where these have several forms, or biases."""
+        found = [router.rows() for router in self._routers]
+        plain = [each.weight for each in found if each is not None and each.bias is None and each.choice_bias is None]
+        alike = len(plain) == len(found) and len({(each.shape, each.dtype, each.device) for each in plain}) == 1
+        return torch.stack(plain) if alike else None
 
     def use(self, maps: RouterMaps, device: torch.device) -> None:
         """Name experts by fitted maps where there are some, and for routers that choose as maps do."""
-        alike = [router.chooses_by_rows() for router in self._routers]
         for source, target in combinations(range(len(self._routers)), 2):
-            near = target - source <= DEPTHS and alike[target]
+            near = target - source <= DEPTHS and self._top_k[target]
             rows = maps.rows(self._routers[source].path, self._routers[target]) if near else None
             if rows is not None:
                 self._maps[source, target] = rows.to(device)
@@ -196,39 +205,14 @@ class LookAhead:
             source: the layer whose router's input the tokens are; None for those of a draft, behind the last layer.
         """
         if source is not None and len(tokens) and all((source, layer) in self._maps for layer in layers):
-            return [self._maps[source, layer].choose(tokens, self._routers[layer].top_k()) for layer in layers]
-        if not len(layers) or not len(tokens):
-            return [self._routers[layer].route(tokens) for layer in layers]
-        if all(self._alike[layer] for layer in layers):
-            assert self._rows is not None, "they were compared"
-            rows = self._rows[layers.start : layers.stop]
-            products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
-            return list(products.topk(self._top_k, dim=-1).indices.unbind(1))
-        found = [self._routers[layer].route(tokens) for layer in layers]
-        for layer, index in zip(layers, found, strict=True):
-            if self._alike[layer] is None:
-                self._alike[layer] = self._compare(layer, tokens, index)
-        return found
-
-    def _compare(self, layer: int, tokens: torch.Tensor, index: torch.Tensor) -> bool:
-        if self._rows is None:
-            found = [self._rows_of(router) for router in self._routers]
-            rows = [each for each in found if each is not None]
-            if len(rows) < len(found) or len({(each.shape, each.dtype, each.device) for each in rows}) > 1:
-                self._alike = [False] * len(found)
-                return False
-            self._rows = torch.stack([each.detach() for each in rows])
-            self._top_k = index.shape[1]
-        if index.shape[1] != self._top_k:
-            return False
-        best = (tokens.to(self._rows.dtype) @ self._rows[layer].T).topk(self._top_k, dim=-1).indices
-        same = (best[:, :, None] == index[:, None, :]).any(-1).float().mean()
-        return float(same) >= ALIKE
-
-    def _rows_of(self, router: Router) -> torch.Tensor | None:
-        """A router's rows of weights, if it has nothing else to choose by."""
-        tensors = [*router.module.parameters(), *router.module.buffers()]
-        return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 2 and len(tensors[0]) == router.num_experts else None
+            return [self._maps[source, layer].choose(tokens, self._top_k[layer]) for layer in layers]
+        if len(layers) and len(tokens) and self._rows is not None:
+            top_k, *others = {self._top_k[layer] for layer in layers}
+            if top_k and not others:
+                rows = self._rows[layers.start : layers.stop]
+                products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
+                return list(products.topk(top_k, dim=-1).indices.unbind(1))
+        return [self._routers[layer].route(tokens) for layer in layers]
 
 
 class CallExecutor:
