@@ -57,6 +57,7 @@ class EngineLayers:
         slots: the memory of the slots, one after another.
 
     Attributes:
+        kernels: of each layer, from `device_kernel`.
         look_ahead: predicts what later layers choose.
     """
 
@@ -79,10 +80,10 @@ class EngineLayers:
         self.num_experts = first.shape.num_experts
         self._pinned: dict[str, torch.Tensor] = {}  # page-locked host tensors, kept between calls: one call at a time
         self._slot_memory = slots.tensor.view(-1, first.expert_bytes)  # (S, expert_bytes) uint8
-        self._kernels: Sequence[Any] = [self.device_kernel(each) for each in sparsity]
+        self.kernels: Sequence[Any] = [self.device_kernel(each) for each in sparsity]
 
     def device_kernel(self, sparsity: LayerSparsity | None) -> Any:
-        """Return the kernel that computes a layer from slots, for `slot_kernel`; it follows the layer's threshold, and counts for it."""
+        """Return the kernel that computes a layer from slots, for `bound_kernel`; it follows the layer's threshold, and counts for it."""
         # Triton need not be installed where no GPU is
         from moegraft.operators.kernels.slots import SlotExperts
         from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
@@ -94,16 +95,8 @@ class EngineLayers:
         sparsity.attach(kernel)
         return kernel
 
-    def slot_kernel(self, layer: int) -> SlotKernel:
-        """Return what computes a layer's experts from slots, for a call of the calling thread, which may be drafting."""
-        return self.bound_kernel(self._kernels[layer], self.sparsity[layer])
-
-    def layer_kernel(self, layer: int) -> Any:
-        """Return a layer's `device_kernel`."""
-        return self._kernels[layer]
-
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
-        """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
+        """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread, which may be drafting."""
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
 
         def compute(
@@ -220,8 +213,8 @@ class CallExecutor:
 
     Args:
         host, on_device: the call's tokens in host memory, and where the slots are.
-        slot_kernel: of the layer, bound to the calling thread.
-        device_kernel: the layer's kernel itself, where launches may share the work of one call.
+        kernel: of the layer, from `EngineLayers.device_kernel`.
+        grouped: whether launches may share the work of one call.
         deferral: given where experts of the call may be deferred.
         arrived: what the layer before has deferred; it is waited for, and not added.
 
@@ -234,10 +227,11 @@ class CallExecutor:
         layers: EngineLayers,
         packed: PackedExperts,
         sparsity: LayerSparsity | None,
-        slot_kernel: SlotKernel,
+        kernel: Any,
         host: Tokens,
         on_device: Tokens,
-        device_kernel: Any = None,
+        *,
+        grouped: bool = True,
         deferral: LayerDeferral | None = None,
         arrived: DeferredSum | None = None,
     ) -> None:
@@ -247,8 +241,9 @@ class CallExecutor:
         self._layers = layers
         self._packed = packed
         self._sparse_arguments = sparse_arguments(sparsity)
-        self._slot_kernel = slot_kernel
-        self._device_kernel = device_kernel
+        self._kernel = kernel
+        self._slot_kernel = layers.bound_kernel(kernel, sparsity)
+        self._groups = grouped
         self._deferral = deferral
         self._arrived = arrived
         self._grouped: Any = None  # the call that launches add to, where they do
@@ -283,8 +278,8 @@ class CallExecutor:
         slot_of[experts] = slots
         first, self._written = not self._written, True
         self._launches += 1
-        if first:
-            self._grouped = self._layers.begin_grouped(self._device_kernel, self._on_device)
+        if first and self._groups:
+            self._grouped = self._layers.begin_grouped(self._kernel, self._on_device)
         if self._grouped is not None:
             pairs = int((slot_of[self._index] >= 0).sum())
             return partial(self._grouped.add, self._on_the_device(slot_of[:-1]), len(experts), pairs)

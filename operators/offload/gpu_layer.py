@@ -115,12 +115,11 @@ class GpuLayer:
             self.layers,
             self.layers.packed[self._index],
             self._sparsity,
-            self.layers.slot_kernel(self._index),
+            self.layers.kernels[self._index],
             Tokens(host["tokens"], host["index"], host["weights"]),
             on_device,
-            self.layers.layer_kernel(self._index),
-            self.deferral,
-            arrived,
+            deferral=self.deferral,
+            arrived=arrived,
         )
         self.engine.run(self._step(host, settings), executor, meanwhile)
         if meanwhile is not None:
