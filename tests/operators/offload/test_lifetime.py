@@ -70,23 +70,22 @@ def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 
 handled, interrupts, steps = threading.Event(), 0, 0
-handled.set()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=interrupt, daemon=True).start()
 until = time.monotonic() + 2
 while time.monotonic() < until:
     try:
+        handled.set()  # here alone: a loaded machine may take long to start the thread
         while time.monotonic() < until:
             with Uninterrupted() if shielded else nullcontext():
                 layer(steps)
             steps += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         interrupts += 1
         with Uninterrupted():
             harness.settle()
             harness.check()
-        handled.set()
-signal.signal(signal.SIGINT, signal.SIG_IGN)
 harness.close()
 print("interrupts", interrupts, "steps", steps, flush=True)
 """
