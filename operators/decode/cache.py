@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -156,10 +156,7 @@ class CacheBuffers:
         self.room = 0
         self.cache: weakref.ref[Cache] | None = None  # the first that uses it
 
-    def __deepcopy__(self, memo: object) -> Self:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:  # of copies as well
         return type(self), ()
 
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
