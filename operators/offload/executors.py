@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from moegraft.operators.routing import Router, RouterRows
 from moegraft.operators.routing_trace import DEPTHS
 from moegraft.operators.sparsity import LayerSparsity
 
+Name = TypeVar("Name")
 SlotKernel = Callable[..., None]
 """`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped.
 
@@ -116,7 +117,7 @@ class EngineLayers:
         """Return what a token needs of an expert in a call of the calling thread; None: all of it."""
         return None if sparsity is None else Neurons.without(sparsity.target_in_force, gated=self.packed[0].shape.gated)
 
-    def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fetch(self, tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
         """Return the tensors in host memory, fetched with one copy and one wait: the GPU has done all work before them."""
         # Gathered on the device, so that one copy does; wider types first, so that each part begins at a multiple of its type's size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

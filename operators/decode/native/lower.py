@@ -105,21 +105,20 @@ class Lowering:
     def elementwise(self, name: str, out: Place, *reads: Operand) -> None:
         self.small(name, out, *(read.expanded(out.sizes) if isinstance(read, Place) else read for read in reads))
 
-    def contiguous(self, place: Place) -> Place:
-        """Return the place, or a copy of it with its last dimension contiguous."""
-        if place.dims == 0 or place.sizes[-1] == _ONE or place.strides[-1] == _ONE:
-            return place
-        copy = self.temporary(place.dtype, place.sizes)
+    def copied(self, place: Place, dtype: torch.dtype) -> Place:
+        """Return a contiguous copy of the place."""
+        copy = self.temporary(dtype, place.sizes)
         self.elementwise("copy", copy, place)
         return copy
 
+    def contiguous(self, place: Place) -> Place:
+        """Return the place, or a copy of it with its last dimension contiguous."""
+        in_rows = place.dims == 0 or place.sizes[-1] == _ONE or place.strides[-1] == _ONE
+        return place if in_rows else self.copied(place, place.dtype)
+
     def packed(self, place: Place) -> Place:
         """Return the place, or a copy of it that is contiguous in all dimensions."""
-        if place.is_contiguous:
-            return place
-        copy = self.temporary(place.dtype, place.sizes)
-        self.elementwise("copy", copy, place)
-        return copy
+        return place if place.is_contiguous else self.copied(place, place.dtype)
 
     def _lower(self, call: Call) -> None:
         before = len(self.nodes)
@@ -525,11 +524,7 @@ def _narrowed(place: Place, like: Place) -> Place:
 
 def _index(to: Lowering, index: Place) -> Place:
     """Return the index in the type that the native operations read."""
-    if index.dtype == torch.int64:
-        return index
-    wide = to.temporary(torch.int64, index.sizes)
-    to.elementwise("copy", wide, index)
-    return wide
+    return index if index.dtype == torch.int64 else to.copied(index, torch.int64)
 
 
 @_lowers("gather.default")
