@@ -40,30 +40,21 @@ class RouterMapsError(MoegraftError):
 class RouterMaps:
     """The maps of a file.
 
+    Attributes:
+        shapes: (E, H) of each, by the paths of its source and its target.
+
     Raises:
         OSError, RouterMapsError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._shapes = _shapes(path, path.stat().st_mtime_ns)
-
-    def why_unfit(self, shape: tuple[int, int], path: str | None) -> str | None:
-        """Return why the maps cannot serve a layer with rows of a shape (E, H), or that of `path`; None where they can."""
-        paths = {each for pair in self._shapes for each in pair}
-        if path is not None and path not in paths:
-            # MTP layers run in drafts alone, in which nothing is fitted.
-            return None if path.startswith(f"{MTP}.") else f"{self.path}: the maps of another model, which has no {path}"
-        found = {each for (_, target), each in self._shapes.items() if path in (None, target)}
-        if not found or shape in found:
-            return None
-        shapes = " or ".join(f"{experts} experts of width {hidden}" for experts, hidden in sorted(found))
-        return f"{self.path}: maps of layers with {shapes}, where this one has {shape[0]} of width {shape[1]}"
+        self.shapes = _shapes(path, path.stat().st_mtime_ns)
 
     def rows(self, source: str, router: Router) -> RouterRows | None:
         """Return what names the experts of `router` on the input of the router at the path `source`; None where there is no map."""
         own = router.rows()
-        if own is None or (source, router.path) not in self._shapes:
+        if own is None or (source, router.path) not in self.shapes:
             return None
         with safe_open(self.path, "pt") as file:
             # Copies: a file that is written over would end the process in which its memory is still read.
@@ -73,10 +64,20 @@ class RouterMaps:
 
 def why_unfit(maps: Path | None, shape: tuple[int, int], path: str | None = None) -> str | None:
     """Return why a file of maps, where one is given, cannot serve a layer with rows (E, H), or that of `path`; None where it can."""
+    if maps is None:
+        return None
     try:
-        return None if maps is None else RouterMaps(maps).why_unfit(shape, path)
+        shapes = RouterMaps(maps).shapes
     except (OSError, RouterMapsError) as error:
         return f"{error_sentence(error)}; moegraft calibrate --router-maps FILE fits maps to a text"
+    if path is not None and not any(path in pair for pair in shapes):
+        # MTP layers run in drafts alone, in which nothing is fitted.
+        return None if path.startswith(f"{MTP}.") else f"{maps}: the maps of another model, which has no {path}"
+    found = {each for (_, target), each in shapes.items() if path in (None, target)}
+    if not found or shape in found:
+        return None
+    others = " or ".join(f"{experts} experts of width {hidden}" for experts, hidden in sorted(found))
+    return f"{maps}: maps of layers with {others}, where this one has {shape[0]} of width {shape[1]}"
 
 
 @lru_cache(maxsize=1)  # each layer of a plan asks for it

@@ -228,16 +228,18 @@ class Router:
         return RouterRows(rows[0].detach(), biases[0].detach() if biases else None, None if correction is None else correction.detach())
 
     @torch.no_grad()
-    def chooses_by_rows(self) -> bool:
-        """Return whether the router chooses what its rows do, of random tokens."""
+    def chooses_by_rows(self) -> int:
+        """Return the number of experts per token of a router that chooses what its rows do, of random tokens; 0 for another."""
         rows = self.rows()
         own = ((self.num_experts,), None if rows is None else tuple(rows.weight.shape))
         if rows is None or any(tuple(each.shape) not in own for each in (*self.module.parameters(), *self.module.buffers())):
-            return False  # a scale of its input is hardly seen in random tokens
+            return 0  # a scale of its input is hardly seen in random tokens
         drawn = torch.randn(PROBED, rows.weight.shape[1], generator=torch.Generator().manual_seed(0))
         tokens = drawn.to(rows.weight.device, rows.weight.dtype)
-        found, chosen = rows.choose(tokens, self.top_k()), self.route(tokens)
-        return float((found[:, :, None] == chosen[:, None, :]).any(-1).float().mean()) >= ALIKE
+        chosen = self.route(tokens)
+        found = rows.choose(tokens, chosen.shape[1])
+        alike = float((found[:, :, None] == chosen[:, None, :]).any(-1).float().mean()) >= ALIKE
+        return chosen.shape[1] if alike else 0
 
     def top_k(self) -> int:
         """Return the number of experts per token.

@@ -346,7 +346,7 @@ else:
     WEIGHT_TYPES = Literal[("stored", *PACKED_TYPES)]
 
 
-def why_unfit(weight_type: str, columns: int) -> str | None:
+def why_not_packed(weight_type: str, columns: int) -> str | None:
     """Return why rows of `columns` weights cannot be packed to a type, or None where they can."""
     form = FORMATS.get(weight_type)
     if form is None or form.gguf is None or not form.stored or columns % form.block_weights == 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -20,21 +20,15 @@ from moegraft.operators.base import CACHE
 from moegraft.operators.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from moegraft.operators.decode.native.fit import CacheTensor
+    from moegraft.operators.decode.native.fit import Affine, CacheTensor
 
 ROOM = 256  # tokens by which the buffers of a cache grow at least
-PAGES = ("data", "table")  # attributes of a layer that has pages: their memory, to which steps append, and their numbers
 _LONG = 1 << 20  # positions, for a cache of states alone
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 # Of a tensor of a cache: the layer's number, or -1 for the cache itself, then the attribute and the key within it.
 StateName = tuple[Any, ...]
-
-
-def is_pages(name: StateName) -> bool:
-    """Return whether a tensor of a cache is the pages of a layer, or their table."""
-    return len(name) == 2 and name[1] in PAGES
 
 
 def holder(cache: Cache, name: StateName) -> dict[Any, Any] | list[Any]:
@@ -162,10 +156,7 @@ class CacheBuffers:
         self.room = 0
         self.cache: weakref.ref[Cache] | None = None  # the first that uses it
 
-    def __deepcopy__(self, memo: object) -> Self:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:  # of copies as well
         return type(self), ()
 
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
@@ -215,6 +206,10 @@ class CacheBuffers:
             self.tensors[each.name] = rows
             for name in each.names:
                 holder(cache, name)[name[-1]] = rows.view
+
+    def sized_by_room(self, cache: Any) -> Mapping[StateName, tuple[Affine, ...]]:
+        """Return the sizes of the tensors, to which steps write in place, whose size follows `room` and not the tokens; none here."""
+        return {}
 
     def take(self, cache: Any, names: Sequence[StateName]) -> None:
         """Make sure that the tensors that a program overwrites are the cache's own."""

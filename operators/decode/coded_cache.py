@@ -9,14 +9,15 @@ grown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName
+from moegraft.operators.decode.native.fit import Affine
 from moegraft.operators.decode.native.record import is_recorded
 from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError, pages_of, token_bytes
 
@@ -27,51 +28,69 @@ CODABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache whose k
 _GROWTH = 8  # a cache grows by an eighth of its pages, and by at least as many
 
 
-class _Pages:
-    """The pages of a cache, which all of its layers have.
+class CodedBuffers(CacheBuffers):
+    """The memory of a `CodedCache`, and the pages that all of its layers have: `room` is their number of each sequence.
 
     Attributes:
-        count: of each sequence.
-        table: their numbers, (B, count) int64.
-        changes: how often they, or the memory of any layer, have been replaced.
+        table: the numbers of the pages, (B, room) int64.
     """
 
     def __init__(self) -> None:
-        self.changes = 0
+        super().__init__()
         self.clear(0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), {"room": self.room, "table": self.table}
 
     def clear(self, batch: int) -> None:
         """Begin with as many sequences, which have no page."""
-        self.changes += 1
-        self.count, self.table = 0, torch.empty(batch, 0, dtype=torch.int64)
+        self.version += 1
+        self.room, self.table = 0, torch.empty(batch, 0, dtype=torch.int64)
 
     def reserve(self, tokens: int) -> None:
         """Make sure that sequences of so many tokens have pages."""
         needed, batch = pages_of(tokens), self.table.shape[0]
-        if needed > self.count:
-            self.changes += 1
-            self.count = max(needed, self.count + max(_GROWTH, self.count // _GROWTH))
-            self.table = torch.arange(self.count * batch).view(self.count, batch).T.contiguous()
+        if needed > self.room:
+            self.version += 1  # first: programs bind again even if this is interrupted
+            self.room = max(needed, self.room + max(_GROWTH, self.room // _GROWTH))
+            self.table = torch.arange(self.room) * batch + torch.arange(batch)[:, None]
+
+    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
+        if grown:
+            raise ForeignCacheError("a cache of codes has another tensor that grows")
+        for layer in cache.coded.values():
+            layer.reserve(held_tokens + tokens)
+
+    def sized_by_room(self, cache: Any) -> Mapping[StateName, tuple[Affine, ...]]:
+        """Return the sizes of the pages of each layer and of their tables."""
+        batch, sizes = self.table.shape[0], {}
+        for number, layer in cache.coded.items():
+            sizes[number, "data"] = Affine(0, 0, batch), Affine(layer.data.shape[1])
+            sizes[number, "table"] = Affine(batch), Affine(0, 0, 1)
+        return sizes
+
+    def steps_left(self, tokens: int) -> int:
+        cache: Any = None if self.cache is None else self.cache()
+        held = 0 if cache is None else max(layer.tokens for layer in cache.coded.values())
+        return self.room * PAGE_TOKENS - held - tokens
 
 
 class CodedLayer(LayerInPages):
     """Keys and values of one layer, from the first states on that it is given.
 
     Args:
-        pages: of the cache.
+        buffers: of the cache.
         window: tokens that a query attends to; 0: all.
     """
 
     is_croppable = True
 
-    def __init__(self, pages: _Pages, window: int = 0) -> None:
+    def __init__(self, buffers: CodedBuffers, window: int = 0) -> None:
         super().__init__(window)
         self.tokens = 0
         self.gathers = False
-        self._pages = pages
-        self._held = torch.zeros(
-            0, dtype=torch.int64
-        )  # an underscore: programs take it for no state of the cache, as each pass makes its own
+        self._buffers = buffers
+        self._held = torch.zeros(0, dtype=torch.int64)  # by its name no state of the cache, as each pass makes its own
 
     @property
     def held(self) -> torch.Tensor:  # type: ignore[override] # not to be set
@@ -84,12 +103,12 @@ class CodedLayer(LayerInPages):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if not key_states.is_cpu:
             raise ValueError("a cache of codes is read by the kernels of a CPU, and the model's keys are on another device")
-        if self._pages.table.shape[0] != key_states.shape[0]:  # the first layer of new sequences
-            self._pages.clear(key_states.shape[0])
-        self._pages.changes += 1
+        if self._buffers.table.shape[0] != key_states.shape[0]:  # the first layer of new sequences
+            self._buffers.clear(key_states.shape[0])
+        self._buffers.version += 1
         start, size = (PAGE_TOKENS * token_bytes(states, coded=True) for states in (key_states, value_states))
         self.value_start = start
-        self.data, self.table = torch.empty(0, start + size, dtype=torch.int8), self._pages.table
+        self.data, self.table = torch.empty(0, start + size, dtype=torch.int8), self._buffers.table
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,12 +132,12 @@ class CodedLayer(LayerInPages):
 
     def reserve(self, tokens: int) -> None:
         """Make sure that there is memory for so many tokens of each sequence."""
-        self._pages.reserve(tokens)
-        pages = self._pages.table.numel()
+        self._buffers.reserve(tokens)
+        pages = self._buffers.table.numel()
         if len(self.data) != pages:
             grown = self.data.new_empty(pages, self.data.shape[1])
             grown[: len(self.data)] = self.data
-            self.data, self.table = grown, self._pages.table
+            self.data, self.table = grown, self._buffers.table
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -133,7 +152,7 @@ class CodedLayer(LayerInPages):
         self.tokens = 0
         self._new = None
         self.is_initialized = False  # the next sequences may be more
-        self._pages.clear(0)
+        self._buffers.clear(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens."""
@@ -161,48 +180,22 @@ class CodedLayer(LayerInPages):
         return bool((shown == expected).all())
 
 
-class CodedBuffers(CacheBuffers):
-    """The memory of a `CodedCache`. `room` is the pages of a sequence, and whatever replaces any of them changes `version`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known = 0  # changes of the pages
-
-    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
-        if grown:
-            raise ForeignCacheError("a cache of codes has another tensor that grows")
-        for layer in cache.coded:
-            layer.reserve(held_tokens + tokens)
-        if self._known != cache.pages.changes:
-            self.version += 1  # first: programs bind again even if this is interrupted
-            self._known, self.room = cache.pages.changes, cache.pages.count
-
-    def steps_left(self, tokens: int) -> int:
-        cache: Any = None if self.cache is None else self.cache()
-        held = 0 if cache is None else max(layer.tokens for layer in cache.coded)
-        return self.room * PAGE_TOKENS - held - tokens
-
-
 class CodedCache(Cache):
     """A cache whose attention layers hold codes.
-
-    Attributes:
-        pages: of all of them.
 
     Args:
         layers: of an empty `DynamicCache` of the model; those without keys and values stay as they are.
     """
 
     def __init__(self, layers: list[Any]) -> None:
-        self.pages = _Pages()
+        self.moegraft = CodedBuffers()
         windows = (int(getattr(layer, "sliding_window", None) or 0) for layer in layers)
         replaced = [
-            CodedLayer(self.pages, window) if type(layer) in CODABLE else layer for layer, window in zip(layers, windows, strict=True)
+            CodedLayer(self.moegraft, window) if type(layer) in CODABLE else layer for layer, window in zip(layers, windows, strict=True)
         ]
         super().__init__(layers=replaced)
-        self.moegraft = CodedBuffers()
 
     @property
-    def coded(self) -> list[CodedLayer]:
-        """The layers that hold codes; a model may leave some unused."""
-        return [layer for layer in self.layers if isinstance(layer, CodedLayer) and layer.is_initialized]
+    def coded(self) -> dict[int, CodedLayer]:
+        """The layers that hold codes, by number; a model may leave some unused."""
+        return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CodedLayer) and layer.is_initialized}

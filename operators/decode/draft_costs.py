@@ -93,9 +93,9 @@ def measure_draft_costs(
     switch = context.draft_switch
     drafters: dict[str, Drafter] = {"ngram": _Lookup()}
     if settings is not None and switch.layers:
-        drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings, 0.0), **drafters}
+        drafters = {f"experts ({settings.top_k} per token)": ExpertsDrafter(switch, settings), **drafters}
     if (layers := mtp_layers(model)) is not None:
-        by_layers = MtpDrafter(model, 0.0, switch, context.replay, context.gpu_engines_in_use)
+        by_layers = MtpDrafter(model, switch, context.replay, context.gpu_engines_in_use)
         drafters = {getattr(layers, "drafter", "mtp"): by_layers, **drafters}
     found = []
     for name, drafter in drafters.items():

@@ -49,7 +49,7 @@ class Drafting:
     statistics: Statistics
     switch: DraftSwitch
     warn_once: Callable[[str], None]  # of the reason why a call is decoded without drafts
-    confidence: float = 0.0
+    confidence: float = 0.0  # of a token; a draft ends after one of lower probability
     tolerance: float = 0.0  # of the adaptive rule; 0: the lossless one
     verification: DraftSettings | None = None  # how experts run in the full model's pass over a draft; None: as always
     clock: Callable[[], float] = time.perf_counter  # seconds
@@ -83,6 +83,9 @@ class Drafting:
         if (cache := sequence.cache) is not None:
             drop_past(cache)
 
+    def _continues(self, confidences: Sequence[float]) -> bool:
+        return confidences[-1] >= self.confidence and self.schedule.continues(confidences)
+
     def round(self, sequence: DecodedSequence, rule: AcceptanceRule) -> None:
         """Extend a sequence by one token or more, and learn from it."""
         start, before, preparations = self.clock(), sequence.length, self.switch.preparations
@@ -94,7 +97,7 @@ class Drafting:
         try:
             if planned > 0:
                 with self.trace("draft") as details:
-                    drafts = self.drafter.draft(sequence, rule, planned, self.schedule.continues)
+                    drafts = self.drafter.draft(sequence, rule, planned, self._continues)
                     details["tokens"] = len(drafts)
             drafted = self.clock()
             if planned > 0 and self.drafter.feeds:
@@ -170,14 +173,9 @@ def draw(
     rule: AcceptanceRule,
     length: int,
     continues: Callable[[Sequence[float]], bool],
-    confidence: float,
     logits_after: Callable[[Sequence[int]], torch.Tensor],
 ) -> list[DraftToken]:
-    """Return the tokens that a drafter picks from its own logits, (V,) float32 after the tokens so far.
-
-    Args:
-        confidence: a draft ends after a token of lower probability.
-    """
+    """Return the tokens that a drafter picks from its own logits, (V,) float32 after the tokens so far."""
     drafts: list[DraftToken] = []
     confidences: list[float] = []
     while len(drafts) < length:
@@ -186,7 +184,7 @@ def draw(
         draft = DraftToken(rule.pick(scores), scores)
         drafts.append(draft)
         confidences.append(draft.confidence)  # which computes q, before the next pass overwrites the logits
-        if draft.token in sequence.end_tokens or confidences[-1] < confidence or not continues(confidences):
+        if draft.token in sequence.end_tokens or not continues(confidences):
             break
     return drafts
 
@@ -194,16 +192,15 @@ def draw(
 class ExpertsDrafter(Drafter):
     """The model itself with fewer experts per token (SS-MoE, algorithm 1), over the same cache."""
 
-    def __init__(self, switch: DraftSwitch, settings: DraftSettings, confidence: float) -> None:
+    def __init__(self, switch: DraftSwitch, settings: DraftSettings) -> None:
         self._switch = switch
         self._settings = settings
-        self._confidence = confidence
 
     def draft(
         self, sequence: DecodedSequence, rule: AcceptanceRule, length: int, continues: Callable[[Sequence[float]], bool]
     ) -> list[DraftToken]:
         with self._switch.drafting(self._settings):
-            return draw(sequence, rule, length, continues, self._confidence, lambda tokens: sequence.forward(tokens, feed=1)[0])
+            return draw(sequence, rule, length, continues, lambda tokens: sequence.forward(tokens, feed=1)[0])
 
 
 class NgramDrafter(Drafter):

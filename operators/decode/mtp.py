@@ -208,7 +208,6 @@ class MtpDrafter(Drafter):
     Drafts longer than there are layers feed the last layer's own states back to it. What drafts add to the layers' caches is removed.
 
     Args:
-        confidence: a draft ends after a token of lower probability.
         replay: what replays the steps of a layer, as it does those of the body; None where nothing does.
         engines: load what the verification of a draft will probably need while it is drawn; None where no experts are on a GPU.
     """
@@ -216,17 +215,9 @@ class MtpDrafter(Drafter):
     feeds = False  # the model's cache
     reads_hidden_states = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        confidence: float,
-        switch: DraftSwitch,
-        replay: StepReplay | None,
-        engines: ModelEngines | None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, switch: DraftSwitch, replay: StepReplay | None, engines: ModelEngines | None) -> None:
         self._model = model
         self._engines = engines if foresees_experts(model) else None
-        self._confidence = confidence
         self._switch = switch
         self._replay = replay
         self._streams: MtpStreams | None = None
@@ -302,7 +293,7 @@ class MtpDrafter(Drafter):
 
         position, streams.position = streams.position, -1
         try:
-            drafts = draw(sequence, rule, length, continues, self._confidence, logits_expecting)
+            drafts = draw(sequence, rule, length, continues, logits_expecting)
             streams.position = position
             return drafts
         finally:

@@ -35,7 +35,7 @@ from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import Router, router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
 from moegraft.operators.thresholds import SparsityOptions
-from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, WEIGHT_TYPES, why_unfit
+from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, WEIGHT_TYPES, why_not_packed
 from moegraft.operators.weights import PackedWeights, WeightSource, WeightTypes
 
 if TYPE_CHECKING:
@@ -236,9 +236,8 @@ class HybridExperts(Operator):
         for name, columns in ((types.gate_up, layout.hidden), (types.down, layout.intermediate)):
             if name in FORMATS and FORMATS[name].stored and not cls.packing.supports(options, name):
                 return f"weights: {name} cannot be combined with sparsity, whose layout has floats, int8 and int4"
-            unfit = why_unfit(name, columns)
-            if unfit is not None:
-                return unfit
+            if (reason := why_not_packed(name, columns)) is not None:
+                return reason
         return options.cache.why_unfit(layout.num_experts) or router_maps.why_unfit(
             options.prefetch.maps, (layout.num_experts, layout.hidden)
         )

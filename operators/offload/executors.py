@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
 from moegraft.operators.router_maps import RouterMaps
-from moegraft.operators.routing import ALIKE, Router, RouterRows
+from moegraft.operators.routing import Router, RouterRows
 from moegraft.operators.routing_trace import DEPTHS
 from moegraft.operators.sparsity import LayerSparsity
 
+Name = TypeVar("Name")
 SlotKernel = Callable[..., None]
 """`kernel(hidden_states (T, H), slots (T, K) int32, top_k_weights (T, K) float32, out (T, H) float32)`; a slot of -1 is skipped.
 
@@ -57,6 +58,7 @@ class EngineLayers:
         slots: the memory of the slots, one after another.
 
     Attributes:
+        kernels: of each layer, from `device_kernel`.
         look_ahead: predicts what later layers choose.
     """
 
@@ -79,10 +81,10 @@ class EngineLayers:
         self.num_experts = first.shape.num_experts
         self._pinned: dict[str, torch.Tensor] = {}  # page-locked host tensors, kept between calls: one call at a time
         self._slot_memory = slots.tensor.view(-1, first.expert_bytes)  # (S, expert_bytes) uint8
-        self._kernels: Sequence[Any] = [self.device_kernel(each) for each in sparsity]
+        self.kernels: Sequence[Any] = [self.device_kernel(each) for each in sparsity]
 
     def device_kernel(self, sparsity: LayerSparsity | None) -> Any:
-        """Return the kernel that computes a layer from slots, for `slot_kernel`; it follows the layer's threshold, and counts for it."""
+        """Return the kernel that computes a layer from slots, for `bound_kernel`; it follows the layer's threshold, and counts for it."""
         # Triton need not be installed where no GPU is
         from moegraft.operators.kernels.slots import SlotExperts
         from moegraft.operators.kernels.sparse_slots import SparseSlotExperts
@@ -94,16 +96,8 @@ class EngineLayers:
         sparsity.attach(kernel)
         return kernel
 
-    def slot_kernel(self, layer: int) -> SlotKernel:
-        """Return what computes a layer's experts from slots, for a call of the calling thread, which may be drafting."""
-        return self.bound_kernel(self._kernels[layer], self.sparsity[layer])
-
-    def layer_kernel(self, layer: int) -> Any:
-        """Return a layer's `device_kernel`."""
-        return self._kernels[layer]
-
     def bound_kernel(self, kernel: Any, sparsity: LayerSparsity | None) -> SlotKernel:
-        """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread."""
+        """Return `kernel`, made by `device_kernel` for this sparsity, for a call of the calling thread, which may be drafting."""
         drafting = {"drafting": True} if sparsity is not None and sparsity.drafting else {}
 
         def compute(
@@ -123,7 +117,7 @@ class EngineLayers:
         """Return what a token needs of an expert in a call of the calling thread; None: all of it."""
         return None if sparsity is None else Neurons.without(sparsity.target_in_force, gated=self.packed[0].shape.gated)
 
-    def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fetch(self, tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
         """Return the tensors in host memory, fetched with one copy and one wait: the GPU has done all work before them."""
         # Gathered on the device, so that one copy does; wider types first, so that each part begins at a multiple of its type's size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -169,22 +163,31 @@ class LookAhead:
     """What later layers would choose on the current hidden states (HybriMoE, section IV-C), without their routers where that is the same.
 
     Most routers choose the largest products of their rows of weights with a token. The rows of all layers are kept in one block, so that
-    one product and one `topk` replace the calls of several routers. Layers whose router turns out to choose otherwise, by corrections or
-    groups, keep calling it.
+    one product and one `topk` replace the calls of several routers. Layers whose router chooses otherwise, by corrections or groups, keep
+    calling it.
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:
         self._routers = routers
-        self._rows: torch.Tensor | None = None  # (L, E, H)
-        self._alike: list[bool | None] = [None] * len(routers)  # whether the rows choose as the router does; None: not compared yet
-        self._top_k = 0
         self._maps: dict[tuple[int, int], RouterRows] = {}
+
+    @cached_property
+    def _top_k(self) -> list[int]:
+        """Experts per token of each layer; 0 where its router does not choose by its rows."""
+        return [router.chooses_by_rows() for router in self._routers]
+
+    @cached_property
+    def _rows(self) -> torch.Tensor | None:
+        """The rows of all layers, (L, E, H); None where these have several forms, or biases."""
+        found = [router.rows() for router in self._routers]
+        plain = [each.weight for each in found if each is not None and each.bias is None and each.choice_bias is None]
+        alike = len(plain) == len(found) and len({(each.shape, each.dtype, each.device) for each in plain}) == 1
+        return torch.stack(plain) if alike else None
 
     def use(self, maps: RouterMaps, device: torch.device) -> None:
         """Name experts by fitted maps where there are some, and for routers that choose as maps do."""
-        alike = [router.chooses_by_rows() for router in self._routers]
         for source, target in combinations(range(len(self._routers)), 2):
-            near = target - source <= DEPTHS and alike[target]
+            near = target - source <= DEPTHS and self._top_k[target]
             rows = maps.rows(self._routers[source].path, self._routers[target]) if near else None
             if rows is not None:
                 self._maps[source, target] = rows.to(device)
@@ -196,39 +199,14 @@ class LookAhead:
             source: the layer whose router's input the tokens are; None for those of a draft, behind the last layer.
         """
         if source is not None and len(tokens) and all((source, layer) in self._maps for layer in layers):
-            return [self._maps[source, layer].choose(tokens, self._routers[layer].top_k()) for layer in layers]
-        if not len(layers) or not len(tokens):
-            return [self._routers[layer].route(tokens) for layer in layers]
-        if all(self._alike[layer] for layer in layers):
-            assert self._rows is not None, "they were compared"
-            rows = self._rows[layers.start : layers.stop]
-            products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
-            return list(products.topk(self._top_k, dim=-1).indices.unbind(1))
-        found = [self._routers[layer].route(tokens) for layer in layers]
-        for layer, index in zip(layers, found, strict=True):
-            if self._alike[layer] is None:
-                self._alike[layer] = self._compare(layer, tokens, index)
-        return found
-
-    def _compare(self, layer: int, tokens: torch.Tensor, index: torch.Tensor) -> bool:
-        if self._rows is None:
-            found = [self._rows_of(router) for router in self._routers]
-            rows = [each for each in found if each is not None]
-            if len(rows) < len(found) or len({(each.shape, each.dtype, each.device) for each in rows}) > 1:
-                self._alike = [False] * len(found)
-                return False
-            self._rows = torch.stack([each.detach() for each in rows])
-            self._top_k = index.shape[1]
-        if index.shape[1] != self._top_k:
-            return False
-        best = (tokens.to(self._rows.dtype) @ self._rows[layer].T).topk(self._top_k, dim=-1).indices
-        same = (best[:, :, None] == index[:, None, :]).any(-1).float().mean()
-        return float(same) >= ALIKE
-
-    def _rows_of(self, router: Router) -> torch.Tensor | None:
-        """A router's rows of weights, if it has nothing else to choose by."""
-        tensors = [*router.module.parameters(), *router.module.buffers()]
-        return tensors[0] if len(tensors) == 1 and tensors[0].dim() == 2 and len(tensors[0]) == router.num_experts else None
+            return [self._maps[source, layer].choose(tokens, self._top_k[layer]) for layer in layers]
+        if len(layers) and len(tokens) and self._rows is not None:
+            top_k, *others = {self._top_k[layer] for layer in layers}
+            if top_k and not others:
+                rows = self._rows[layers.start : layers.stop]
+                products = torch.nn.functional.linear(tokens.to(rows.dtype), rows.flatten(0, 1)).view(len(tokens), len(layers), -1)
+                return list(products.topk(top_k, dim=-1).indices.unbind(1))
+        return [self._routers[layer].route(tokens) for layer in layers]
 
 
 class CallExecutor:
@@ -236,8 +214,8 @@ class CallExecutor:
 
     Args:
         host, on_device: the call's tokens in host memory, and where the slots are.
-        slot_kernel: of the layer, bound to the calling thread.
-        device_kernel: the layer's kernel itself, where launches may share the work of one call.
+        kernel: of the layer, from `EngineLayers.device_kernel`.
+        grouped: whether launches may share the work of one call.
         deferral: given where experts of the call may be deferred.
         arrived: what the layer before has deferred; it is waited for, and not added.
 
@@ -250,10 +228,11 @@ class CallExecutor:
         layers: EngineLayers,
         packed: PackedExperts,
         sparsity: LayerSparsity | None,
-        slot_kernel: SlotKernel,
+        kernel: Any,
         host: Tokens,
         on_device: Tokens,
-        device_kernel: Any = None,
+        *,
+        grouped: bool = True,
         deferral: LayerDeferral | None = None,
         arrived: DeferredSum | None = None,
     ) -> None:
@@ -263,8 +242,9 @@ class CallExecutor:
         self._layers = layers
         self._packed = packed
         self._sparse_arguments = sparse_arguments(sparsity)
-        self._slot_kernel = slot_kernel
-        self._device_kernel = device_kernel
+        self._kernel = kernel
+        self._slot_kernel = layers.bound_kernel(kernel, sparsity)
+        self._groups = grouped
         self._deferral = deferral
         self._arrived = arrived
         self._grouped: Any = None  # the call that launches add to, where they do
@@ -299,8 +279,8 @@ class CallExecutor:
         slot_of[experts] = slots
         first, self._written = not self._written, True
         self._launches += 1
-        if first:
-            self._grouped = self._layers.begin_grouped(self._device_kernel, self._on_device)
+        if first and self._groups:
+            self._grouped = self._layers.begin_grouped(self._kernel, self._on_device)
         if self._grouped is not None:
             pairs = int((slot_of[self._index] >= 0).sum())
             return partial(self._grouped.add, self._on_the_device(slot_of[:-1]), len(experts), pairs)

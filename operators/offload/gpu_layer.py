@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -101,6 +101,8 @@ class GpuLayer:
             top_k_index, top_k_weights = self._draft.narrow(top_k_index, top_k_weights)
         tokens = rounded(hidden_states.detach()).contiguous()
         on_device = Tokens(tokens, top_k_index.detach().long().contiguous(), top_k_weights.detach().float().contiguous())
+        # What is fetched of this call by name, and what later layers would choose by their index.
+        tensors: dict[str | int, torch.Tensor]
         tensors = {"tokens": tokens, "index": on_device.top_k_index, "weights": on_device.top_k_weights}
         call = self.router_calls.take()
         routing = routed_index.dtype, top_k_weights.dtype, None if call is None else call[1].dtype
@@ -115,12 +117,11 @@ class GpuLayer:
             self.layers,
             self.layers.packed[self._index],
             self._sparsity,
-            self.layers.slot_kernel(self._index),
+            self.layers.kernels[self._index],
             Tokens(host["tokens"], host["index"], host["weights"]),
             on_device,
-            self.layers.layer_kernel(self._index),
-            self.deferral,
-            arrived,
+            deferral=self.deferral,
+            arrived=arrived,
         )
         self.engine.run(self._step(host, settings), executor, meanwhile)
         if meanwhile is not None:
@@ -133,13 +134,12 @@ class GpuLayer:
         if not body or self.engine.prefetcher.options.policy == "none":
             return
         chosen = self._look_ahead.chosen(states.detach().to(self.layers.device), range(body))
-        host = self.layers.fetch({f"layer {layer}": index for layer, index in enumerate(chosen)})
-        self.engine.expect_verification(self._predictions(host))
+        self.engine.expect_verification(self._predictions(self.layers.fetch(dict(enumerate(chosen)))))
 
-    def _predictions(self, host: dict[str, torch.Tensor]) -> list[Prediction]:
-        return [Prediction.of(int(name[6:]), self._ids(host[name])) for name in host if name.startswith("layer ")]
+    def _predictions(self, host: Mapping[Any, torch.Tensor]) -> list[Prediction]:
+        return [Prediction.of(layer, self._ids(index)) for layer, index in host.items() if isinstance(layer, int)]
 
-    def _step(self, host: dict[str, torch.Tensor], settings: DraftSettings | None) -> LayerStep:
+    def _step(self, host: Mapping[str | int, torch.Tensor], settings: DraftSettings | None) -> LayerStep:
         scores = host["scores"].numpy() if "scores" in host else None
         draft = None
         if settings is not None and settings.budget is None:  # with a budget, a draft is verified
@@ -155,12 +155,12 @@ class GpuLayer:
         index = top_k_index.numpy()
         return np.where((index < 0) | (index >= self.layers.num_experts), -1, index)
 
-    def _predict(self, router_input: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the next layers would choose on the current hidden states, as `layer N`: (T', K) int64."""
+    def _predict(self, router_input: torch.Tensor) -> dict[str | int, torch.Tensor]:
+        """What the next layers would choose on the current hidden states, (T', K) int64 by their index."""
         last = self._index + self.engine.prefetcher.options.depth(len(router_input))
         tokens = router_input[-PREDICT_TOKENS:]
         later = range(self._index + 1, min(last + 1, len(self.layers.routers)))
-        return {f"layer {layer}": chosen for layer, chosen in zip(later, self._look_ahead.chosen(tokens, later, self._index), strict=True)}
+        return dict(zip(later, self._look_ahead.chosen(tokens, later, self._index), strict=True))
 
 
 class _RouterCalls:

@@ -333,8 +333,7 @@ class SyntheticCalls:
         """Return the executor of a call in which each of these experts has `load` tokens."""
         layers, host = self._layers, self._tokens(experts, load)
         on_device = Tokens(*(tensor.to(layers.device) for tensor in (host.hidden_states, host.top_k_index, host.top_k_weights)))
-        kernel = layers.bound_kernel(self._kernel, self.sparsity)
-        return CallExecutor(layers, self._packed, self.sparsity, kernel, host, on_device)
+        return CallExecutor(layers, self._packed, self.sparsity, self._kernel, host, on_device, grouped=False)
 
     def _tokens(self, experts: Sequence[int], load: int) -> Tokens:
         dtype = {"float32": torch.float32, "float16": torch.float16}.get(self._packed.weight_type, torch.bfloat16)

@@ -198,7 +198,8 @@ class CapturedLayer:
         if branches:
             device.launch(host, return_cpu_part, Work("host"))
         resident = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
-        compute_resident = partial(layers.slot_kernel(self._index), tokens, row["slots"], row["weights"], resident, experts=index)
+        kernel = layers.bound_kernel(layers.kernels[self._index], layers.sparsity[self._index])
+        compute_resident = partial(kernel, tokens, row["slots"], row["weights"], resident, experts=index)
         neurons = layers.neurons(layers.sparsity[self._index])
         work = Work("experts", (len(tokens),), layers.packed[0].expert_bytes, neurons=neurons)
         device.launch(compute, compute_resident, work)

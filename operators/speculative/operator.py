@@ -316,8 +316,8 @@ class SpeculativeDraft(ModelOperator):
         if options.draft == "ngram":
             return NgramDrafter()
         if options.by_layers:
-            return MtpDrafter(model, options.confidence, self._switch, self._context.replay, self._context.gpu_engines_in_use)
-        return ExpertsDrafter(self._switch, options.settings, options.confidence)
+            return MtpDrafter(model, self._switch, self._context.replay, self._context.gpu_engines_in_use)
+        return ExpertsDrafter(self._switch, options.settings)
 
     def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         drafting = Drafting(

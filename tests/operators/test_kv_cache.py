@@ -201,7 +201,7 @@ def test_a_cache_of_codes_serves_after_an_interrupted_pass(load) -> None:  # typ
         cache.crop(-cache.get_seq_length())
         model(input_ids=ids[:, :40], past_key_values=cache)  # of fewer pages than the first layer has
     assert torch.equal(answer(model, ids=ids, past_key_values=cache).sequences, expected.sequences)
-    assert cache.pages.count <= 20
+    assert cache.moegraft.room <= 20
 
 
 def test_codes_serve_calls_that_remove_tokens(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from moegraft.injection.demo import demo_path
 from moegraft.injection.texts import text_content
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.executors import LookAhead
-from moegraft.operators.router_maps import PRIOR_TOKENS, RouterMaps, RouterMapsError, fit_maps, named_shares, save_maps
+from moegraft.operators.router_maps import PRIOR_TOKENS, RouterMaps, RouterMapsError, fit_maps, named_shares, save_maps, why_unfit
 from moegraft.operators.routing import Router, RouterRows, routers_of
 from moegraft.operators.routing_trace import watch_routing
 
@@ -106,10 +106,9 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RouterMapsError, match=r"maps: no file of router maps \("):
         RouterMaps(path)
     save_maps({"layers.0>layers.1.weight": torch.zeros(6, 4), "layers.0>layers.1.bias": torch.zeros(6)}, path)
-    maps = RouterMaps(path)
-    assert maps.why_unfit((6, 4), "layers.0") is maps.why_unfit((6, 4), "layers.1") is None
-    assert "the maps of another model, which has no layers.2" in str(maps.why_unfit((6, 4), "layers.2"))
-    assert "maps of layers with 6 experts of width 4, where this one has 8 of width 4" in str(maps.why_unfit((8, 4), "layers.1"))
+    assert why_unfit(path, (6, 4), "layers.0") is why_unfit(path, (6, 4), "layers.1") is None
+    assert "the maps of another model, which has no layers.2" in str(why_unfit(path, (6, 4), "layers.2"))
+    assert "maps of layers with 6 experts of width 4, where this one has 8 of width 4" in str(why_unfit(path, (8, 4), "layers.1"))
 
 
 def test_nothing_to_fit() -> None:

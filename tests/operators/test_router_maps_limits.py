@@ -11,7 +11,7 @@ import torch
 from support.families import build_model, case_of, prompt
 
 from moegraft.operators.errors import MoegraftError
-from moegraft.operators.router_maps import RouterMaps, fit_maps, save_maps
+from moegraft.operators.router_maps import RouterMaps, fit_maps, save_maps, why_unfit
 from moegraft.operators.routing import RouterRows, routers_of
 from moegraft.operators.routing_trace import watch_routing
 
@@ -72,8 +72,8 @@ def test_maps_are_where_their_router_is(tmp_path: Path) -> None:
 
 def test_layers_may_have_different_numbers_of_experts(tmp_path: Path) -> None:
     save_maps({"a>b.weight": torch.zeros(8, 4), "a>b.bias": torch.zeros(8)}, tmp_path / "maps")
-    assert RouterMaps(tmp_path / "maps").why_unfit((6, 4), "a") is None
-    assert RouterMaps(tmp_path / "maps").why_unfit((8, 4), "b") is None
+    assert why_unfit(tmp_path / "maps", (6, 4), "a") is None
+    assert why_unfit(tmp_path / "maps", (8, 4), "b") is None
 
 
 LOADED = """

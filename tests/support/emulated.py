@@ -50,7 +50,7 @@ class HostSlotLayers(EngineLayers):
         with torch.inference_mode():  # a kernel writes whatever it is given
             out.copy_(part)
 
-    def fetch(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fetch(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
     def host_buffer(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -103,8 +103,7 @@ class EngineRig:
     def executor(self, number: int, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> CallExecutor:
         layers, tokens = self.engine_layers(), Tokens(x, index, weights)
         on_device = Tokens(*(each.to(self.torch_device) for each in (x, index, weights)))
-        kernels = layers.slot_kernel(number), tokens, on_device, layers.layer_kernel(number)
-        return CallExecutor(layers, layers.packed[number], None, *kernels)
+        return CallExecutor(layers, layers.packed[number], None, layers.kernels[number], tokens, on_device)
 
     def _predictions(self, number: int, tokens: int) -> list[Prediction]:
         later = range(number + 1, min(number + 4, LAYERS))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from moegraft.operators.decode.cache import ForeignCacheError, StateName, is_pages, storage_bytes
+from moegraft.operators.decode.cache import ForeignCacheError, StateName, storage_bytes
 from moegraft.operators.decode.native.record import Call, Memory, NotRecordableError, Recording
 
 MAX_GROUP = 16  # tokens, with a program for each position in the group
@@ -36,6 +36,10 @@ class Affine:
     slope: int = 0
     capacity: int = 0
 
+    @property
+    def fixed(self) -> bool:
+        return self.slope == self.capacity == 0
+
     def at(self, position: int, capacity: int = 0) -> int:
         return self.base + self.slope * position + self.capacity * capacity
 
@@ -49,13 +53,25 @@ class Affine:
         return self.base, self.slope, self.capacity
 
 
+_ZERO, _ONE, _ROOM = Affine(0), Affine(1), Affine(0, 0, 1)
+
+
 def product(one: Affine, other: Affine, what: str = "a size") -> Affine:
     """Raise NotRecordableError where both depend on the position or on the room of a buffer; `what`: the product, for its message."""
-    if one.slope == one.capacity == 0:
+    if one.fixed:
         return other.times(one.base)
-    if other.slope == other.capacity == 0:
+    if other.fixed:
         return one.times(other.base)
     raise NotRecordableError(f"{what} is no linear function of the position")
+
+
+def contiguous_strides(sizes: Sequence[Affine]) -> tuple[Affine, ...]:
+    """Return the strides of a tensor without gaps; raise NotRecordableError as `product` does."""
+    strides, stride = [], _ONE
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride = product(size, stride)
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,11 @@ class Place:
     @property
     def dims(self) -> int:
         return len(self.sizes)
+
+    @property
+    def is_contiguous(self) -> bool:
+        parts = zip(self.sizes, self.strides, contiguous_strides(self.sizes), strict=True)
+        return all(size == _ONE or own == stride for size, own, stride in parts)
 
     def permuted(self, order: Sequence[int]) -> Place:
         return replace(self, sizes=tuple(self.sizes[dim] for dim in order), strides=tuple(self.strides[dim] for dim in order))
@@ -98,9 +119,6 @@ class Place:
         dim %= self.dims
         sizes = [*self.sizes[:dim], size, *self.sizes[dim + 1 :]]
         return replace(self, offset=self.offset.plus(product(self.strides[dim], start, "an offset")), sizes=tuple(sizes))
-
-
-_ZERO, _ONE, _ROOM = Affine(0), Affine(1), Affine(0, 0, 1)
 
 
 @dataclass(slots=True)
@@ -138,10 +156,14 @@ class FittedStep:
     outputs: Any
 
 
-def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -> FittedStep:
+def fit(
+    one: RecordedStep, other: RecordedStep, sized_by_room: Mapping[StateName, Sequence[Affine]], *, choices_grow: bool = False
+) -> FittedStep:
     """Return the step of which both are instances.
 
-    `choices_grow`: a topk that chooses all values, one more in each step, reaches its limit at a border that the caller knows.
+    Args:
+        sized_by_room: of the cache, from `CacheBuffers`.
+        choices_grow: a topk that chooses all values, one more in each step, reaches its limit at a border that the caller knows.
 
     Raises:
         NotRecordableError: they differ in more than numbers, or in numbers that do not follow the position.
@@ -149,7 +171,7 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
     for step in (one, other):
         if step.recording.obstacle is not None:
             raise NotRecordableError(step.recording.obstacle)
-    fitted = _Fit(one, other)
+    fitted = _Fit(one, other, sized_by_room)
     first, second = one.recording, other.recording
     names = [[str(call.target) for call in recording.calls] for recording in (first, second)]
     if names[0] != names[1]:
@@ -190,7 +212,7 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
             raise NotRecordableError("the cache counts in another way from step to step")
         counts[key] = after - before
     pairs = enumerate(zip(first.storages, second.storages, strict=True))
-    sizes = [Affine(y.nbytes) if number in fitted.pages else fitted.number(x.nbytes, y.nbytes) for number, (x, y) in pairs]
+    sizes = [Affine(y.nbytes) if number in fitted.by_room else fitted.number(x.nbytes, y.nbytes) for number, (x, y) in pairs]
     return FittedStep(
         calls,
         sizes,
@@ -207,20 +229,16 @@ def fit(one: RecordedStep, other: RecordedStep, *, choices_grow: bool = False) -
 class _Fit:
     """
     Attributes:
-        pages: by storage, the places of pages and tables, of which a buffer's room counts the pages of a sequence.
+        by_room: by storage, the places of the cache's tensors whose sizes follow its room.
     """
 
-    def __init__(self, one: RecordedStep, other: RecordedStep) -> None:
+    def __init__(self, one: RecordedStep, other: RecordedStep, sized_by_room: Mapping[StateName, Sequence[Affine]]) -> None:
         self._at = other.position
         self._apart = other.position - one.position
-        sequences, _ = other.inputs["input_ids"].sizes
-        self.pages: dict[int, Place] = {}
-        for name, memory in other.before.items():
-            if is_pages(name):
-                whole = name[1] == "table"
-                sizes = (Affine(sequences), _ROOM) if whole else (_ROOM.times(sequences), Affine(memory.sizes[1]))
-                strides = (_ROOM if whole else Affine(memory.sizes[1])), _ONE
-                self.pages[memory.storage] = Place(memory.storage, memory.dtype, _ZERO, sizes, strides)
+        self.by_room: dict[int, Place] = {}
+        for name, sizes in sized_by_room.items():
+            memory = other.before[name]
+            self.by_room[memory.storage] = Place(memory.storage, memory.dtype, _ZERO, tuple(sizes), contiguous_strides(sizes))
         assert self._apart, "two steps at one position"
 
     def number(self, one: int, other: int) -> Affine:
@@ -232,8 +250,8 @@ class _Fit:
     def place(self, one: Memory, other: Memory) -> Place:
         if one.storage != other.storage or one.dtype != other.dtype or len(one.sizes) != len(other.sizes):
             raise NotRecordableError("two steps differ in the memory that they use")
-        if other.storage in self.pages:
-            return self.pages[other.storage]
+        if other.storage in self.by_room:
+            return self.by_room[other.storage]
         sizes = tuple(map(self.number, one.sizes, other.sizes))
         strides = tuple(map(self.number, one.strides, other.strides))
         return Place(other.storage, other.dtype, self.number(one.offset, other.offset), sizes, strides)
@@ -307,13 +325,10 @@ class CacheTensor:
 
     def strides(self) -> tuple[Affine, ...]:
         """Return the strides of the buffer: contiguous, with its room in dimension `dim`."""
-        strides, stride = [], _ONE
-        for dim in reversed(range(len(self.shape))):
-            strides.append(stride)
-            stride = Affine(0, 0, stride.base) if dim == self.dim else stride.times(self.shape[dim].base)
-            if dim != self.dim and self.shape[dim].slope:
-                raise NotRecordableError("a cache grows in two dimensions")
-        return tuple(reversed(strides))
+        before, behind = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        if any(size.slope for size in (*before, *behind)):
+            raise NotRecordableError("a cache grows in two dimensions")
+        return contiguous_strides((*before, _ROOM, *behind))
 
     def place(self, start: Affine, sizes: Sequence[Affine]) -> Place:
         """Return the place of new tokens, of `sizes`, behind `start` tokens."""
@@ -325,12 +340,7 @@ class CacheTensor:
         """Return where a view of the tensor with its new tokens is in the buffer."""
         if _ZERO in place.sizes:  # as of a model without a rotary part
             return Place(self.before, place.dtype, _ZERO, place.sizes, (_ZERO,) * place.dims)
-        stride, packed = _ONE, []
-        for size in reversed(self.shape):
-            packed.append(stride)
-            stride = product(size, stride)
-        packed.reverse()
-        own = self.strides()
+        packed, own = contiguous_strides(self.shape), self.strides()
         rest, offset = place.offset, Affine(0, self.start_slope).times(own[self.dim].base)
         if own[self.dim].capacity or own[self.dim].slope:
             raise NotRecordableError("a cache grows along a dimension with a stride that is not constant")
@@ -344,7 +354,7 @@ class CacheTensor:
                     offset = offset.plus(_row_offset(own[dim], Affine(whole)))
                     rest = rest.plus(one.times(-whole))
                 continue
-            if one.slope == 0 and one.capacity == 0 and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
+            if one.fixed and one.base and rest.base % one.base == 0 and rest.slope % one.base == 0:
                 count = Affine(rest.base // one.base, rest.slope // one.base)
                 if dim != self.dim and (count.slope or not count.base >= 0):
                     continue
@@ -385,8 +395,6 @@ def grown_tensors(fitted: FittedStep, period: int) -> list[CacheTensor]:
     appended = {call.outputs[0].storage: call for call in fitted.calls if call.name == "cat.default" and call.outputs}
     same: dict[tuple[Place, Place], list[StateName]] = {}
     for name, after in fitted.after.items():
-        if is_pages(name):
-            continue
         same.setdefault((fitted.before[name], after), []).append(name)
     found = []
     for (before, after), names in same.items():

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from moegraft.operators.decode.cache import StateName
-from moegraft.operators.decode.native.fit import Affine, CacheTensor, FittedStep, Place, product
+from moegraft.operators.decode.native.fit import Affine, CacheTensor, FittedStep, Place, contiguous_strides, product
 from moegraft.operators.decode.native.record import Call, NotRecordableError
 
 ELEMENT_NAMES = {
@@ -89,13 +89,11 @@ class Lowering:
 
     def temporary(self, dtype: torch.dtype, sizes: Sequence[Affine]) -> Place:
         """Return a new contiguous temporary; at most one size may depend on the position."""
-        strides, stride = [], _ONE
-        for size in reversed(sizes):
-            strides.append(stride)
-            stride = stride.times(size.base) if not (size.slope or size.capacity) else product(size, stride)
-        self.storage_bytes.append(stride.times(dtype.itemsize))
+        strides = contiguous_strides(sizes)
+        elements = product(sizes[0], strides[0]) if sizes else _ONE
+        self.storage_bytes.append(elements.times(dtype.itemsize))
         self.produced.add(len(self.storage_bytes) - 1)
-        return Place(len(self.storage_bytes) - 1, dtype, _ZERO, tuple(sizes), tuple(reversed(strides)))
+        return Place(len(self.storage_bytes) - 1, dtype, _ZERO, tuple(sizes), strides)
 
     def small(self, name: str, out: Place, *reads: Operand, numbers: Sequence[float] = ()) -> None:
         """Append an operation whose operands have the sizes that its native form expects."""
@@ -107,24 +105,20 @@ class Lowering:
     def elementwise(self, name: str, out: Place, *reads: Operand) -> None:
         self.small(name, out, *(read.expanded(out.sizes) if isinstance(read, Place) else read for read in reads))
 
-    def contiguous(self, place: Place) -> Place:
-        """Return the place, or a copy of it with its last dimension contiguous."""
-        if place.dims == 0 or place.sizes[-1] == _ONE or place.strides[-1] == _ONE:
-            return place
-        copy = self.temporary(place.dtype, place.sizes)
+    def copied(self, place: Place, dtype: torch.dtype) -> Place:
+        """Return a contiguous copy of the place."""
+        copy = self.temporary(dtype, place.sizes)
         self.elementwise("copy", copy, place)
         return copy
 
+    def contiguous(self, place: Place) -> Place:
+        """Return the place, or a copy of it with its last dimension contiguous."""
+        in_rows = place.dims == 0 or place.sizes[-1] == _ONE or place.strides[-1] == _ONE
+        return place if in_rows else self.copied(place, place.dtype)
+
     def packed(self, place: Place) -> Place:
         """Return the place, or a copy of it that is contiguous in all dimensions."""
-        stride = _ONE
-        for size, own in zip(reversed(place.sizes), reversed(place.strides), strict=True):
-            if size != _ONE and own != stride:
-                copy = self.temporary(place.dtype, place.sizes)
-                self.elementwise("copy", copy, place)
-                return copy
-            stride = product(size, stride)
-        return place
+        return place if place.is_contiguous else self.copied(place, place.dtype)
 
     def _lower(self, call: Call) -> None:
         before = len(self.nodes)
@@ -235,7 +229,7 @@ class Lowering:
             return None
         (plain, x, cos), (negated, second), (front, source), (back, first), (turned, joined, sin), (out, *terms) = places
         columns = x.sizes[-1] if x.dims else _ZERO
-        if columns.slope or columns.capacity or columns.base % 2 or columns.base > _MOST_ROTARY_COLUMNS:
+        if not columns.fixed or columns.base % 2 or columns.base > _MOST_ROTARY_COLUMNS:
             return None
         half = Affine(columns.base // 2)
         parts = [(x, first, second), (joined, front, back)]
@@ -530,11 +524,7 @@ def _narrowed(place: Place, like: Place) -> Place:
 
 def _index(to: Lowering, index: Place) -> Place:
     """Return the index in the type that the native operations read."""
-    if index.dtype == torch.int64:
-        return index
-    wide = to.temporary(torch.int64, index.sizes)
-    to.elementwise("copy", wide, index)
-    return wide
+    return index if index.dtype == torch.int64 else to.copied(index, torch.int64)
 
 
 @_lowers("gather.default")

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Program, Runtime
 from moegraft.operators.custom_ops import without_dispatch
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, cache_tensors, holder, is_pages, storage_bytes
+from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, cache_tensors, holder, storage_bytes
 from moegraft.operators.decode.native.fit import Affine, FittedStep, Place, grown_tensors
 from moegraft.operators.decode.native.lower import ELEMENT_NAMES, Lowering, Node, Operand
 from moegraft.operators.decode.native.record import NotRecordableError
@@ -32,7 +32,6 @@ from moegraft.operators.timeline import Timeline
 HIDDEN_STATES = "hidden_states"  # the output of a model
 ARENA = 0  # the buffer of all temporaries
 _ALIGNMENT = 64
-_ONE = Affine(1)
 
 
 class OtherSizeError(Exception):
@@ -107,7 +106,8 @@ class NativeStep:
     def set_loop(self, logits: Place, hidden: Place | None, tokens: Place, positions: Sequence[Place]) -> bool:
         """Let the native program feed tokens by itself; return False where a step is more than that."""
         places = [*([] if hidden is None else [hidden]), logits, tokens, *positions]
-        if len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (tokens, *positions)) or not all(map(_is_packed, places)):
+        packed = all(all(size.fixed for size in place.sizes) and place.is_contiguous for place in places)
+        if len(self.parts) > 1 or any(place.dtype != torch.int64 for place in (tokens, *positions)) or not packed:
             return False
         operands = [self.operand(place) for place in (logits, tokens, *positions)]
         self.native.set_loop(operands, None if hidden is None else self.operand(hidden))
@@ -149,9 +149,8 @@ class NativeStep:
     def stays(self, leaf: Any) -> bool:
         """Whether an argument is the same in each step: a number, or a temporary in the arena."""
         if not isinstance(leaf, Place):
-            return not isinstance(leaf, Affine) or leaf.slope == leaf.capacity == 0
-        numbers = (leaf.offset, *leaf.sizes, *leaf.strides)
-        return leaf.storage in self._offsets and all(number.slope == number.capacity == 0 for number in numbers)
+            return not isinstance(leaf, Affine) or leaf.fixed
+        return leaf.storage in self._offsets and all(number.fixed for number in (leaf.offset, *leaf.sizes, *leaf.strides))
 
     def _close(self) -> None:
         end = self.native.end_stage()
@@ -191,16 +190,6 @@ class NativeStep:
                 target.copy_(result)
 
 
-def _is_packed(place: Place) -> bool:
-    """Whether a place is contiguous and has a fixed size."""
-    stride = 1
-    for size, own in zip(reversed(place.sizes), reversed(place.strides), strict=True):
-        if size.slope or size.capacity or (size != _ONE and own != Affine(stride)):
-            return False
-        stride *= size.base
-    return True
-
-
 class StepProgram:
     """The native program of one kind of step, bound to one cache at a time.
 
@@ -222,8 +211,8 @@ class StepProgram:
         self._period, self._place = period, position % period
         self._grown = grown_tensors(fitted, period)
         grown_names = {name for tensor in self._grown for name in tensor.names}
-        self._pages = [name for name in fitted.before if is_pages(name)]
-        others = [name for name in fitted.before if name not in grown_names and not is_pages(name)]
+        self._pages = [name for name, place in fitted.before.items() if any(size.capacity for size in place.sizes)]
+        others = [name for name in fitted.before if name not in grown_names and name not in self._pages]
         self._states = [name for name in others if fitted.after[name].storage == fitted.before[name].storage]
         self.replaced = [name for name in others if fitted.after[name].storage != fitted.before[name].storage]
         for name in self.replaced:
@@ -426,9 +415,7 @@ class StepProgram:
         held = dict(cache_tensors(cache))
         by_storage = {tensor.before: tensor for tensor in self._grown}
         others = {place.storage: self._inputs[name] for name, place in fitted.inputs.items()} | dict(fitted.constants)
-        states = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in self._states}
-        states |= {fitted.before[name].storage: (buffers.replaced[name], fitted.before[name]) for name in self.replaced}
-        pages = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in self._pages}
+        own = {fitted.before[name].storage: (held[name], fitted.before[name]) for name in (*self._states, *self.replaced, *self._pages)}
         for storage, buffer in native.buffers.items():
             grown = by_storage.get(storage)
             if grown is not None:
@@ -436,13 +423,8 @@ class StepProgram:
                 row_bytes = rows.buffer.stride(grown.dim) * rows.buffer.element_size()
                 origins[buffer] = (rows.anchor + rows.moves * self._place) * row_bytes
                 tensors[buffer] = rows.bytes
-            elif storage in states:
-                origins[buffer], tensors[buffer] = _state_memory(*states[storage])
-            elif storage in pages:
-                pool, recorded = pages[storage]
-                if (pool.dtype, *pool.shape) != (recorded.dtype, *(size.at(0, buffers.room) for size in recorded.sizes)):
-                    raise ForeignCacheError("a cache has pages of another form than the cache of the recording")
-                tensors[buffer] = storage_bytes(pool)
+            elif storage in own:
+                origins[buffer], tensors[buffer] = _memory(*own[storage], buffers.room)
             else:
                 tensors[buffer] = storage_bytes(others[storage])
         tensors[ARENA] = self._arena
@@ -466,22 +448,22 @@ class StepProgram:
             recorded = self._fitted.before[name]
             buffer = native.buffers.get(recorded.storage)
             if tensor is not held and buffer is not None:
-                native.origins[buffer], binding.tensors[buffer] = _state_memory(tensor, recorded)
+                native.origins[buffer], binding.tensors[buffer] = _memory(tensor, recorded, room)
                 native.native.bind(buffer, binding.tensors[buffer], native.origins[buffer])
         native.native.check(*binding.checked, room)
         self._binding = binding = replace(binding, states=states)
         return binding
 
 
-def _state_memory(tensor: torch.Tensor, recorded: Place) -> tuple[int, torch.Tensor]:
-    """Return the byte at which the offsets of a state start, and its whole storage.
+def _memory(tensor: torch.Tensor, recorded: Place, room: int) -> tuple[int, torch.Tensor]:
+    """Return the byte at which the offsets of a cache's states or pages start, and their whole storage.
 
     Raises:
-        ForeignCacheError: it has another form than the recorded one.
+        ForeignCacheError: they have another form than the recorded ones.
     """
-    sizes, strides = (tuple(each.base for each in numbers) for numbers in (recorded.sizes, recorded.strides))
+    sizes, strides = (tuple(each.at(0, room) for each in numbers) for numbers in (recorded.sizes, recorded.strides))
     if (tensor.dtype, tensor.shape, tensor.stride()) != (recorded.dtype, sizes, strides):
-        raise ForeignCacheError("a cache has its states in another form than the cache of the recording")
+        raise ForeignCacheError("a cache has its states or pages in another form than the cache of the recording")
     return (int(tensor.storage_offset()) - recorded.offset.base) * tensor.element_size(), storage_bytes(tensor)
 
 

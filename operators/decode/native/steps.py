@@ -199,7 +199,7 @@ class NativePrograms(StepReplay):
             started = time.perf_counter()
             end = step.position + step.inputs["input_ids"].shape[1]
             choices_grow = any(end < limit for limit in self._boundaries.choices)
-            fitted = fit(first, recorded, choices_grow=choices_grow)
+            fitted = fit(first, recorded, buffers.sized_by_room(cache), choices_grow=choices_grow)
             program = StepProgram(fitted, self._runtime, type(outputs), step.position, step.period)
         except (NotRecordableError, ValueError) as error:  # the latter: an operation that a program refuses
             if kind.recordings >= RECORDINGS:

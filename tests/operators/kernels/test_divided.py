@@ -47,7 +47,7 @@ def test_both_parts_leave_out_the_same_neurons(weight_type: str, drafting: bool)
         sparsity.set_threshold(threshold, 0.5)
     host, on_device = Tokens(x, index, weights), Tokens(x.to(DEVICE), index.to(DEVICE), weights.to(DEVICE))
     with switch.drafting(DraftSettings(2, sparsity=0.5)) if drafting else nullcontext():
-        executor = CallExecutor(layers, layer.packed, sparsity, layers.slot_kernel(0), host, on_device)
+        executor = CallExecutor(layers, layer.packed, sparsity, layers.kernels[0], host, on_device)
     there = np.array(sorted(SLOTS))
     executor.on_gpu(there, np.array([SLOTS[expert] for expert in there.tolist()], np.int32))()
     wait = executor.on_cpu(np.setdiff1d(np.arange(EXPERTS), there))()

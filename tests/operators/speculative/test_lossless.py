@@ -191,7 +191,7 @@ def draw_texts(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: Any) -> l
     operator, switch = model.moegraft.model_operator, model.moegraft.context.draft_switch
     drafting = Drafting(
         max_draft=LENGTH - 1,
-        drafter=ExpertsDrafter(switch, operator.options.settings, 0.0),
+        drafter=ExpertsDrafter(switch, operator.options.settings),
         schedule=FixedSchedule(LENGTH - 1),
         statistics=Statistics(),
         switch=switch,
