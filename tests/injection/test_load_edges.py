@@ -306,6 +306,27 @@ def test_ties_of_a_replaced_layer_are_gone(tmp_path: Path, inject: Inject) -> No
         assert error_of(injected, stock) <= 0.05
 
 
+def test_a_packed_head_cannot_be_resized(stock: PreTrainedModel, inject: Inject, tmp_path: Path) -> None:
+    """A call that asks for the present size, as scripts make for any tokenizer, changes nothing."""
+    (tmp_path / "head.yaml").write_text(QUANTIZED_HEAD)
+    injected = inject(copy.deepcopy(stock), tmp_path / "head.yaml")
+    embeddings, size = injected.get_input_embeddings(), stock.config.vocab_size
+    for options in ({}, {"new_num_tokens": size}, {"new_num_tokens": size - 3, "pad_to_multiple_of": size}):
+        assert injected.resize_token_embeddings(**options) is embeddings
+    for options in ({"new_num_tokens": size + 5}, {"pad_to_multiple_of": 64}):
+        with pytest.raises(UnsupportedModelError, match="rules have packed the head; resize and save the stock model first"):
+            injected.resize_token_embeddings(**options)
+    assert injected.get_input_embeddings() is embeddings and injected.config.vocab_size == size
+
+
+def test_embeddings_beside_a_stock_head_are_resized(stock: PreTrainedModel, inject: Inject) -> None:
+    injected, expected = inject(copy.deepcopy(stock)), copy.deepcopy(stock)
+    for model in (injected, expected):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(stock.config.vocab_size + 5, mean_resizing=False)
+    assert error_of(injected, expected) <= 1e-5
+
+
 def test_dtype_of_a_model_can_be_changed(stock: PreTrainedModel, folder: Path, inject: Inject) -> None:
     injected = inject(folder)
     for dtype, tolerance in ((torch.float64, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.1), (torch.float32, 0.1)):
