@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
 from moegraft.injection import meta_model, optimize_and_load
 from moegraft.injection.progress import ProgressLine
-from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 
 IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
@@ -246,6 +247,29 @@ def test_options_that_a_loaded_model_cannot_honour_are_refused(stock: PreTrained
 def test_what_is_no_model_is_refused(inject: Inject, model: object) -> None:
     with pytest.raises(UnsupportedModelError, match="a hub id, a folder, or a PreTrainedModel"):
         inject(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"rules": ""}, "no such rule file"),  # none of these is a missing argument, for which `cpu` stands
+        ({"rules": {}}, "a rule file needs 'rules'"),
+        ({"rules": []}, "rules are a path, the name of shipped ones or a mapping, not of type list"),
+        ({"rules": 3}, "rules are a path, the name of shipped ones or a mapping, not of type int"),
+        ({"vars": ["weights=int8"]}, "vars is a mapping of variables to values, not of type list"),
+    ],
+)
+def test_what_is_no_rules_is_refused(folder: Path, inject: Inject, given: dict[str, Any], text: str) -> None:
+    with pytest.raises((RuleFileError, UnsupportedModelError), match=text):
+        inject(folder, **given)
+
+
+@pytest.mark.parametrize("name", [SINGLE, "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(folder: Path, inject: Inject, name: str, tmp_path: Path) -> None:
+    shutil.copyfile(folder / "config.json", tmp_path / "config.json")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    with pytest.raises(CheckpointError, match=f"{name}: a pointer of Git LFS, .* run 'git lfs pull' in its repository"):
+        inject(tmp_path, **({"gguf": tmp_path / name} if name != SINGLE else {}))
 
 
 @pytest.fixture
