@@ -198,4 +198,8 @@ def _read_rules(rules: Rules | None, vars: Mapping[str, object] | None, registry
         if vars:
             raise UnsupportedModelError("vars: this rule file is read already, with its variables; pass vars to read_rules instead")
         return rules
-    return read_rules(rules or DEFAULT_RULES, vars=vars, registry=registry)
+    if not isinstance(rules, str | os.PathLike | Mapping | None):
+        raise UnsupportedModelError(f"rules are a path, the name of shipped ones or a mapping, not of type {type(rules).__name__}")
+    if not isinstance(vars, Mapping | None):
+        raise UnsupportedModelError(f"vars is a mapping of variables to values, not of type {type(vars).__name__}")
+    return read_rules(DEFAULT_RULES if rules is None else rules, vars=vars, registry=registry)

@@ -184,7 +184,8 @@ class MoegraftQuantizer(HfQuantizer):
         model.__class__ = grafted.model_class
         for path, operator in grafted.injection.replacing.items():
             place(model, path, operator)
-        read = {rf"^{re.escape(path)}\." for path in grafted.injection.replacing}
+        prefix = rf"^({re.escape(model.base_model_prefix)}\.)?"  # which the checkpoint of a larger model has before a base model's keys
+        read = {rf"{prefix}{re.escape(path)}\." for path in grafted.injection.replacing}
         if meta.weights is not None and meta.weights.packed:
             read.add(re.escape(MARK))  # transformers may give these other names, as those of stock weights
         model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | read

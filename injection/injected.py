@@ -223,6 +223,26 @@ class InjectedModel:
             )
         return state
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """Resize the embeddings as transformers does, and the head.
+
+        Raises:
+            UnsupportedModelError: the head is packed, and would get another size; nothing has changed.
+        """
+        model = cast(PreTrainedModel, super())
+        embeddings: Any = model.get_input_embeddings()
+        size, multiple = new_num_tokens or embeddings.num_embeddings, pad_to_multiple_of or 1
+        if not isinstance(model.get_output_embeddings(), Operator):
+            return model.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if -(-size // multiple) * multiple != embeddings.num_embeddings:
+            raise UnsupportedModelError(
+                f"the embeddings cannot be resized to {size} tokens: rules have packed the head; resize and save the stock model first, "
+                "or leave its head out of the rules"
+            )
+        return embeddings
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # `copy.deepcopy` and pickle would have to duplicate packed weights and threads.
         raise UnsupportedModelError("an injected model cannot be copied or pickled; load it again with optimize_and_load")

@@ -63,6 +63,9 @@ def lora_config(model: PreTrainedModel, **options: Any) -> LoraConfig:
             if module is not head and (isinstance(module, nn.Linear) or (name in packed and packed[name].kind == "linear"))
         ]
     config = _with_packed_layers(LoraConfig(**options), packed)
+    kept = _packed_whole(config, packed)
+    if kept is not None:
+        raise UnsupportedModelError(f"modules_to_save: the rules pack {kept}, which cannot be trained: leave this layer out of the rules")
     taken = _taken_for_experts(config, model) if asked_for_all else set()
     if taken:
         config.target_modules = sorted(set(config.target_modules or ()) - taken)
@@ -105,7 +108,7 @@ def load_adapter(
     packed = _packed_layers(base)
     tensors = check_adapter(folder, base)
     config = _with_packed_layers(cast("LoraConfig", LoraConfig.from_pretrained(folder)), packed)
-    kept = next((each for each in config.modules_to_save or () for path in packed if path.split(".")[-1] == each.split(".")[-1]), None)
+    kept = _packed_whole(config, packed)
     if kept is not None:
         raise UnsupportedModelError(f"{folder}: the adapter has {kept} as a whole, which the rules pack: leave this layer out of the rules")
     try:
@@ -235,6 +238,12 @@ def _packed_layers(model: PreTrainedModel) -> dict[str, Operator]:
     if injection is None:
         raise UnsupportedModelError("this model is not injected: peft.LoraConfig and PeftModel.from_pretrained serve it as it is")
     return {path: operator for path, operator in injection.replacing.items() if operator.kind in ("linear", "experts")}
+
+
+def _packed_whole(config: LoraConfig, packed: Mapping[str, Operator]) -> str | None:
+    """Return the name of a packed layer that an adapter has as a whole."""
+    names = {path.rpartition(".")[2] for path in packed}
+    return next((each for each in config.modules_to_save or () if each.rpartition(".")[2] in names), None)
 
 
 def _with_packed_layers(config: LoraConfig, packed: Mapping[str, Operator]) -> LoraConfig:

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.weights import PackedWeights, WeightSource
 
 if TYPE_CHECKING:
@@ -221,6 +222,10 @@ class Operator(nn.Module, ABC):
     def weight_type(self) -> str | None:
         """The type of the weights that the operator computes with; None where it is not known."""
         return None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # `copy.deepcopy` and pickle would have to duplicate packed weights and threads.
+        raise UnsupportedModelError(f"{self.name} cannot be copied or pickled: leave its module out of the rules")
 
 
 class InPlaceOperator(Operator):

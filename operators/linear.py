@@ -115,8 +115,8 @@ class QuantizedLinear(Operator):
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
             raise AttributeError(
-                f"quantized_linear holds packed weights and no parameter '{name}', which layers of Mamba-2 read in training: call "
-                "model.eval(), or leave this linear layer out of the rule"
+                f"quantized_linear holds packed weights and no parameter '{name}': leave this linear layer out of the rule, or call "
+                "model.eval() where a layer of Mamba-2 reads it in training"
             )
         return super().__getattr__(name)
 

@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MTP_FILE = "mtp.safetensors"  # optional: stock transformers warns of such tensors beside those of a class without MTP layers
 STRIPES, STRIPE_BYTES = 16, 1 << 16  # read of each file
+_LFS_POINTER = b"version https://git-lfs"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -217,6 +218,20 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def check_no_pointer(path: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the file stands for one that Git LFS has not downloaded.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(len(_LFS_POINTER))
+    except OSError:
+        return
+    if found == _LFS_POINTER:
+        raise CheckpointError(f"{path}: a pointer of Git LFS, which has not downloaded the file; run 'git lfs pull' in its repository")
+
+
 def _open_file(path: Path) -> dict[str, LazyTensor]:
     try:
         if not path.is_file():
@@ -231,6 +246,7 @@ def _open_file(path: Path) -> dict[str, LazyTensor]:
             tensors[key] = LazyTensor(key, path, handle.get_slice(key), 8 + length + begin, end - begin)
         return tensors
     except (SafetensorError, OSError, ValueError, KeyError) as error:
+        check_no_pointer(path)
         raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); download it again") from error
 
 

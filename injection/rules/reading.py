@@ -113,7 +113,7 @@ def _find(source: str | os.PathLike[str], findings: Findings) -> Path:
     """Return the path of a file, or of a shipped file where `source` is the bare name of one."""
     name = os.fspath(source)
     path = _shipped(name, Position(name, 1, 1), findings) if isinstance(source, str) else None
-    path = path or _existing(name, Path())
+    path = path or (_existing(name, Path()) if name else None)
     if path is None:
         findings.stop(Position(name, 1, 1), f"there is no such rule file{_shipped_hint(name, shipped_rules(), Path())}")
     return path

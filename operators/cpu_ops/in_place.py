@@ -142,6 +142,9 @@ class CpuForwardOperator(CpuOperator):
         module.__dict__[OPERATOR] = self
         return {OPERATOR: None}
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # it answers for the weight of the module that asks, such as PEFT's copy of one that is trained whole
+
     def answer(self, module: nn.Module, *args: Any) -> Any:
         """Return what the module returns for `args`, or None for a call that is left to the module."""
         x = args[0] if len(args) == self.arguments else None

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from support.autoload import write_autoload
 from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
 from support.family_rows import FamilyCase
-from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, pipeline
 from transformers.distributed import DistributedConfig
 
 from moegraft.injection import MoegraftConfig, build_meta_model, optimize_and_load, read_rules
@@ -128,6 +128,15 @@ def test_what_is_not_replaced_may_be_on_a_disk(folder: Path, tmp_path: Path) -> 
     places = {"model.embed_tokens": "disk", "lm_head": "disk", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     found = load(folder, "cpu-exact", offload_folder=str(tmp_path), device_map=places)
     assert torch.equal(logits(found), logits(reference(folder, "cpu-exact")))
+
+
+def test_a_model_without_its_head(folder: Path) -> None:
+    """transformers reports nothing that the operators read as unexpected."""
+    config = MoegraftConfig(rules="cpu", threads=1)
+    model, info = AutoModel.from_pretrained(folder, quantization_config=config, output_loading_info=True)
+    stock, expected = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert info == expected
+    assert torch.equal(model(IDS)[0], optimize_and_load(stock, "cpu", progress=False, threads=1)(IDS)[0])
 
 
 def test_a_pipeline_answers(folder: Path) -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
 from moegraft.injection import meta_model, optimize_and_load
 from moegraft.injection.progress import ProgressLine
-from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 
 IDS = torch.tensor([[5, 17, 33, 90, 3, 8, 61]])
@@ -248,6 +249,29 @@ def test_what_is_no_model_is_refused(inject: Inject, model: object) -> None:
         inject(model)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"rules": ""}, "no such rule file"),  # none of these is a missing argument, for which `cpu` stands
+        ({"rules": {}}, "a rule file needs 'rules'"),
+        ({"rules": []}, "rules are a path, the name of shipped ones or a mapping, not of type list"),
+        ({"rules": 3}, "rules are a path, the name of shipped ones or a mapping, not of type int"),
+        ({"vars": ["weights=int8"]}, "vars is a mapping of variables to values, not of type list"),
+    ],
+)
+def test_what_is_no_rules_is_refused(folder: Path, inject: Inject, given: dict[str, Any], text: str) -> None:
+    with pytest.raises((RuleFileError, UnsupportedModelError), match=text):
+        inject(folder, **given)
+
+
+@pytest.mark.parametrize("name", [SINGLE, "model.gguf"])
+def test_a_pointer_of_git_lfs_is_named(folder: Path, inject: Inject, name: str, tmp_path: Path) -> None:
+    shutil.copyfile(folder / "config.json", tmp_path / "config.json")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    with pytest.raises(CheckpointError, match=f"{name}: a pointer of Git LFS, .* run 'git lfs pull' in its repository"):
+        inject(tmp_path, **({"gguf": tmp_path / name} if name != SINGLE else {}))
+
+
 @pytest.fixture
 def without_collector() -> Iterator[None]:
     gc.collect()
@@ -304,6 +328,27 @@ def test_ties_of_a_replaced_layer_are_gone(tmp_path: Path, inject: Inject) -> No
         injected.tie_weights()
         assert dict(injected.lm_head.named_parameters()) == {}
         assert error_of(injected, stock) <= 0.05
+
+
+def test_a_packed_head_cannot_be_resized(stock: PreTrainedModel, inject: Inject, tmp_path: Path) -> None:
+    """A call that asks for the present size, as scripts make for any tokenizer, changes nothing."""
+    (tmp_path / "head.yaml").write_text(QUANTIZED_HEAD)
+    injected = inject(copy.deepcopy(stock), tmp_path / "head.yaml")
+    embeddings, size = injected.get_input_embeddings(), stock.config.vocab_size
+    for options in ({}, {"new_num_tokens": size}, {"new_num_tokens": size - 3, "pad_to_multiple_of": size}):
+        assert injected.resize_token_embeddings(**options) is embeddings
+    for options in ({"new_num_tokens": size + 5}, {"pad_to_multiple_of": 64}):
+        with pytest.raises(UnsupportedModelError, match="rules have packed the head; resize and save the stock model first"):
+            injected.resize_token_embeddings(**options)
+    assert injected.get_input_embeddings() is embeddings and injected.config.vocab_size == size
+
+
+def test_embeddings_beside_a_stock_head_are_resized(stock: PreTrainedModel, inject: Inject) -> None:
+    injected, expected = inject(copy.deepcopy(stock)), copy.deepcopy(stock)
+    for model in (injected, expected):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(stock.config.vocab_size + 5, mean_resizing=False)
+    assert error_of(injected, expected) <= 1e-5
 
 
 def test_dtype_of_a_model_can_be_changed(stock: PreTrainedModel, folder: Path, inject: Inject) -> None:

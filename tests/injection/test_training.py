@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,28 @@ class TestAdapters:
         assert len(gates) == 10 and all(grad.norm() > 0 for grad in gates)
         assert model.eval().generate(ids(length=5, most=500), max_new_tokens=4, do_sample=False).shape == (2, 9)
 
+    def test_modules_that_are_trained_whole(self) -> None:
+        """The kernels of norms and routers answer for PEFT's copies of these modules, whose weights are others."""
+        wanted: list[dict[str, Any]] = [{"kind": "norm", "by": "cpu_norm"}, {"kind": "router", "by": "cpu_router"}]
+        wanted.append({"kind": "experts", "by": "hybrid_experts"})
+        rules = {"version": 1, "rules": [{"match": {"kind": each["kind"]}, "replace": {"class": each["by"]}} for each in wanted]}
+        stock: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
+        models: list[Any] = [stock, optimize_and_load(demo_path(), rules, dtype=torch.float32, progress=False)]
+        given, logits = verse(), []
+        models = [self.adapted(model, modules_to_save=["input_layernorm", "gate"]) for model in models]
+        expected, found = (step(model, given)[1] for model in models)
+        assert cosine(found, expected) > 0.99999
+        assert sum("modules_to_save" in name for name in found) == 10
+        for model in models:
+            with torch.no_grad():
+                for name, parameter in model.eval().named_parameters():
+                    if "modules_to_save" in name:
+                        parameter.mul_(1.5)
+                logits.append(torch.stack([model(input_ids=given).logits[:, -1], model(input_ids=given[:, :5]).logits[:, -1]]))
+                with model.disable_adapter():
+                    assert not torch.allclose(model(input_ids=given).logits[:, -1], logits[-1][0], atol=0.1)
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
     def test_dropout_is_the_same_when_activations_are_computed_again(self) -> None:
         given = ids(most=500)
         model = self.adapted(optimize_and_load(demo_path(), "train", progress=False), target_modules="all-linear", lora_dropout=0.3)
@@ -367,6 +390,10 @@ class TestAdapters:
         for options, name in (({"use_dora": True}, "DoRA"), ({"init_lora_weights": "pissa"}, "pissa")):
             with pytest.raises(UnsupportedModelError, match=f"{name}.* needs the weights"):
                 lora_config(model, target_modules=["q_proj"], **options)
+        with pytest.raises(UnsupportedModelError, match="modules_to_save: the rules pack o_proj, which cannot be trained"):
+            lora_config(model, target_modules=["q_proj"], modules_to_save=["norm", "o_proj"])
+        with pytest.raises(UnsupportedModelError, match="quantized_linear cannot be copied or pickled: leave its module out of the rules"):
+            copy.deepcopy(model.model.layers[0].self_attn)
         adapted = self.adapted(model)
         for merge in (adapted.merge_adapter, adapted.merge_and_unload):
             with pytest.raises(UnsupportedModelError, match="cannot be merged into packed weights"):

@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUFValueType, Keys, 
 from gguf import GGMLQuantizationType as BlockType
 from numpy.typing import NDArray
 
-from moegraft.injection.checkpoint.files import Extent
+from moegraft.injection.checkpoint.files import Extent, check_no_pointer
 from moegraft.operators.errors import CheckpointError
 from moegraft.operators.weight_formats import FORMATS, GGUF_TYPES
 from moegraft.operators.weights import Codes, StoredBlocks
@@ -198,6 +198,7 @@ def open_file(path: Path) -> GgufFile:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
         if magic != MAGIC:
+            check_no_pointer(path)
             raise CheckpointError(f"{path}: not a GGUF file (it begins with {magic!r}); download it again")
         # Copy on write: PyTorch requires writable memory, and the file must not change.
         data = np.asarray(np.memmap(path, mode="c"))

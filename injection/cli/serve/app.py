@@ -281,6 +281,7 @@ def make_app(service: Service, api_key: str | None = None, hosts: Collection[str
     async def docs() -> Response:
         return docs_page(app.openapi())
 
+    @app.head("/health", include_in_schema=False)  # as load balancers, curl -I and wget --spider ask
     @app.get("/health")
     async def health() -> Response:
         """200 while the model can be used."""

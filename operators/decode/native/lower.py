@@ -55,8 +55,8 @@ class Node:
         return [place.storage for place in (*self.writes, *self.reads) if isinstance(place, Place)]
 
 
-class _Unsupported(Exception):
-    """A call has no native form."""
+class _Unsupported(NotRecordableError):
+    """A call has no native form; an error where PyTorch cannot compute it between two runs of the program either."""
 
 
 class Lowering:
@@ -99,7 +99,7 @@ class Lowering:
         """Append an operation whose operands have the sizes that its native form expects."""
         for place in (out, *reads):
             if isinstance(place, Place) and (place.dtype not in ELEMENT_NAMES or place.dims > 6):
-                raise _Unsupported
+                raise _Unsupported(f"programs have no {place.dtype} tensors of {place.dims} dimensions")
         self.nodes.append(Node("small", [out], list(reads), name, list(numbers)))
 
     def elementwise(self, name: str, out: Place, *reads: Operand) -> None:
@@ -142,7 +142,7 @@ class Lowering:
             if lower is None:
                 raise _Unsupported
             lower(self, args, kwargs, outputs)
-        except (_Unsupported, NotRecordableError):
+        except NotRecordableError:
             del self.nodes[before:]
             reads = [leaf for leaf in leaves if isinstance(leaf, Place)]
             self.nodes.append(Node("call", outputs, list(reads), call.name, payload=(call.target, leaves, call.form)))

@@ -123,6 +123,7 @@ class NativePrograms(StepReplay):
                     return None
                 if not value.all():  # where it shows everything, the model needs none
                     plain = model.config._attn_implementation == "sdpa" and all(type(layer) is DynamicLayer for layer in layers)
+                    plain = plain and not getattr(model.config.get_text_config(), "sliding_window", None)  # a mask may have it alone
                     if ids.shape[1] > 1 or not plain:
                         return None
                     inputs[name] = value.bool()[:, None, None]  # the form in which a model passes it on without reading it

@@ -85,6 +85,8 @@ def test_an_answer_is_that_of_the_chat(server: Server, loaded: LoadedModel) -> N
     assert reply.usage.prompt_tokens == len("hello there, how are you") + 3
     assert [model.id for model in server.client().models.list()] == [server.service.model_id]
     assert json.loads(server.get("/health")) == {"status": "ok"}
+    with urlopen(HttpRequest(f"{server.address}/health", method="HEAD"), timeout=PATIENCE_S) as reply:
+        assert (reply.status, reply.read()) == (200, b"")
 
 
 def test_a_stream_has_the_same_text(server: Server, loaded: LoadedModel) -> None:

@@ -79,6 +79,7 @@ def test_errors_stop_at_a_hundred(tmp_path: Path) -> None:
         ("cpu.yml", "cpu.yml:1:1: error: there is no such rule file; did you mean the shipped 'cpu'?"),
         ("nothing-like-it-at-all", "there is no such rule file; shipped are: all, cpu-exact, cpu"),
         ("a\0b", "there is no such rule file"),
+        ("", "there is no such rule file; shipped are: all, cpu-exact, cpu"),
         (".", "this rule file cannot be read: Is a directory"),
     ],
 )

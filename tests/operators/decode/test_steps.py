@@ -116,6 +116,12 @@ def test_greedy_text(rules: str, family: str) -> None:
     assert replayed(model) > before + 40
 
 
+@pytest.mark.parametrize(("rules", "family"), combinations(["cpu-exact", "cpu"], ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]))
+def test_models_in_float64(rules: str, family: str) -> None:
+    """Programs have no tensors of this type, so that their caches cannot be appended to."""
+    assert_equal_text(new_model(family, rules, torch.float64), prompt(7))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen3_next"])
 def test_the_cache_grows_over_the_borders_of_blocks(family: str) -> None:
     model = shared_model(family)
@@ -168,6 +174,18 @@ def test_padded_batches(family: str) -> None:
     for padded in ((0, 4, 2), (0, 0, 0)):
         mask = torch.arange(9)[None] >= torch.tensor(padded)[:, None]
         assert_equal_text(model, ids, attention_mask=mask.long())
+
+
+def test_padded_batches_behind_a_window_of_the_mask_alone() -> None:
+    """As MiniMax's, whose cache keeps all tokens."""
+    model: Any = shared_model("minimax")
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+
+    def steps() -> torch.Tensor:
+        arguments = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+        return torch.stack(model.generate(prompt(7, batch=2), do_sample=False, max_new_tokens=20, **arguments).logits, 1)
+
+    assert_replays(model, steps)
 
 
 def test_steps_of_mixed_sizes(qwen: PreTrainedModel) -> None:
