@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
@@ -228,6 +229,12 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         raise UnsupportedModelError(
             "this injected model cannot be saved: it was not loaded from a checkpoint in float32, float16 or bfloat16, whose weights could "
             "be saved with its rules; save the stock model before it is injected, or keep its file and the rule file"
+        )
+    sizes = [getattr(config.get_text_config(), "vocab_size", None) for config in (AutoConfig.from_pretrained(stock), model.config)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModelError(
+            f"this injected model cannot be saved: its embeddings were resized from {sizes[0]} to {sizes[1]} tokens; what is saved is its "
+            "checkpoint's weights, so resize and save the stock model, and inject that"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

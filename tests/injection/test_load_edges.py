@@ -351,6 +351,15 @@ def test_embeddings_beside_a_stock_head_are_resized(stock: PreTrainedModel, inje
     assert error_of(injected, expected) <= 1e-5
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_resized_embeddings_are_not_saved_with_weights_of_the_old_size(folder: Path, inject: Inject, tmp_path: Path, packed: bool) -> None:
+    injected = inject(folder)
+    injected.resize_token_embeddings(injected.config.vocab_size + 5, mean_resizing=False)
+    with pytest.raises(UnsupportedModelError, match="embeddings were resized from"):
+        injected.save_pretrained(tmp_path / "saved", packed=packed)
+    assert not (tmp_path / "saved").exists()
+
+
 def test_dtype_of_a_model_can_be_changed(stock: PreTrainedModel, folder: Path, inject: Inject) -> None:
     injected = inject(folder)
     for dtype, tolerance in ((torch.float64, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.1), (torch.float32, 0.1)):
