@@ -280,7 +280,7 @@ void AttentionTilesJob::step(const Rows& rows, int chunk, int first, int count, 
   // In front of the first visible key and behind the last, whole groups are left out.
   const int before = std::max(0, seen.first - start) / kGroup * kGroup;
   const KeySpan keys = {start + before, end - start - before};
-  if (keys.count <= 0) return;
+  if (seen.count == 0 || keys.count <= 0) return;
   const int groups = (keys.count + kGroup - 1) / kGroup;
   const SegmentProduct scores = product_of(args_.padded_dim(), count), mix = product_of(groups * kGroup, count);
   const std::size_t block_floats = static_cast<std::size_t>(tile_rows_) * kBlockRows;
