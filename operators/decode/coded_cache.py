@@ -49,11 +49,12 @@ class CodedBuffers(CacheBuffers):
 
     def reserve(self, tokens: int) -> None:
         """Make sure that sequences of so many tokens have pages."""
-        needed, batch = pages_of(tokens), self.table.shape[0]
-        if needed > self.room:
+        needed, (batch, room) = pages_of(tokens), self.table.shape
+        if needed > room:
             self.version += 1  # first: programs bind again even if this is interrupted
-            self.room = max(needed, self.room + max(_GROWTH, self.room // _GROWTH))
-            self.table = torch.arange(self.room) * batch + torch.arange(batch)[:, None]
+            room = max(needed, room + max(_GROWTH, room // _GROWTH))
+            self.table = torch.arange(room) * batch + torch.arange(batch)[:, None]
+        self.room = room  # also where this was interrupted before
 
     def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
         if grown:

@@ -170,6 +170,16 @@ def test_a_query_without_visible_keys_gives_zero(runtime: Runtime, queries: int)
     torch.testing.assert_close(found.double(), case.expected(0.3, mask=mask), rtol=1e-4, atol=1e-5)
 
 
+def test_rows_without_visible_keys_read_no_value(runtime: Runtime) -> None:
+    """Here whole tiles of them."""
+    case = Case.of(Sizes(queries=100, keys=130), torch.float32)
+    case.value[:, :, -1] = math.inf
+    mask = torch.zeros(1, 1, 100, 130, dtype=torch.bool)
+    mask[:, :, 70:, :129] = True
+    found = case.computed(runtime, 0.3, mask=mask)
+    assert not found[:, :66].any()
+
+
 @pytest.mark.parametrize("queries", [1, 60])
 def test_large_scores_do_not_overflow_and_nan_stays_in_its_row(runtime: Runtime, queries: int) -> None:
     case = Case.of(Sizes(queries=queries), torch.float32)

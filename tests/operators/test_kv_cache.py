@@ -204,6 +204,21 @@ def test_a_cache_of_codes_serves_after_an_interrupted_pass(load) -> None:  # typ
     assert cache.moegraft.room <= 20
 
 
+def test_a_cache_of_codes_serves_after_interrupted_growth(load, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    model, ids = load(options="backend: native"), prompt(300, batch=1, seed=3)
+    expected, cache = answer(model, ids=ids), new_cache(model)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(input_ids=ids[:, :40], past_key_values=cache)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch, "arange", interrupt)  # where Python would handle the signal
+        cache.moegraft.reserve(1000)
+    assert torch.equal(answer(model, ids=ids, past_key_values=cache).sequences, expected.sequences)
+
+
 def test_codes_serve_calls_that_remove_tokens(load, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
     model = load(options="backend: native")
     found = answer(model, prompt_lookup_num_tokens=3)
