@@ -208,7 +208,7 @@ class CacheBuffers:
                 holder(cache, name)[name[-1]] = rows.view
 
     def sized_by_room(self, cache: Any) -> Mapping[StateName, tuple[Affine, ...]]:
-        """Return the sizes of the tensors, to which steps write in place, whose size follows `room` and not the tokens; none here."""
+        """Return the sizes of tensors that follow `room` and not the tokens, and to which steps write in place; none here."""
         return {}
 
     def take(self, cache: Any, names: Sequence[StateName]) -> None:

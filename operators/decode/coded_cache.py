@@ -29,7 +29,7 @@ _GROWTH = 8  # a cache grows by an eighth of its pages, and by at least as many
 
 
 class CodedBuffers(CacheBuffers):
-    """The memory of a `CodedCache`, and the pages that all of its layers have: `room` is their number of each sequence.
+    """The memory of a `CodedCache`, and the pages that all of its layers have; `room` counts those of each sequence.
 
     Attributes:
         table: the numbers of the pages, (B, room) int64.

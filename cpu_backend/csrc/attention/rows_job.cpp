@@ -9,11 +9,14 @@ namespace moegraft {
 namespace {
 
 constexpr int kKeys = kPairKeys;      // keys per step: with their values, they stay in L1 for all rows; chosen by size, not tuned
-// Results must not depend on the number of threads, and so do not the keys of a unit: at least 256, and more in a long sequence, whose units
-// would begin with the same queries again and again.
+// The number of keys of a unit does not depend on the number of threads, so that results do not. A unit has at least kSplitKeys, and in long
+// sequences more, because each unit widens or encodes all queries first.
 constexpr int kSplitKeys = 256;
 constexpr int kMostUnits = 128;  // of a sequence
+constexpr int kPairRows = 4;  // with 4, products of pairs take 0.8 of the time in L2 (EPYC Zen 4); fewer were not measured
+
 constexpr int coded_columns(int columns) { return round_up(columns, 64); }  // of a query
+
 // Writes the words of a row and of its rest, `bytes` each, side by side in front of those of kAttentionRows - 1 other rows.
 void join_words(const std::byte* row, int bytes, std::byte* target) {
   for (int byte = 0; byte < bytes; byte += 4, target += 8 * kAttentionRows) {
@@ -21,8 +24,6 @@ void join_words(const std::byte* row, int bytes, std::byte* target) {
     std::memcpy(target + 4, row + bytes + byte, 4);
   }
 }
-
-constexpr int kPairRows = 4;  // with 4, products of pairs take 0.8 of the time in L2 (EPYC Zen 4); fewer were not measured
 
 }  // namespace
 

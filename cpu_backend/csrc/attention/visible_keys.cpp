@@ -158,7 +158,7 @@ float VisibleKeys::softmax(const AttentionKernels& kernels, const AttentionArgs&
   const Range& range = of(row);
   softmax.scale = args.scale;
   softmax.softcap = args.softcap;
-  // Masks apply after the scale and the softcap. What hides keys alone may come first, as it stays -infinity with a scale above 0.
+  // Masks apply after the scale and the softcap. Where they only hide keys, a scale above 0 may apply later: it leaves -infinity as it is.
   if (!range.whole || args.softcap > 0.0f || !(args.scale > 0.0f)) {
     for (int i = 0; i < keys.count; ++i) {
       float& score = *softmax.at(i);

@@ -247,13 +247,15 @@ struct CodedRow {
   int sum;
 };
 
+constexpr int kFewCodedRows = 2;
+
 // Queries as codes, and what is left of each row as codes again: together they have 15 bits. Behind both are zeros up to a multiple of 64.
 struct CodedQueries {
-  const std::byte* codes;  // of kFewCodedRows rows, (rows, 2, columns); of more, (columns / 4, kAttentionRows, 2) words of four columns
+  // Of up to kFewCodedRows rows: (rows, 2, columns). Of more: words of four columns, (columns / 4, kAttentionRows, 2).
+  const std::byte* codes;
   std::ptrdiff_t part_bytes;  // from the codes of a row to those of its rest, and from these to the next row, where rows are few
   const CodedRow* rows;  // (rows, 2)
 };
-constexpr int kFewCodedRows = 2;
 
 // scores[r][j] = query[r] . key j, for up to kAttentionRows rows and `count` keys in the cache's own layout.
 struct ScoreArgs {
