@@ -411,6 +411,8 @@ def main() -> None:
     options.add_argument("--batch-invariant", action="store_true", help="compare with moegraft's own server with this option instead")
     options.add_argument("--restart", action="store_true", help="measure the first token of a prompt after a restart instead")
     given = options.parse_args()
+    if given.transformers + given.batch_invariant + given.restart > 1:
+        options.error("--transformers, --batch-invariant and --restart are cases of their own")
     key, packages = ("case", "server", "clients", "prompt"), ("torch", "transformers", "fastapi", "uvicorn")
     rows, about = Recorder("serve", packages, replaces=key, write=given.write), {"threads": given.threads}
     with ExitStack() as stack:

@@ -614,21 +614,28 @@ void small_kernels_agree(const Kernels& kernels) {
     }
   }
 
+  constexpr int kApart = 40;  // from a group of scores to the next
   for (const float softcap : {0.0f, 5.0f})
     for (const int hidden : {0, 5, 64})  // scores of minus infinity
       for (const bool nan : {false, true}) {
-        std::vector<float> scores(tame.begin(), tame.begin() + 64);
-        std::fill_n(scores.begin(), hidden, -HUGE_VALF);
-        if (nan) scores[60] = NAN;
-        std::vector<float> expected = scores;
-        SoftmaxArgs args = {scores.data(), 64, 0.3f, softcap, hidden == 64 ? -HUGE_VALF : 1.0f, 0.7f}, reference = args;
-        reference.scores = expected.data();
-        scores.push_back(kernels.attention.softmax(args));
-        expected.push_back(scalar.attention.softmax(reference));
-        scores.push_back(args.sum);
-        expected.push_back(reference.sum);
-        expect_close(scores, expected, 2e-6, "a softmax");
+        const auto softmax = [&](const Kernels& set) {
+          std::vector<float> scores(tame.begin(), tame.begin() + kApart + kGroup), found(64);
+          for (int i = 0; i < hidden; ++i) scores[static_cast<std::size_t>(i / kGroup * kApart + i % kGroup)] = -HUGE_VALF;
+          if (nan) scores[kApart + 28] = NAN;
+          SoftmaxArgs args = {scores.data(), kApart, found.data(), 64, 0.3f, softcap, hidden == 64 ? -HUGE_VALF : 1.0f, 0.7f};
+          found.push_back(set.attention.softmax(args));
+          found.push_back(args.sum);
+          return found;
+        };
+        expect_close(softmax(kernels), softmax(scalar), 2e-6, "a softmax");
       }
+  const auto fold = [&](const Kernels& set) {
+    std::vector<float> sums(tame.begin(), tame.begin() + 3 * kApart);
+    const float factors[] = {0.25f, 0.0f, 1.0f};
+    set.attention.fold(sums.data(), kApart, tame.data() + kBlockRows, factors, 3);
+    return sums;
+  };
+  expect_close(fold(kernels), fold(scalar), 1e-6, "sums with factors");
 }
 
 std::vector<float> floats_of(ActivationType type, const std::vector<std::byte>& elements) {

@@ -47,6 +47,7 @@ void tile(const TileArgs& args) {
 
 template <class T, Format... Kinds>
 void add_floats(Kernels& kernels) {
+  static_assert(T::kFloatTokens % kTileStep == 0, "Tiling divides by steps");
   ((kernels.max_tokens[static_cast<int>(Kinds)] = T::kFloatTokens), ...);
   ((kernels.tile[static_cast<int>(Kinds)] = tile<T, Kinds>), ...);
 }
@@ -69,6 +70,7 @@ void add_coded(Kernels& kernels, std::integer_sequence<int, I...>) {
     constexpr Format kKind = coded(decltype(index)::value);
     constexpr int kIndex = static_cast<int>(kKind);
     if constexpr (has_codes(kKind) == Integers) {
+      static_assert(tile_limit<T, kKind>() % kTileStep == 0, "Tiling divides by steps");
       kernels.max_tokens[kIndex] = tile_limit<T, kKind>();
       // Expansion by scalar code gains nothing from wider vectors.
       if constexpr (kIsGrid<CodedOf<kKind>> && (T::kWidth == 8 || std::is_same_v<CodedOf<kKind>, Tq10>))
