@@ -13,6 +13,7 @@ ENTRY_POINT_GROUP = "moegraft.operators"
 # By path, so that this module imports no operator.
 BUILT_IN = (
     "moegraft.operators.cpu_ops.attention:CpuAttention",
+    "moegraft.operators.cpu_ops.fused_attention:FusedAttention",
     "moegraft.operators.experts.hybrid:HybridExperts",
     "moegraft.operators.experts.sparse_experts:SparseExperts",
     "moegraft.operators.kv_cache:QuantizedKvCache",

@@ -25,6 +25,7 @@ import triton
 from support.compile_check import Compiled, recording
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
+from moegraft.operators.kernels.attention import HeadNorm, decode_attention
 from moegraft.operators.kernels.launch import trial
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import block_bytes, round_up
@@ -49,6 +50,8 @@ SHAPES = {
     "gpt-oss": (2880, 2880, 32, 4),
     "qwen3.5-35b": (2048, 512, 256, 8),
 }
+# of attention: query heads, heads of keys and values, columns of a head
+HEADS = {"qwen3-30b": (32, 4, 128), "gpt-oss": (64, 8, 64), "qwen3-next": (16, 2, 256)}
 # Compiled by the tests: half of them in every run.
 SAMPLE = (
     "slots qwen3-30b q4_k bfloat16 T=1",
@@ -64,7 +67,7 @@ Row = dict[str, object]
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def slots_case(name: str, weights: str, dtype: torch.dtype, tokens: int, slots: int = 64, *, arriving: bool = False) -> Case:
@@ -125,6 +128,31 @@ def router_case(name: str, tokens: int, *, biased: bool = False) -> Case:
     return lambda: void(choose_experts(empty(tokens, experts, dtype=BF16), top_k, normalise=True, weights_type=BF16, **rule))
 
 
+def attention_case(name: str, places: int) -> Case:
+    queries, heads, columns = HEADS[name]
+    gated, clamped = name == "qwen3-next", name == "gpt-oss"
+    rotary = columns // 4 if gated else columns
+
+    def launch() -> None:
+        query, key, value = (empty(1, 1, width * columns, dtype=BF16) for width in (queries * (1 + gated), heads, heads))
+        angles = empty(1, 1, rotary // 2 if clamped else rotary, dtype=BF16)
+        norm = HeadNorm(empty(columns, dtype=BF16), 1e-6, float(gated), rounds_first=True)
+        keys = empty(1, heads, places, columns, dtype=BF16)
+        decode_attention(
+            (query, key, value),
+            (angles, angles),
+            rotary,
+            None if clamped else (norm, norm),
+            (keys, keys, empty(dtype=torch.int64)),
+            empty(1, 1, 1, places, dtype=BF16 if clamped else torch.bool),
+            columns**-0.5,
+            empty(queries, dtype=BF16) if clamped else None,
+            gated=gated,
+        )
+
+    return launch
+
+
 def void(result: object) -> None:
     """Call a launcher and ignore its result."""
 
@@ -164,6 +192,8 @@ def cases() -> Mapping[str, Case]:
     for name in SHAPES:
         found[f"router {name} bfloat16 T=1"] = router_case(name, 1)
     found["router qwen3.5-35b biased bfloat16 T=1"] = router_case("qwen3.5-35b", 1, biased=True)
+    for name, places in (("qwen3-30b", 512), ("qwen3-30b", 8192), ("gpt-oss", 8192), ("qwen3-next", 8192)):
+        found[f"attention {name} bfloat16 S={places}"] = attention_case(name, places)
     return found
 
 
@@ -208,7 +238,11 @@ def quiet() -> Iterator[None]:
 
 def is_product(kernel: str) -> bool:
     """Return whether a kernel should use tensor cores."""
-    return "product" in kernel or kernel.endswith("_dense_kernel")
+    return "product" in kernel or kernel.endswith(("_dense_kernel", "_part_kernel"))
+
+
+def problems_of(found: Compiled) -> list[str]:
+    return found.problems(matrix_product=is_product(found.kernel), narrow=found.kernel == "place_kernel")
 
 
 def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:
@@ -220,7 +254,7 @@ def made(capability: int, wanted: Mapping[str, str]) -> Iterator[Row]:
     for name, keys in by_case.items():
         for found in compiled(every[name], capability, keys):
             yield {"triton": triton.__version__, "case": name, **asdict(found)}
-            for problem in found.problems(matrix_product=is_product(found.kernel)):
+            for problem in problems_of(found):
                 print(f"sm_{capability} {name}, {found.kernel}: {problem}", file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,11 @@ from moegraft.operators.structure import source_of
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "moegraft_cpu"
-_SUPPORTED = ("sdpa", "eager")  # the implementations that compute what the kernel computes
+SUPPORTED = ("sdpa", "eager")  # the implementations that compute what the kernel computes
 _ELSEWHERE = "its tensors are on another device"  # the reason to fall back that is none to report
 _ARGUMENTS = frozenset({"dropout", "scaling", "is_causal", "softcap", "s_aux", "output_attentions"})
 # Tensors that a module may pass on and attention does not read.
-_UNREAD_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings", "attention_mask", "input_ids", "inputs_embeds"})
+UNREAD_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings", "attention_mask", "input_ids", "inputs_embeds"})
 _TOLERANCE = 1e-4  # relative, of the self-test in float32
 _HALF_TOLERANCE = 3e-2  # in 16 bits, where absorbed queries are rounded instead of expanded keys
 FEW_QUERIES = 32  # absorbing takes fewer multiplications up to 171 for DeepSeek-V3, and was measured faster up to 64 for 16 heads of it
@@ -119,7 +119,7 @@ class CpuAttention(CpuOperator):
             NotRecognisedError: they differ.
         """
         base = self._config._attn_implementation
-        if base not in _SUPPORTED:
+        if base not in SUPPORTED:
             raise NotRecognisedError(f"its attention is {base}")
         generator = torch.Generator().manual_seed(0)
         groups = int(getattr(module, "num_key_value_groups", 1))
@@ -168,9 +168,9 @@ class CpuAttention(CpuOperator):
         same_shape = expected.shape == computed.shape
         return same_shape and float((expected.float() - computed.float()).norm()) <= tolerance * float(expected.float().norm())
 
-    def answer(self, module: nn.Module, *args: Any) -> tuple[LatentStates, LatentStates] | None:
+    def answer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return keys and values that are expanded when something asks for them, or None to leave `expand_kv` to the module."""
-        if len(args) != 2 or any(type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.dim() != 4 for tensor in args):
+        if kwargs or len(args) != 2 or any(type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.dim() != 4 for tensor in args):
             return None
         try:
             weight = projection(module)
@@ -316,7 +316,7 @@ class CpuAttention(CpuOperator):
         base = self._config._attn_implementation
         if not query.is_cpu:
             return _ELSEWHERE
-        if base not in _SUPPORTED:
+        if base not in SUPPORTED:
             return f"{base} attention"
         if needs_gradient(*tensors):
             return "gradients"
@@ -324,8 +324,7 @@ class CpuAttention(CpuOperator):
             return "dtypes or shapes"
         if query.shape[0] != key.shape[0] or (mask is not None and not _fits(mask, query, key)):
             return "a mask or batch of another shape"
-        asked = kwargs.get("output_attentions") or self._config.output_attentions or (base == "eager" and _collects_weights())
-        if kwargs.get("dropout") or asked:
+        if kwargs.get("dropout") or asks_for_weights(self._config, kwargs):
             return "dropout or attention weights"
         if kwargs.get("s_aux") is not None and base == "sdpa":
             return "sinks, which sdpa leaves out"
@@ -444,6 +443,13 @@ def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
     return mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries and mask.shape[3] >= key.shape[2]
 
 
+def asks_for_weights(config: PretrainedConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of a module with this config wants its attention weights, by its arguments or for the whole pass."""
+    return bool(
+        kwargs.get("output_attentions") or config.output_attentions or (config._attn_implementation == "eager" and _collects_weights())
+    )
+
+
 def _collects_weights() -> bool:
     """Whether transformers collects the attention weights of this pass: an encoder need not pass `output_attentions` on to its layers."""
     collector = output_capturing._active_collector
@@ -455,7 +461,7 @@ def _is_read(name: str, given: object, base: str) -> bool:
     """Whether an argument may change the result. The library's own function ignores all but two; a family's may read any tensor."""
     if given is None or base == "sdpa":
         return given is not None and name in ("position_bias", "cache")
-    return name == "cache" or (isinstance(given, torch.Tensor) and name not in _UNREAD_TENSORS)
+    return name == "cache" or (isinstance(given, torch.Tensor) and name not in UNREAD_TENSORS)
 
 
 class Expansion:

@@ -62,6 +62,11 @@ class CpuOperator(InPlaceOperator):
     def build(cls, module: nn.Module, options: NoOptions, context: InjectionContext) -> Self:
         return cls(context.runtime)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether Triton kernels compute."""
+        return self._device.type != "cpu"
+
     @abstractmethod
     def install(self, module: nn.Module) -> dict[str, object]:
         """Let the kernel compute for `module`, which is loaded; return the attributes that are replaced, with their former values.
@@ -89,6 +94,21 @@ class CpuOperator(InPlaceOperator):
         finally:
             module.__dict__.update(replaced)
 
+    @contextmanager
+    def kernels_compile(self) -> Iterator[None]:
+        """
+        Raises:
+            NotRecognisedError: the kernels that the body launches are of Triton, which cannot compile them here.
+        """
+        reason = why_unavailable() if self.on_gpu and not interpreted() else None
+        if reason is not None:
+            raise NotRecognisedError(reason)
+        failures = compile_errors() if self.on_gpu else ()
+        try:
+            yield
+        except failures as error:
+            raise NotRecognisedError(f"its kernel cannot be compiled here ({error})") from error
+
     def placement(self) -> str:
         where = f"the CPU ({describe(self.runtime)})" if self._device.type == "cpu" else str(self._device)
         return f"{self.kind}: {self.name}, {where if self._stock_attributes else 'left to PyTorch'}"
@@ -100,11 +120,6 @@ class CpuForwardOperator(CpuOperator):
     arguments = 1  # of the calls that are answered
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # on other devices than the CPU by Triton
     attribute_names: ClassVar[tuple[str, ...]]  # the names, by family, of the one number of the module that the kernel has a copy of
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether a Triton kernel computes."""
-        return self._device.type != "cpu"
 
     @abstractmethod
     def fit(self, module: nn.Module, weight: torch.Tensor, value: float) -> None:
@@ -127,14 +142,8 @@ class CpuForwardOperator(CpuOperator):
             raise NotRecognisedError(f"it holds no number named {' or '.join(self.attribute_names)}")
         self._attribute, self._value = names[0], getattr(module, names[0])
         self._device, self._dtype, self._shape, self._columns = weight.device, weight.dtype, weight.shape, weight.shape[-1:]
-        reason = why_unavailable() if self.on_gpu and not interpreted() else None
-        if reason is not None:
-            raise NotRecognisedError(reason)
-        failures = compile_errors() if self.on_gpu else ()
-        try:
+        with self.kernels_compile():
             self.fit(module, weight, self._value)
-        except failures as error:
-            raise NotRecognisedError(f"its kernel cannot be compiled here ({error})") from error
         # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
         # for the signature of `forward` finds them.
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
@@ -145,9 +154,9 @@ class CpuForwardOperator(CpuOperator):
     def __deepcopy__(self, memo: object) -> Self:
         return self  # it answers for the weight of the module that asks, such as PEFT's copy of one that is trained whole
 
-    def answer(self, module: nn.Module, *args: Any) -> Any:
-        """Return what the module returns for `args`, or None for a call that is left to the module."""
-        x = args[0] if len(args) == self.arguments else None
+    def answer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns for these arguments, or None for a call that is left to the module."""
+        x = args[0] if len(args) == self.arguments and not kwargs else None
         weight = module._parameters.get("weight")  # None while PEFT puts an adapted one in its place
         if (
             type(x) is not torch.Tensor
@@ -172,8 +181,8 @@ def answered(cls: Any, method: str) -> type[nn.Module]:
     @functools.wraps(own)
     def asking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         operator = self.__dict__.get(OPERATOR)
-        if operator is not None and not kwargs and not self.training and not torch.compiler.is_compiling():
-            answer = operator.answer(self, *args)
+        if operator is not None and not self.training and not torch.compiler.is_compiling():
+            answer = operator.answer(self, *args, **kwargs)
             if answer is not None:
                 return answer
         return own(self, *args, **kwargs)

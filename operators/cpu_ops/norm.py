@@ -96,6 +96,11 @@ class FusedNorm(CpuNorm):
         for offset, rounds_first in _ROUNDINGS if columns <= MAX_COLUMNS else ():
             yield partial(norm, epsilon=epsilon, offset=offset, rounds_first=rounds_first)
 
+    @property
+    def form(self) -> tuple[float, float, bool]:
+        """Epsilon, offset and whether it rounds first, in the terms of `kernels.small.norm`, of an operator on a GPU."""
+        return tuple(self._form.keywords[name] for name in ("epsilon", "offset", "rounds_first"))
+
     def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
         return iter(()) if self.on_gpu else super()._gated_forms(module, columns, epsilon)
 

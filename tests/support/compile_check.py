@@ -62,8 +62,8 @@ class Compiled:
     barriers: int
     tensor_cores: str
 
-    def problems(self, *, matrix_product: bool) -> list[str]:
-        """Describe what is wrong with the kernel; empty where nothing is."""
+    def problems(self, *, matrix_product: bool, narrow: bool = False) -> list[str]:
+        """Describe what is wrong with the kernel; empty where nothing is. `narrow`: a thread has less than 16 bytes to load."""
         found = []
         if self.spills or self.stack_bytes:
             found.append(f"{self.spills} spills, {self.stack_bytes} bytes of stack")
@@ -71,7 +71,7 @@ class Compiled:
             found.append(f"{self.registers} registers in {self.warps} warps do not fit a multiprocessor")
         if self.shared_bytes > SHARED_LIMIT_BYTES[self.capability]:
             found.append(f"{self.shared_bytes} bytes of shared memory")
-        if not self.wide_loads:
+        if not self.wide_loads and not narrow:
             found.append("no load of 16 bytes")
         if matrix_product and not self.tensor_cores:
             found.append("no tensor-core instruction")

@@ -50,12 +50,12 @@ def quicken_interpreter(overflows: bool) -> None:
 
 @contextmanager
 def launched(kernels: ModuleType, name: str) -> Iterator[list[torch.Size]]:
-    """Collect the shapes of what a launcher, the function `name` of a module of kernels, is given first."""
+    """Collect the shapes of what a launcher, the function `name` of a module of kernels, is given first: a tensor, or several."""
     found: list[torch.Size] = []
     launch = getattr(kernels, name)
 
-    def counting(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(x.shape)
+    def counting(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(x.shape if isinstance(x, torch.Tensor) else x[0].shape)
         return launch(x, *args, **kwargs)
 
     with mock.patch.object(kernels, name, counting):

@@ -48,7 +48,7 @@ def rows(tool: ModuleType) -> list[dict[str, str]]:
 
 
 def problems_of(tool: ModuleType, found: Compiled) -> list[str]:
-    problems: list[str] = found.problems(matrix_product=tool.is_product(found.kernel))
+    problems: list[str] = tool.problems_of(found)
     return problems
 
 

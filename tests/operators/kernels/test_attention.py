@@ -1,0 +1,257 @@
+"""Attention of decode steps against float64, and `fused_attention` in models: stock's logits, and stock's modules for all other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
+import torch
+from support.families import build_model, case_of, prompt
+from support.kernel_cases import relative_error
+from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from moegraft.injection import optimize_and_load
+from moegraft.operators.base import CACHE
+from moegraft.operators.cpu_ops.fused_attention import FusedAttention
+from moegraft.operators.cpu_ops.norm import FusedNorm
+from moegraft.operators.kernels import attention as kernels
+from moegraft.operators.kernels.attention import HeadNorm, decode_attention
+
+RULES = "rules: [{match: {kind: attention}, replace: {class: fused_attention}}]"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    queries: int
+    heads: int
+    columns: int
+    value_columns: int
+    places: int
+    length: int
+    rotary: int = 0
+    angles: int = 0
+
+
+SHAPES = [
+    Shape(1, 8, 2, 16, 16, 12, 0),  # the first token
+    Shape(2, 4, 4, 33, 20, 70, 69, 32, 32),  # odd sizes, a part of the columns rotated, the last place
+    Shape(1, 32, 1, 64, 64, 300, 290, 64, 32),  # several parts; angles of a half
+    Shape(3, 6, 2, 40, 40, 520, 30, 40, 40),  # most parts are empty
+    Shape(1, 4, 2, 8, 8, 200, 130, 6, 3),  # heads of fewer columns than a product has
+]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def normalised(x: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon) * (norm.offset + norm.weight.double())
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
+    """Rotate the first columns of heads (B, heads, D); angles (B, N)."""
+    cos, sin = (each.double().repeat(1, rotary // each.shape[1])[:, None] for each in (cos, sin))
+    first, second = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
+    turned = x[..., :rotary] * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, x[..., rotary:]), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("more", ["", "norms", "sinks", "gate", "float mask", "one mask"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_form(shape: Shape, more: str, dtype: torch.dtype) -> None:
+    batch, queries, heads, columns = shape.batch, shape.queries, shape.heads, shape.columns
+    gated = more == "gate"
+    value_columns = columns if gated else shape.value_columns
+    query = random(batch, 1, queries * columns * (1 + gated), seed=0, dtype=dtype)
+    key, value = (random(batch, 1, heads * width, seed=seed, dtype=dtype) for seed, width in ((1, columns), (2, value_columns)))
+    cos, sin = (random(batch, 1, shape.angles, seed=seed, dtype=dtype) for seed in (3, 4))
+    weights = [random(columns, seed=seed, dtype=dtype) for seed in (5, 6)]
+    norms = [HeadNorm(weight, EPSILON, 1.0, rounds_first=True) for weight in weights] if more == "norms" else None
+    sinks = random(queries, seed=7, dtype=dtype) if more == "sinks" else None
+    keys, values = (random(batch, heads, shape.places, width, seed=seed, dtype=dtype) for seed, width in ((8, columns), (9, value_columns)))
+    length = torch.tensor(shape.length, device=DEVICE)
+    places = torch.arange(shape.places, device=DEVICE)
+    hidden = torch.arange(batch, device=DEVICE)[:, None] * shape.length // (2 * batch)  # places of padding
+    seen = (places <= shape.length) & (places >= (0 * hidden[:1] if more == "one mask" else hidden))
+    mask = seen[:, None, None]
+    if more == "float mask":
+        mask = torch.zeros(mask.shape, dtype=dtype, device=DEVICE).masked_fill(~mask, torch.finfo(dtype).min)
+
+    wide = query.double().view(batch, queries, -1)
+    gate = torch.sigmoid(wide[..., columns:]) if gated else 1.0
+    parts = [wide[..., :columns], key.double().view(batch, heads, columns)]
+    if norms is not None:
+        parts = [normalised(x, norm) for x, norm in zip(parts, norms, strict=True)]
+    new_query, new_key = (rotated(x, cos[:, 0], sin[:, 0], shape.rotary) if shape.rotary else x for x in parts)
+    wanted_keys, wanted_values = keys.double(), values.double()
+    wanted_keys[:, :, shape.length], wanted_values[:, :, shape.length] = new_key, value.double().view(batch, heads, -1)
+    group = queries // heads
+    scores = (new_query[:, :, None] * wanted_keys.repeat_interleave(group, 1)).sum(-1) * 0.3
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[None, :, None].expand(batch, -1, 1)), -1)
+    shares = scores.softmax(-1)[..., : shape.places]
+    expected = (shares[..., None] * wanted_values.repeat_interleave(group, 1)).sum(2) * gate
+
+    angles = (cos, sin) if shape.rotary else None
+    with poisoned():
+        found = decode_attention(
+            (query, key, value), angles, shape.rotary, norms and (norms[0], norms[1]), (keys, values, length), mask, 0.3, sinks, gated=gated
+        )
+    assert (found.shape, found.dtype) == ((batch, 1, queries * value_columns), dtype)
+    tolerance = 4 * ROUNDED[dtype] if more == "norms" else 2 * ROUNDED[dtype]
+    assert relative_error(found.view(batch, queries, -1).cpu(), expected.cpu()) <= tolerance
+    assert relative_error(keys.cpu(), wanted_keys.cpu()) <= ROUNDED[dtype]
+    assert torch.equal(values.double(), wanted_values)
+    assert int(length) == shape.length + 1
+
+
+def test_a_full_cache_is_left_alone() -> None:
+    keys, values = random(2, 2, 6, 16, seed=0), random(2, 2, 6, 16, seed=1)
+    before = keys.clone(), values.clone()
+    around = torch.tensor(6, device=DEVICE)
+    states = (random(2, 1, 64, seed=2), random(2, 1, 32, seed=3), random(2, 1, 32, seed=4))
+    mask = torch.ones(1, 1, 1, 6, dtype=torch.bool, device=DEVICE)
+    found = decode_attention(states, None, 0, None, (keys, values, around), mask, 0.25)
+    assert found.isnan().all()
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(FusedNorm, "on_gpu", True)
+        monkeypatch.setattr(FusedAttention, "on_gpu", True)
+
+
+@pytest.fixture
+def launches() -> Iterator[list[torch.Size]]:
+    """The shapes of the queries that the kernels are given."""
+    with launched(kernels, "decode_attention") as found:
+        yield found
+
+
+def stock(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = build_model(case_of(model_type)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or "sinks" in name:
+                weight.normal_()  # else an offset and a product with ones would be the same
+    if attention == "eager":
+        model.set_attn_implementation(attention)
+    return model.to(DEVICE)
+
+
+def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES)
+    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
+    return found
+
+
+def decoded(model: PreTrainedModel, ids: torch.Tensor, steps: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the logits (B, steps, V) of tokens that follow a prompt over a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + steps + 1)
+    mask = torch.ones_like(ids) if mask is None else mask
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **{CACHE: cache})
+        logits = []
+        for step in range(steps):
+            mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+            logits.append(model(ids[:, step : step + 1], attention_mask=mask, **{CACHE: cache}).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "form"),
+    [
+        ("qwen3_moe", {"rotary": 16, "angles": 16, "head_norm": (1e-6, 0.0, True), "norms_rows": False, "gated": False}),
+        ("qwen3_next", {"rotary": 4, "angles": 4, "head_norm": (1e-6, 1.0, True), "norms_rows": False, "gated": True}),
+        ("glm4_moe", {"rotary": 8, "angles": 8, "head_norm": None, "norms_rows": False, "gated": False}),
+        ("gpt_oss", {"rotary": 16, "angles": 8, "head_norm": None, "norms_rows": False, "gated": False}),
+        ("olmoe", {"rotary": 16, "angles": 16, "head_norm": None, "norms_rows": True, "gated": False}),
+        ("jamba", {"rotary": 0, "angles": 0, "head_norm": None, "norms_rows": False, "gated": False}),
+        ("granitemoe", {"rotary": 16, "angles": 16, "head_norm": None, "norms_rows": False, "gated": False}),
+    ],
+)
+def test_logits_stay(model_type: str, form: dict[str, Any], tmp_path: Path, launches: list[torch.Size]) -> None:
+    model, ids = stock(model_type), prompt(6, batch=2, seed=3).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    expected = decoded(model, ids, 3, mask)
+    ours = injected(model, tmp_path)
+    operators = [each for each in ours.moegraft.operators.values() if isinstance(each, FusedAttention)]
+    found_forms = [each._form for each in operators]
+    assert all({name: getattr(each, name) for name in form} == form for each in found_forms)
+    launches.clear()
+    found = decoded(ours, ids, 3, mask)
+    full = len(operators) - sum(kind == "sliding_attention" for kind in getattr(model.config, "layer_types", None) or [])
+    assert len(launches) == 3 * full > 0
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+
+
+def test_eager_modules_have_masks_to_add(tmp_path: Path, launches: list[torch.Size]) -> None:
+    model, ids = stock("qwen3_moe", "eager"), prompt(6, batch=1, seed=3).to(DEVICE)
+    expected = decoded(model, ids, 2)
+    ours = injected(model, tmp_path)
+    launches.clear()
+    found = decoded(ours, ids, 2)
+    assert len(launches) == 2 * model.config.num_hidden_layers
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama4_text", "hunyuan_v1_moe"])
+def test_other_forms_are_left_alone(model_type: str, tmp_path: Path) -> None:
+    model = injected(stock(model_type), tmp_path)
+    lines = {each.placement() for each in model.moegraft.operators.values()}
+    assert lines == {"attention: fused_attention, left to PyTorch"}
+
+
+@pytest.mark.parametrize("call", ["two tokens", "growing cache", "gradients", "training", "attention weights", "no mask", "set aside"])
+def test_other_calls_run_in_the_module(call: str, tmp_path: Path, launches: list[torch.Size]) -> None:
+    model = stock("qwen3_moe", "eager" if call == "attention weights" else "sdpa")
+    ids = prompt(6, batch=1, seed=3).to(DEVICE)
+    injected(model, tmp_path)
+    cache: Any = DynamicCache() if call == "growing cache" else StaticCache(config=model.config, max_cache_len=12)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    launches.clear()
+    tokens = ids[:, : 2 if call == "two tokens" else 1]
+    if call == "gradients":
+        model(tokens, **{CACHE: cache})
+    with torch.no_grad():
+        if call == "training":
+            model.train()
+            model(tokens, **{CACHE: cache})
+            model.eval()
+        elif call == "attention weights":
+            assert model(tokens, output_attentions=True, **{CACHE: cache}).attentions[0].shape[-1] == 12
+        elif call == "no mask":
+            layer: Any = model.model.layers[0].self_attn
+            x, angles = torch.randn(1, 1, model.config.hidden_size, device=DEVICE), torch.randn(1, 1, layer.head_dim, device=DEVICE)
+            layer(hidden_states=x, position_embeddings=(angles, angles), attention_mask=None, **{CACHE: cache})
+        elif call == "set aside":
+            layer = model.model.layers[0].self_attn
+            with model.moegraft.operators["model.layers.0.self_attn"].set_aside(layer):
+                model(tokens, **{CACHE: cache})
+            assert len(launches) == model.config.num_hidden_layers - 1
+            launches.clear()
+        elif call in ("two tokens", "growing cache"):
+            model(tokens, **{CACHE: cache})
+        assert not launches
+        if call != "growing cache":
+            model(ids[:, :1], **{CACHE: cache})
+            assert len(launches) == model.config.num_hidden_layers
