@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
@@ -256,6 +257,10 @@ class QuantizedLinear(Operator):
         y = outs[0] if self._segments is None else self._segments.outputs(torch.cat(outs, dim=-1))
         return y if plain else y.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
 
+    def on_gpu(self) -> PackedLinearOnGpu | None:
+        """Return the layer's kernel on a GPU, of inputs in the order of the model's columns; None for all others."""
+        return None if self._columns is not None else self._on_gpu
+
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the input (..., in_features), from that of the output (..., out_features).
 
@@ -277,3 +282,55 @@ class QuantizedLinear(Operator):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, weights={self._weight_type}"
+
+
+class JointLinear:
+    """Linear layers of one input on a GPU, computed in one product. Their weights stay theirs, as parts of one block of memory.
+
+    Args:
+        layers: as `of` returns it for them.
+        product: (..., in_features) -> the outputs of all layers side by side.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], product: Callable[[torch.Tensor], torch.Tensor], rows: Sequence[int]) -> None:
+        self._layers, self._product, self._rows = layers, product, rows
+        self._places = [_place(layer) for layer in layers]
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> Self | None:
+        """Return the joint layer, or None where the layers differ in form, or are neither plain nor packed on a GPU."""
+        if all(type(layer) is nn.Linear for layer in layers):
+            return cls._of_plain([layer for layer in layers if isinstance(layer, nn.Linear)])
+        kernels = [layer.on_gpu() if isinstance(layer, QuantizedLinear) else None for layer in layers]
+        packed = [kernel for kernel in kernels if kernel is not None]
+        joint = packed[0].joined(packed) if len(packed) == len(layers) else None
+        return None if joint is None else cls(layers, joint.forward, [kernel.matrix.outputs for kernel in packed])
+
+    @classmethod
+    def _of_plain(cls, layers: Sequence[nn.Linear]) -> Self | None:
+        forms = {(layer.weight.shape[1], layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+        if len(forms) > 1:
+            return None
+        rows = [layer.out_features for layer in layers]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        for number, layer in enumerate(layers):
+            layer.weight.data = weight.split(rows)[number]
+            if bias is not None:
+                layer.bias.data = bias.split(rows)[number]
+        return cls(layers, partial(nn.functional.linear, weight=weight, bias=bias), rows)
+
+    def outputs(self, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        """Return the outputs for `x` (..., in_features), parts of one tensor; None where these are other layers, as with adapters."""
+        same = all(given is layer for given, layer in zip(layers, self._layers, strict=True))
+        if not same or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers) or [*map(_place, layers)] != self._places:
+            return None
+        outputs: Sequence[torch.Tensor] = self._product(x).split(self._rows, dim=-1)
+        return outputs
+
+
+def _place(layer: nn.Module) -> object:
+    """Where a layer's weights are, to notice others."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.on_gpu()
+    return [parameter.data_ptr() for parameter in layer.parameters()]

@@ -22,6 +22,7 @@ from moegraft.operators.base import CACHE
 from moegraft.operators.cpu_ops.attention import SUPPORTED, UNREAD_TENSORS, CpuAttention, asks_for_weights
 from moegraft.operators.cpu_ops.in_place import OPERATOR, NotRecognisedError, answered, probe
 from moegraft.operators.cpu_ops.norm import FusedNorm
+from moegraft.operators.linear import JointLinear
 
 _READ = frozenset({"hidden_states", "position_embeddings", "attention_mask", CACHE})
 _TESTED_PLACES = 8  # of the cache of a self-test
@@ -65,6 +66,7 @@ class FusedAttention(CpuAttention):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
+        self._joint: JointLinear | None = None
         self._widths: tuple[int, ...] = ()  # of the cosines that modules of the model may be given
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
@@ -73,47 +75,51 @@ class FusedAttention(CpuAttention):
             above = above.rpartition(".")[0]
             near = model.get_submodule(above)
         self._device, self._dtype = next(near.parameters(), torch.empty(0)).device, model.dtype
-        pairs = {each.inv_freq.numel() for each in model.modules() if isinstance(getattr(each, "inv_freq", None), torch.Tensor)}
-        self._widths = tuple(sorted({width for count in pairs for width in (2 * count, count)}, reverse=True))
+        frequencies = [getattr(each, "inv_freq", None) for each in model.modules()]
+        counts = {each.numel() for each in frequencies if isinstance(each, torch.Tensor)}
+        self._widths = tuple(sorted({width for count in counts for width in (2 * count, count)}, reverse=True))
         super().on_model_loaded(model, path)
 
-    def install(self, module: nn.Module) -> dict[str, object]:
+    def install(self, module: Any) -> dict[str, object]:
         if not self.on_gpu:
             return super().install(module)
-        config: Any = module.config
-        if config._attn_implementation not in SUPPORTED:
-            raise NotRecognisedError(f"its attention is {config._attn_implementation}")
+        if module.config._attn_implementation not in SUPPORTED:
+            raise NotRecognisedError(f"its attention is {module.config._attn_implementation}")
         with self.kernels_compile():
             self._form = self._recognise(module)
+            self._joint = JointLinear.of([module.q_proj, module.k_proj, module.v_proj])
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
         module.__class__ = answered(cls, "forward")
         module.__dict__[OPERATOR] = self
         return {OPERATOR: None}
 
-    def answer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def answer(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.on_gpu:
             return super().answer(module, *args, **kwargs)
-        x, mask, cache = (kwargs.get(name) for name in ("hidden_states", "attention_mask", CACHE))
-        layers, number = getattr(cache, "layers", ()), int(module.layer_idx)  # type: ignore[arg-type] # `_recognise` read it
+        x, cache = kwargs.get("hidden_states"), kwargs.get(CACHE)
+        layers, number = getattr(cache, "layers", ()), module.layer_idx
         layer: Any = layers[number] if number < len(layers) else None
-        if (
-            args
-            or torch.is_grad_enabled()
-            or type(x) is not torch.Tensor
-            or x.dim() != 3
-            or x.shape[1] != 1
-            or (x.device, x.dtype) != (self._device, self._dtype)
-            or type(layer) is not StaticLayer
-            or not layer.is_initialized
-            or (layer.keys.shape[0], layer.keys.device, layer.keys.dtype) != (len(x), x.device, x.dtype)
-            or layer.values.dtype != x.dtype
-            or not (layer.keys.is_contiguous() and layer.values.is_contiguous())
-            or not self._reads_mask(mask, layer.keys)
-            or not self._reads_angles(kwargs.get("position_embeddings"), x)
-            or not self._reads_no_others(module, kwargs)
-        ):
+        if args or type(x) is not torch.Tensor or type(layer) is not StaticLayer or not self._reads(module, x, layer, kwargs):
             return None
-        return self._compute(module, self._form, x, mask, kwargs.get("position_embeddings"), layer)
+        return self._compute(module, self._form, x, kwargs["attention_mask"], kwargs.get("position_embeddings"), layer)
+
+    def _reads(self, module: Any, x: torch.Tensor, layer: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the kernels compute what the module would, for hidden states `x` and a layer of the cache."""
+        config: Any = module.config
+        form, keys = (self._device, self._dtype), layer.keys
+        if torch.is_grad_enabled() or x.dim() != 3 or x.shape[1] != 1 or (x.device, x.dtype) != form or not layer.is_initialized:
+            return False
+        if any(len(each) != len(x) or (each.device, each.dtype) != form or not each.is_contiguous() for each in (keys, layer.values)):
+            return False
+        norms = (module.q_norm, module.k_norm) if self._form.head_norm else ()
+        if any(not hasattr(norm, "weight") or norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
+            return False
+        tensors = {name for name, given in kwargs.items() if isinstance(given, torch.Tensor)}
+        if kwargs.get("dropout") or not tensors <= _READ | UNREAD_TENSORS:
+            return False
+        if config._attn_implementation not in SUPPORTED or asks_for_weights(config, kwargs):
+            return False
+        return self._reads_mask(kwargs.get("attention_mask"), keys) and self._reads_angles(kwargs.get("position_embeddings"), x)
 
     def _reads_mask(self, mask: object, keys: torch.Tensor) -> bool:
         if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.dtype not in (torch.bool, keys.dtype):
@@ -137,19 +143,14 @@ class FusedAttention(CpuAttention):
             for each in angles
         )
 
-    def _reads_no_others(self, module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether no other argument and no setting asks for more than the kernels compute."""
-        config: Any = module.config
-        tensors = {name for name, given in kwargs.items() if isinstance(given, torch.Tensor)}
-        plain = tensors <= _READ | UNREAD_TENSORS and not kwargs.get("dropout")
-        return plain and config._attn_implementation in SUPPORTED and not asks_for_weights(config, kwargs)
-
     def _compute(self, module: Any, form: Form, x: torch.Tensor, mask: torch.Tensor, angles: Any, layer: Any) -> tuple[torch.Tensor, None]:
         """Return what the module returns for hidden states (B, 1, H), and add their keys and values to a layer of the cache."""
         # Triton need not be installed where there is no GPU.
         from moegraft.operators.kernels.attention import HeadNorm, decode_attention
 
-        query, key, value = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        layers = module.q_proj, module.k_proj, module.v_proj
+        joint = None if self._joint is None else self._joint.outputs(layers, x)
+        query, key, value = (layer(x) for layer in layers) if joint is None else joint
         if form.norms_rows:
             query, key = module.q_norm(query), module.k_norm(key)
         norms = form.head_norm and (HeadNorm(module.q_norm.weight, *form.head_norm), HeadNorm(module.k_norm.weight, *form.head_norm))
@@ -190,7 +191,7 @@ class FusedAttention(CpuAttention):
         for width in (*self._widths, 0):
             for rotary, gated in product({width, 2 * width}, (False, True)):
                 form = Form(rotary, width, head_norm, norms_rows, gated)
-                if rotary <= columns and self._agrees(module, form):
+                if rotary <= columns and self._fits(module, form):
                     return form
         raise NotRecognisedError("it computes something else between its projections, or in another order")
 
@@ -206,7 +207,7 @@ class FusedAttention(CpuAttention):
         operator.install(stand_in)
         return operator.form
 
-    def _agrees(self, module: Any, form: Form) -> bool:
+    def _fits(self, module: Any, form: Form) -> bool:
         """Return whether the kernels answer a step as the module does, and leave the same keys and values in the cache."""
         generator = torch.Generator().manual_seed(0)
 
@@ -226,7 +227,7 @@ class FusedAttention(CpuAttention):
             held = [random(2, heads, _TESTED_TOKENS, width // heads) for width in widths]
             caches = [Cache(layers=[StaticLayer(_TESTED_PLACES) for _ in range(module.layer_idx + 1)]) for _ in range(2)]
             for cache in caches:
-                cache.update(*held, module.layer_idx)
+                cache.update(held[0], held[1], module.layer_idx)
             expected_layer, layer = (cache.layers[module.layer_idx] for cache in caches)
             kwargs = {} if angles is None else {"position_embeddings": angles}
             own = partial(type(module).forward, module, hidden_states=x, attention_mask=mask, **kwargs)

@@ -99,7 +99,9 @@ class FusedNorm(CpuNorm):
     @property
     def form(self) -> tuple[float, float, bool]:
         """Epsilon, offset and whether it rounds first, in the terms of `kernels.small.norm`, of an operator on a GPU."""
-        return tuple(self._form.keywords[name] for name in ("epsilon", "offset", "rounds_first"))
+        form: Any = self._form
+        epsilon, offset, rounds_first = (form.keywords[name] for name in ("epsilon", "offset", "rounds_first"))
+        return epsilon, offset, rounds_first
 
     def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
         return iter(()) if self.on_gpu else super()._gated_forms(module, columns, epsilon)

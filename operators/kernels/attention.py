@@ -84,11 +84,13 @@ def _rotated(
     return y
 
 
-@triton.jit(do_not_specialize=["places"])  # else a captured step over another cache might compile
+@triton.jit(
+    do_not_specialize=["places", "query_stride", "key_stride", "value_stride"]
+)  # else a captured step over another cache might compile
 def _place_kernel(
-    query_ptr,  # (B, Q, WIDTH) floating, contiguous, of which the first D are the query
-    key_ptr,  # (B, KV, D)
-    value_ptr,  # (B, KV, DV)
+    query_ptr,  # (B, Q, WIDTH) floating, contiguous but for sequences, of which the first D are the query
+    key_ptr,  # (B, KV, D), as the query
+    value_ptr,  # (B, KV, DV), as the query
     cos_ptr,  # (B, ANGLES) with its stride of sequences, 0 for one that all share; None where ROTARY is 0
     sin_ptr,
     query_weight_ptr,  # (D,); None without a norm
@@ -98,6 +100,9 @@ def _place_kernel(
     values_ptr,  # (B, KV, S, DV)
     out_ptr,  # (B, Q, D)
     places,
+    query_stride,  # of sequences
+    key_stride,
+    value_stride,
     angles_stride,
     epsilon,
     offset,
@@ -122,23 +127,24 @@ def _place_kernel(
         cos_ptr += sequence * angles_stride
         sin_ptr += sequence * angles_stride
     if head < Q:
-        row = sequence * Q + head
         query = _rotated(
-            query_ptr + row * WIDTH, query_weight_ptr, cos_ptr, sin_ptr, epsilon, offset, ROUNDS_FIRST, D, COLUMNS, ROTARY, ANGLES
+            query_ptr + sequence * query_stride + head * WIDTH, query_weight_ptr,
+            cos_ptr, sin_ptr, epsilon, offset, ROUNDS_FIRST, D, COLUMNS, ROTARY, ANGLES,
         )  # fmt: skip
         # Without room for the token nothing is written, and the answer is no number.
         query = tl.where(length < places, query, float("nan"))
-        tl.store(out_ptr + row * D + columns, query.to(kind), mask=columns < D)
+        tl.store(out_ptr + (sequence * Q + head) * D + columns, query.to(kind), mask=columns < D)
     elif head < Q + KV:
         row = sequence * KV + head - Q
         key = _rotated(
-            key_ptr + row * D, key_weight_ptr, cos_ptr, sin_ptr, epsilon, offset, ROUNDS_FIRST, D, COLUMNS, ROTARY, ANGLES
+            key_ptr + sequence * key_stride + (head - Q) * D, key_weight_ptr,
+            cos_ptr, sin_ptr, epsilon, offset, ROUNDS_FIRST, D, COLUMNS, ROTARY, ANGLES,
         )  # fmt: skip
         tl.store(keys_ptr + (row * places + length) * D + columns, key.to(kind), mask=columns < tl.where(length < places, D, 0))
     else:
         row = sequence * KV + head - Q - KV
         held = tl.arange(0, VALUE_COLUMNS)
-        value = tl.load(value_ptr + row * DV + held, mask=held < DV, other=0.0)
+        value = tl.load(value_ptr + sequence * value_stride + (head - Q - KV) * DV + held, mask=held < DV, other=0.0)
         tl.store(values_ptr + (row * places + length) * DV + held, value, mask=held < tl.where(length < places, DV, 0))
 
 
@@ -208,14 +214,15 @@ def _part_kernel(
     tl.store(shares_ptr + 2 * parts + 1, total, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride"])
 def _merge_kernel(
     sums_ptr,  # (B, Q, P, DV) float32
     shares_ptr,  # (B, Q, P, 2) float32
     sinks_ptr,  # (Q,) floating, scores of keys without values; None without them
-    gate_ptr,  # (B, Q, WIDTH) floating, of which those behind the first D are the gate; None without it
+    gate_ptr,  # (B, Q, WIDTH), as the query of `_place_kernel`: those behind the first D are the gate; None without it
     length_ptr,  # int64; it becomes that with the new token
     out_ptr,  # (B, Q, DV) floating
+    gate_stride,
     Q: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -239,7 +246,7 @@ def _merge_kernel(
     sums = tl.load(sums_ptr + parts[:, None] * DV + held[None, :], mask=(held < DV)[None, :], other=0.0)
     out = tl.sum(sums * factors[:, None], 0) / total
     if gate_ptr is not None:
-        gate = tl.load(gate_ptr + head * WIDTH + D + held, mask=held < DV, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + head // Q * gate_stride + head % Q * WIDTH + D + held, mask=held < DV, other=0.0).to(tl.float32)
         out = out.to(out_ptr.dtype.element_ty).to(tl.float32) / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + head * DV + held, out.to(out_ptr.dtype.element_ty), mask=held < DV)
     if head == 0:
@@ -272,7 +279,7 @@ def decode_attention(
         sinks: (Q,), scores that take a share of the softmax (StreamingLLM: Xiao et al. 2023, arXiv:2309.17453; as in gpt-oss).
         gated: the query is (B, 1, Q * 2 * D): behind each head's is its gate, with whose sigmoid the result is multiplied; DV is D.
     """
-    query, key, value = (each.contiguous() for each in states)
+    query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in states)
     keys, values, length = cache
     batch, heads, places, columns = keys.shape
     value_columns = values.shape[3]
@@ -291,16 +298,15 @@ def decode_attention(
     }
     shape = {**sizes, "KV": heads, "COLUMNS": max(SMALLEST_SIDE, triton.next_power_of_2(columns))}
     cos, sin = (None, None) if angles is None else angles
-    weights, form = (None, None), (0.0, 0.0, False)
-    if norms is not None:
-        weights, form = (norms[0].weight, norms[1].weight), (norms[0].epsilon, norms[0].offset, norms[0].rounds_first)
-    epsilon, offset, rounds_first = form
+    weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+    epsilon, offset, rounds_first = (0.0, 0.0, False) if norms is None else (norms[0].epsilon, norms[0].offset, norms[0].rounds_first)
     selects = mask.dtype == torch.bool
     block = min(BLOCK, 128 * BLOCK // sizes["VALUE_COLUMNS"], 128 * BLOCK // shape["COLUMNS"])
     with on(query.device):
         # Not fused, so that each step rounds as PyTorch's own operations do.
         _place_kernel[batch, queries + 2 * heads](
-            query, key, value, cos, sin, *weights, length, keys, values, rotated, places, stride_of(cos), epsilon, offset,
+            query, key, value, cos, sin, *weights, length, keys, values, rotated, places,
+            *(each.stride(0) for each in (query, key, value)), stride_of(cos), epsilon, offset,
             ROUNDS_FIRST=rounds_first, ROTARY=rotary, ANGLES=1 if cos is None else cos.shape[-1],
             WIDTH=width, num_warps=1, enable_fp_fusion=False, **shape,
         )  # fmt: skip
@@ -310,7 +316,7 @@ def decode_attention(
             UPCAST=interpreted(), num_warps=4, **shape, **LAUNCH,
         )  # fmt: skip
         _merge_kernel[batch * queries,](
-            sums, shares, sinks, query if gated else None, length, out, WIDTH=width, PARTS=parts,
+            sums, shares, sinks, query if gated else None, length, out, query.stride(0), WIDTH=width, PARTS=parts,
             num_warps=min(16, max(1, parts * sizes["VALUE_COLUMNS"] // THREAD_SUMS // 32)), **sizes, **LAUNCH,
         )  # fmt: skip
     return out

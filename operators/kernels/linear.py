@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import triton
@@ -60,9 +61,30 @@ class PackedLinearOnGpu:
         self.matrix: PackedMatrix = packed_matrix(weight_type, padded, columns, outputs=rows)
         if bias is not None:
             self.matrix = self.matrix._replace(bias_word=0)
-        self.packed = packed
+        self.weight_type, self.packed, self.bias = weight_type, packed, bias
         views = PackedBytes.of(packed, weight_type)
         self._bytes = views if bias is None else replace(views, biases=bias)
+
+    @classmethod
+    def joined(cls, layers: Sequence[Self]) -> Self | None:
+        """Return a layer with the rows of all, whose weights become parts of its memory; None where they differ in form."""
+        first = layers[0]
+        form = first.weight_type, first.matrix.columns, first.bias is None
+        whole = all(each.matrix.outputs % BLOCK_ROWS == 0 and each.packed.numel() % 16 == 0 for each in layers[:-1])
+        if not whole or any((each.weight_type, each.matrix.columns, each.bias is None) != form for each in layers):
+            return None
+        packed = torch.cat([each.packed.view(-1) for each in layers])
+        biases = [each.bias for each in layers if each.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        rows = [each.matrix.outputs for each in layers]
+        for layer, part, own in zip(
+            layers,
+            packed.split([each.packed.numel() for each in layers]),
+            [None] * len(layers) if bias is None else bias.split(rows),
+            strict=True,
+        ):
+            layer.__init__(layer.matrix.outputs, layer.matrix.columns, layer.weight_type, part, own)  # type: ignore[misc]
+        return cls(sum(rows), first.matrix.columns, first.weight_type, packed, bias)
 
     def forward(self, x: torch.Tensor, path: Literal["decode", "grouped"] | None = None) -> torch.Tensor:
         """`x (..., columns)` floating -> `(..., rows)` of its dtype, on the current stream; accumulates in float32.

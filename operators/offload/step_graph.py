@@ -197,7 +197,7 @@ class CapturedLayer:
             device.launch_host(host, self._function, own.address, Work("host"))
         if branches:
             device.launch(host, return_cpu_part, Work("host"))
-        resident = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
+        resident = torch.empty(tokens.shape, dtype=torch.float32 if branches else tokens.dtype, device=tokens.device)
         kernel = layers.bound_kernel(layers.kernels[self._index], layers.sparsity[self._index])
         compute_resident = partial(kernel, tokens, row["slots"], row["weights"], resident, experts=index)
         neurons = layers.neurons(layers.sparsity[self._index])

@@ -255,3 +255,32 @@ def test_other_calls_run_in_the_module(call: str, tmp_path: Path, launches: list
         if call != "growing cache":
             model(ids[:, :1], **{CACHE: cache})
             assert len(launches) == model.config.num_hidden_layers
+
+
+def test_projections_are_one_product_and_their_weights_stay_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = stock("qwen2_moe"), prompt(6, batch=2, seed=3).to(DEVICE)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    again = stock("qwen2_moe")
+    expected = decoded(model, ids, 2)
+    ours = injected(model, tmp_path)
+    layer: Any = ours.model.layers[0].self_attn
+    called: list[torch.Size] = []
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *args, **kwargs: called.append(x.shape) or product(x, *args, **kwargs))
+    hook = layer.q_proj.register_forward_hook(lambda *_: called.append("hook"))  # only layers that nothing watches are joined
+    decoded(ours, ids, 1)
+    assert called.count("hook") == 2  # the prompt, and the step
+    hook.remove()
+    called.clear()
+    assert float((decoded(ours, ids, 2) - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+    assert "hook" not in called
+    assert all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
+    with torch.no_grad():
+        layer.k_proj.weight = torch.nn.Parameter(torch.zeros_like(layer.k_proj.weight))
+        layer.k_proj.bias.zero_()
+        wanted: Any = again.model.layers[0].self_attn
+        wanted.k_proj.weight.zero_()
+        wanted.k_proj.bias.zero_()
+    changed = decoded(again, ids, 2)
+    assert float((decoded(ours, ids, 2) - changed).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(changed.norm())
+    assert float((changed - expected).norm()) > 1e-2 * float(expected.norm())

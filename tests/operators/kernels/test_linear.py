@@ -101,3 +101,25 @@ def test_the_operator_takes_its_bytes_to_the_device() -> None:
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():  # the CPU rounds activations to 8 bits
         torch.testing.assert_close(operator(x.to(DEVICE)).cpu(), on_cpu(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_joined_layers_keep_their_results(bias: bool) -> None:
+    parts = [made("int8", rows, 64, bias=bias) for rows in (64, 32, 45)]
+    x = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
+    layers = [layer for layer, *_ in parts]
+    expected = [layer.forward(x.to(DEVICE)) for layer in layers]
+    joint = PackedLinearOnGpu.joined(layers)
+    assert joint is not None
+    assert torch.equal(joint.forward(x.to(DEVICE)), torch.cat(expected, -1))
+    assert all(torch.equal(layer.forward(x.to(DEVICE)), own) for layer, own in zip(layers, expected, strict=True))
+    memory = joint.packed.untyped_storage().data_ptr()
+    assert {layer.packed.untyped_storage().data_ptr() for layer in layers} == {memory}  # held once
+
+
+def test_layers_of_other_forms_are_not_joined() -> None:
+    first = made("int8", 64, 64, bias=False)[0]
+    for weights, rows, columns, bias in (("int4", 32, 64, False), ("int8", 32, 32, False), ("int8", 32, 64, True)):
+        assert PackedLinearOnGpu.joined([first, made(weights, rows, columns, bias=bias)[0]]) is None
+    odd = made("int8", 45, 64, bias=False)[0]
+    assert PackedLinearOnGpu.joined([odd, first]) is None  # its last block is not full
