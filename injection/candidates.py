@@ -139,12 +139,12 @@ def _rules(choice: Choice, pattern: str | None, load: Workload, figures: Forecas
             f"    kwargs: {{weights: {choice.linears}{gpu}}}  # without this rule linear layers stay as they are",
             *_expect(counts.get("linears")),
         ]
+    device = "fused" if choice.gpu else "cpu"  # fused operators compute on both
     if figures is None or "attention" in counts:
-        where = "  # replaced only where it is on the CPU" if choice.gpu else ""
-        lines += ["- id: attention", f"  match: {{kind: attention}}{where}", "  replace: {class: cpu_attention}"]
+        lines += ["- id: attention", "  match: {kind: attention}", f"  replace: {{class: {device}_attention}}"]
         lines += _expect(counts.get("attention")) or ["  expect: any"]
     for kind in ("norm", "router"):
-        lines += [f"- id: {kind}s", f"  match: {{kind: {kind}}}", f"  replace: {{class: cpu_{kind}}}", "  expect: any"]
+        lines += [f"- id: {kind}s", f"  match: {{kind: {kind}}}", f"  replace: {{class: {device}_{kind}}}", "  expect: any"]
     if figures is None or "recurrent" in counts:
         lines += ["- id: recurrent", "  match: {kind: recurrent}", "  replace: {class: cpu_recurrent}", "  expect: any"]
     return "\n".join(lines) + "\n"

@@ -72,7 +72,7 @@ rules:
 # As in the shipped rules; where the device is emulated, the rest of the model runs on the CPU, and a capture would not see them.
 ON_GPU = "".join(
     f"- match: {{kind: {kind}}}\n  replace: {{class: {name}}}\n  expect: any\n"
-    for kind, name in (("norm", "fused_norm"), ("router", "fused_router"))
+    for kind, name in (("attention", "fused_attention"), ("norm", "fused_norm"), ("router", "fused_router"))
 )
 
 

@@ -40,6 +40,7 @@ rules:
 {rules}
 """
 FUSED = """
+- {match: {kind: attention}, replace: {class: fused_attention}}
 - {match: {kind: norm}, replace: {class: fused_norm}}
 - {match: {kind: router}, replace: {class: fused_router}}
 """
@@ -157,7 +158,8 @@ def test_steps_with_fused_operators_are_captured(  # type: ignore[no-untyped-def
 ) -> None:
     tokens, logits = answer(eager(model_type))
     model = load(model_type, rules=FUSED)
-    assert {"norm: fused_norm, cuda:0", "router: fused_router, cuda:0"} <= {each.placement() for each in model.moegraft.operators.values()}
+    fused = {f"{kind}: fused_{kind}, cuda:0" for kind in ("attention", "norm", "router")}
+    assert fused <= {each.placement() for each in model.moegraft.operators.values()}
     with caplog.at_level(logging.INFO, "moegraft"):
         found, found_logits = answer(model)
     assert not notices(caplog), caplog.text

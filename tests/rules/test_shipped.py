@@ -56,7 +56,7 @@ FUSED = [("fused_norm", None), ("fused_router", None), ("cpu_recurrent", None)]
     [
         ("cpu", [("hybrid_experts", "int8"), ("quantized_linear", "int8"), ("cpu_attention", None), *SMALL]),
         ("cpu-exact", [("hybrid_experts", "stored"), ("cpu_attention", None), ("cpu_recurrent", None)]),
-        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8"), ("cpu_attention", None), *FUSED]),
+        ("hybrid", [("hybrid_experts", "int4"), ("quantized_linear", "int8"), ("fused_attention", None), *FUSED]),
     ],
     ids=["cpu", "cpu-exact", "hybrid"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -14,12 +14,16 @@ import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
 from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.base import CACHE
 from moegraft.operators.cpu_ops.fused_attention import FusedAttention
 from moegraft.operators.cpu_ops.norm import FusedNorm
+from moegraft.operators.cpu_ops.router import FusedRouter
 from moegraft.operators.kernels import attention as kernels
 from moegraft.operators.kernels.attention import HeadNorm, decode_attention
 
@@ -284,3 +288,84 @@ def test_projections_are_one_product_and_their_weights_stay_theirs(tmp_path: Pat
     changed = decoded(again, ids, 2)
     assert float((decoded(ours, ids, 2) - changed).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(changed.norm())
     assert float((changed - expected).norm()) > 1e-2 * float(expected.norm())
+
+
+class CountedLaunches(TorchDispatchMode):
+    """Names what the body launches: operations of PyTorch that compute, and Triton kernels, whose interpreter is not looked into."""
+
+    # The tests fill what `torch.empty` returns.
+    NOTHING = (
+        "fill_",
+        "view",
+        "expand",
+        "slice",
+        "select",
+        "squeeze",
+        "split",
+        "transpose",
+        "permute",
+        "alias",
+        "detach",
+        "empty",
+        "as_strided",
+    )
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.counting = self.launching = False
+        run = JITFunction.run if not INTERPRETED else GridExecutor.__call__
+
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.counting:
+                self.found.append((kernel.fn if INTERPRETED else kernel).__name__)
+            self.launching = True
+            try:
+                return run(kernel, *args, **kwargs)
+            finally:
+                self.launching = False
+
+        monkeypatch.setattr(GridExecutor if INTERPRETED else JITFunction, "__call__" if INTERPRETED else "run", launch)
+
+    def __enter__(self) -> Self:
+        self.counting = True
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *raised: object) -> None:
+        self.counting = False
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not self.launching and not any(part in name for part in self.NOTHING) and name != "t":
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the experts a layer has 11: with three for those in slots, 14."""
+    if INTERPRETED:
+        monkeypatch.setattr(FusedRouter, "on_gpu", True)
+    model, ids = stock("qwen3_moe"), prompt(6, batch=1, seed=3).to(DEVICE)
+    rules = tmp_path / "fused.yaml"
+    wanted = (f"{{match: {{kind: {kind}}}, replace: {{class: fused_{kind}}}}}" for kind in ("attention", "norm", "router"))
+    rules.write_text(f"rules: [{', '.join(wanted)}]")
+    optimize_and_load(model, rules, progress=False, threads=1)
+    layer: Any = model.model.layers[1]
+    monkeypatch.setattr(layer.mlp.experts, "forward", lambda x, *_: x)
+    cache = StaticCache(config=model.config, max_cache_len=256)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+        counted = CountedLaunches(monkeypatch)
+        forward = layer.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with counted:
+                return forward(*args, **kwargs)
+
+        monkeypatch.setattr(layer, "forward", watched)
+        model(ids[:, :1], **{CACHE: cache})
+    kernels = [name for name in counted.found if name.endswith("_kernel")]
+    assert counted.found.count("mm") == 3  # queries, keys and values in one; the output; the router
+    assert kernels == ["_norm_kernel", "_place_kernel", "_part_kernel", "_merge_kernel", "_norm_kernel", "_choice_kernel"]
+    assert len(counted.found) == 11, counted.found
