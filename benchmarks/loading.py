@@ -68,10 +68,8 @@ def make_files(folder: Path, layers: int, weights: str) -> None:
     write_checkpoint(folder, config_of("qwen3-30b-a3b", layers))
     for caches in (False, True):
         cache = f", cache_dir: '{folder / CACHE}'" if caches else ""
-        (folder / RULES.format(caches)).write_text(
-            f"extends: cpu\nvars: {{weights: {weights}, linear: {weights}}}\nrules:\n- id: experts\n  match: {{kind: experts}}\n"
-            f"  replace: {{class: hybrid_experts, kwargs: {{weights: {weights}{cache}}}}}\n"
-        )
+        rules = f"extends: cpu\nvars: {{weights: {weights}, linear: {weights}{cache}}}\n"
+        (folder / RULES.format(caches)).write_text(rules)
     write_gguf(folder, GGUF_TYPES[weights])
 
 

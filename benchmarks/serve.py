@@ -24,6 +24,7 @@ Without it, moegraft's server is measured alone. With `--transformers`, both rea
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -105,17 +106,18 @@ class Served:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], port: int, folder: Path, model: str = "") -> Iterator[Served]:
+def running(name: str, command: Sequence[str], folder: Path) -> Iterator[Served]:
     """Run a server during the body, which starts when the server answers."""
+    port = free_port()
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
         try:
             until = time.perf_counter() + LIMITS_S
             while b" 200 " not in asyncio.run(get(port, "/health")).partition(b"\r\n")[0]:
                 if process.poll() is not None or time.perf_counter() > until:
                     raise SystemExit(f"{name} did not start; its output:\n{Path(log.name).read_text(encoding='utf-8')[-2000:]}")
                 time.sleep(0.2)
-            yield Served(name, process.pid, port, model)
+            yield Served(name, process.pid, port, str(folder) if name == "transformers" else "")
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -125,60 +127,29 @@ def running(name: str, command: Sequence[str], port: int, folder: Path, model: s
                 process.wait()
 
 
-def serve_command(folder: Path, rules: str, port: int, threads: int, places: int) -> list[str]:
+def serve_command(folder: Path, rules: str, threads: int, *, checkpoint: bool = False) -> list[str]:
     command = [sys.executable, "-c", CODE, "serve", "--model", str(folder), "--rules", rules, "--threads", str(threads)]
-    return [*command, "--port", str(port), "--max-batch", str(places), "--prefix-cache", "0"]
+    return command if checkpoint else [*command, "--gguf", str(folder / "model.gguf")]
 
 
-@contextmanager
-def beside_transformers(folder: Path, threads: int) -> Iterator[list[Served]]:
-    """Run moegraft's server and `transformers serve` on one checkpoint."""
-    with ExitStack() as stack:
-        rules = stack.enter_context(rule_file(cpu_rules("bfloat16")))
-        ports, memory = [free_port(), free_port()], PLACES * cache_bytes(config_of(MODEL, LAYERS), CONTEXT)
-        ours = [*serve_command(folder, rules, ports[0], threads, PLACES), "--kv-memory", str(memory), "--max-client", "64"]
+def commands(folder: Path, ours: Sequence[str], given: argparse.Namespace) -> dict[str, Sequence[str]]:
+    """Return the commands of the servers that are compared, moegraft's first, with equal numbers of equal contexts."""
+    ours = [*ours, "--max-batch", str(PLACES), "--prefix-cache", "0", "--max-client", "64"]
+    ours += ["--kv-memory", str(PLACES * cache_bytes(config_of(MODEL, LAYERS), CONTEXT))]
+    found: dict[str, Sequence[str]] = {"moegraft": ours}
+    threads = str(given.threads)
+    if given.batch_invariant:
+        found["batch-invariant"] = [*ours, "--batch-invariant"]
+    elif given.transformers:
         program = str(Path(sys.executable).with_name("transformers"))
         theirs = ["env", f"OMP_NUM_THREADS={threads}", program, "serve", str(folder), "--continuous-batching"]
-        theirs += ["--device", "cpu", "--dtype", "bfloat16", "--port", str(ports[1])]
-        yield [
-            stack.enter_context(running("moegraft", ours, ports[0], folder)),
-            stack.enter_context(running("transformers", theirs, ports[1], folder, str(folder))),
-        ]
-
-
-@contextmanager
-def servers(folder: Path, llama_server: str | None, threads: int, *, invariant: bool = False) -> Iterator[list[Served]]:
-    """Run moegraft's server and, if its program is given, llama.cpp's, with equal numbers of equal contexts.
-
-    Args:
-        invariant: whether a second server of moegraft's runs, with `--batch-invariant`.
-    """
-    with ExitStack() as stack:
-        rules = stack.enter_context(rule_file(cpu_rules("int8")))
-        ports = [free_port(), free_port()]
-        model = str(folder / "model.gguf")
-        ours = [*serve_command(folder, rules, ports[0], threads, PLACES), "--gguf", model]
-        ours += ["--kv-memory", str(PLACES * cache_bytes(config_of(MODEL, LAYERS), CONTEXT)), "--max-client", "64"]
-        found = [stack.enter_context(running("moegraft", ours, ports[0], folder))]
-        if invariant:
-            ours[ours.index(str(ports[0]))] = str(ports[1])
-            found.append(stack.enter_context(running("batch-invariant", [*ours, "--batch-invariant"], ports[1], folder)))
-        if llama_server is not None:
-            theirs = [llama_server, "-m", model, "--port", str(ports[1]), "-t", str(threads), "-tb", str(threads), "-np", str(PLACES)]
-            theirs += [
-                "-c",
-                str(CONTEXT * PLACES),
-                "--no-kv-unified",
-                "--cont-batching",
-                "--no-cache-prompt",
-                "--cache-ram",
-                "0",
-                "--no-ui",
-            ]
-            # Its weights in memory of its own, as pages of a file may be dropped while the other server runs; and no token ends an answer.
-            theirs += ["--load-mode", "none", "--ignore-eos"]
-            found.append(stack.enter_context(running("llama.cpp", theirs, ports[1], folder)))
-        yield found
+        found["transformers"] = [*theirs, "--device", "cpu", "--dtype", "bfloat16"]
+    elif given.llama_server:
+        theirs = [given.llama_server, "-m", str(folder / "model.gguf"), "-t", threads, "-tb", threads, "-np", str(PLACES)]
+        theirs += ["-c", str(CONTEXT * PLACES), "--no-kv-unified", "--cont-batching", "--no-cache-prompt", "--cache-ram", "0", "--no-ui"]
+        # Its weights in memory of its own, as pages of a file may be dropped while the other server runs; and no token ends an answer.
+        found["llama.cpp"] = [*theirs, "--load-mode", "none", "--ignore-eos"]
+    return found
 
 
 def free_port() -> int:
@@ -368,16 +339,14 @@ def measure_load(found: Sequence[Served], clients: int, prompt: str, tokens: int
     return rows
 
 
-def measure_restart(command: Sequence[str], port: int, folder: Path, rounds: int) -> list[dict[str, object]]:
+def measure_restart(command: Sequence[str], folder: Path, rounds: int) -> list[dict[str, object]]:
     """Return a row for a prompt that is computed, read from disk after a restart, and known in memory; each round has its own prompt."""
     times: dict[str, list[float]] = {"computed": [], "disk": [], "memory": []}
     stored = folder / "prefixes"
-    command = [*command, "--prefix-cache-dir", str(stored)]
-    place = command.index("--prefix-cache")
-    del command[place : place + 2]  # the memory's default
+    command = [*command, "--max-batch", "4", "--prefix-cache-dir", str(stored)]
     for seed in range(rounds):
         for ways in (("computed",), ("disk", "memory")):
-            with running("moegraft", command, port, folder) as server:
+            with running("moegraft", command, folder) as server:
                 asyncio.run(ask(server.port, SHORT, 4, 10**6 + seed))
                 for way in ways:
                     times[way].append(asyncio.run(ask(server.port, KEPT, 4, seed)).first_s)
@@ -418,15 +387,13 @@ def main() -> None:
     with ExitStack() as stack:
         folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder, checkpoint=given.transformers)
+        rules = stack.enter_context(rule_file(cpu_rules("bfloat16" if given.transformers else "int8")))
+        ours = serve_command(folder, rules, given.threads, checkpoint=given.transformers)
         if given.restart:
-            rules, port = stack.enter_context(rule_file(cpu_rules("int8"))), free_port()
-            command = [*serve_command(folder, rules, port, given.threads, 4), "--gguf", str(folder / "model.gguf")]
-            for row in measure_restart(command, port, folder, given.rounds):
+            for row in measure_restart(ours, folder, given.rounds):
                 rows.add({**row, **about})
             return
-        llama_server = None if given.batch_invariant else given.llama_server
-        others = servers(folder, llama_server, given.threads, invariant=given.batch_invariant)
-        found = stack.enter_context(beside_transformers(folder, given.threads) if given.transformers else others)
+        found = [stack.enter_context(running(name, command, folder)) for name, command in commands(folder, ours, given).items()]
         case = {"case": "invariant"} if given.batch_invariant else {"case": "transformers"} if given.transformers else {}
         for clients, prompt in itertools.product(given.clients, given.prompts):
             for row in measure_load(found, clients, prompt, given.tokens, given.seconds, given.rounds):

@@ -1,11 +1,7 @@
-"""What makes a draft token acceptable, and does drafting pay where all experts are in memory? The bundled model.
+"""Does drafting pay where all experts are in memory, and what do MTP layers foresee? The bundled model.
 
-    python benchmarks/speculative.py rounds mtp foresight speed
+    python benchmarks/speculative.py mtp foresight speed
 
-- rounds (`results/speculative_drafts.csv` and `.png`, `speculative_confidence.csv`): the model continues held-out text greedily with
-  several draft configurations. Columns are acceptance by position and by the draft's confidence, the mean share of the router's weight
-  that the drafting experts have, and the share of a verification's experts that the draft's routers had chosen for the same token
-  (`recall`, without the first layer).
 - mtp (`speculative_mtp.csv`): rounds of the model's MTP layer, with the rules `cpu`, in greedy text and with the model's own sampling
   settings; and how many of the greedy texts are those of plain decoding, in float32 with the rules `cpu-exact`.
 - foresight (`speculative_foresight.csv`): the share of the chosen experts that a router names in advance, by layer: on the hidden states of
@@ -18,32 +14,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from harness.models import injected
-from harness.plots import curve, grouped, panels, save
-from harness.record import Recorder, parser, read_rows
+from harness.record import Recorder, parser
 from harness.rounds import alternate, clock, median_ratio, percentiles, seconds
 from harness.texts import held_out, pieces
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from moegraft.injection.demo import demo_path
 from moegraft.operators.decode.mtp import MtpStreams
-from moegraft.operators.decode.schedule import Round
-from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.routing_trace import RoutedCall, watch_routing
 
-MAX_DRAFT = 8
 PROMPT_TOKENS, NEW_TOKENS = 48, 128
 MTP_DRAFT = 4
 FORESIGHT_TOKENS = 1024  # the bundled model's context
-PARTS = ("rounds", "mtp", "foresight", "speed")
+PARTS = ("mtp", "foresight", "speed")
 EXACT = "extends: cpu-exact\n"  # in int8, values of a pass over several tokens are rounded otherwise on some CPUs, and text may change
-TOLERANCE = 0.3
-BINS = 10
 TIMED_ROUNDS = 50  # the first of each length prepare programs and take many times as long; of fewer rounds no time is reported
 SPEED_PROVIDERS: Mapping[str, Mapping[str, object] | None] = {
     "plain": None,
@@ -61,89 +50,9 @@ MEASURED = ("schedule", "tokens_per_round", "needed", "draft_step_ms", "verify_m
 Row = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One configuration of drafts."""
-
-    top_k: int
-    tolerance: float = 0.0
-
-    def rules(self) -> str:
-        draft: dict[str, object] = {"draft_top_k": self.top_k, "max_draft": MAX_DRAFT, "schedule": "fixed"}
-        if self.tolerance:
-            draft |= {"mode": "adaptive", "tolerance": self.tolerance}
-        return f"rules:\n- match: {{kind: experts}}\n  replace: {{class: hybrid_experts}}\n{draft_rule(draft)}"
-
-    def named(self) -> Row:
-        """Return the configuration as columns of a row."""
-        return {"draft_top_k": self.top_k, "tolerance": self.tolerance}
-
-
 def draft_rule(options: Mapping[str, object]) -> str:
     kwargs = ", ".join(f"{name}: {value}" for name, value in options.items())
     return f"- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{kwargs}}}}}\n"
-
-
-@dataclass(slots=True)
-class Rounds:
-    """The recorded rounds.
-
-    Attributes:
-        kept: the router's weight of a draft token's experts over the weight of those it chose, for every call of a layer.
-        recall: share of a verification's experts that the draft's routers had chosen for the same token, by layer.
-    """
-
-    rounds: list[Round] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
-    recall: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def kept_share(self) -> float:
-        return statistics.mean(self.kept)
-
-    def row(self) -> Row:
-        """Return the mean figures, and the acceptance by position."""
-        later = [statistics.mean(each) for layer, each in self.recall.items() if layer]
-        found: Row = {"kept_share": round(self.kept_share, 3), "recall": round(statistics.mean(later), 3)}
-        found |= {"tokens_per_round": round(statistics.mean(done.generated for done in self.rounds), 3)}
-        for at in range(MAX_DRAFT):
-            judged = sum(at < done.compared for done in self.rounds)
-            found[f"position_{at + 1}"] = round(sum(at < done.accepted for done in self.rounds) / judged, 3) if judged else ""
-        return {**found, "rounds": len(self.rounds)}
-
-    def judged(self) -> list[tuple[float, bool]]:
-        """Return the draft's confidence in each judged token, and whether it was accepted."""
-        return [(done.confidences[at], at < done.accepted) for done in self.rounds for at in range(done.compared)]
-
-
-class _Watch:
-    """Records every layer's routing before and after it is reduced for a draft."""
-
-    def __init__(self, model: PreTrainedModel, found: Rounds) -> None:
-        self._found = found
-        self._switch = model.moegraft.context.draft_switch
-        self._drafted: dict[int, list[torch.Tensor]] = {}
-        for number, operator in enumerate(module for module in model.modules() if isinstance(module, HybridExperts)):
-            self._look(operator, number)
-
-    def _look(self, operator: HybridExperts, number: int) -> None:
-        def watch(module: object, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-            _, top_k_index, top_k_weights = inputs
-            settings = self._switch.settings
-            if settings is not None:
-                index, _ = self._switch.narrow(top_k_index, top_k_weights)
-                self._found.kept.append(float(top_k_weights[index >= 0].sum() / top_k_weights.sum()))
-                self._drafted.setdefault(number, []).append(top_k_index[0].clone())
-            else:
-                self._compare(number, top_k_index)
-
-        operator.register_forward_pre_hook(watch)
-
-    def _compare(self, number: int, chosen: torch.Tensor) -> None:
-        drafted = self._drafted.pop(number, [])
-        if len(drafted) == len(chosen) - 1:
-            pairs = zip(drafted, chosen, strict=False)  # the last token fed was not fed to the draft
-            self._found.recall.setdefault(number, []).extend(float(torch.isin(real, named).float().mean()) for named, real in pairs)
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None, new_tokens: int = NEW_TOKENS) -> torch.Tensor:
@@ -153,42 +62,6 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, seed: int | None = None,
     arguments: dict[str, Any] = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": seed is not None}
     found: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     return found
-
-
-def draft_rounds(way: Way, prompts: Sequence[torch.Tensor], new_tokens: int) -> Rounds:
-    """Continue each prompt (1, P) by `new_tokens` tokens, and return the recorded rounds."""
-    loaded, found = injected(demo_path(), way.rules(), threads=torch.get_num_threads()), Rounds()
-    schedule: Any = loaded.moegraft.model_operator._schedule
-    record = schedule.record
-
-    def kept(done: Round) -> None:
-        record(done)
-        if done.confidences:
-            found.rounds.append(done)
-
-    schedule.record = kept
-    _Watch(loaded, found)
-    for ids in prompts:
-        generate(loaded, ids, None, new_tokens)
-    return found
-
-
-def ways(experts: int) -> Iterator[Way]:
-    for top_k in range(1, experts):
-        yield from (Way(top_k), Way(top_k, tolerance=TOLERANCE))
-
-
-def rounds(prompts: Sequence[torch.Tensor], new_tokens: int, *, write: bool) -> None:
-    by_way, by_confidence = (Recorder(name, write=write) for name in ("speculative_drafts", "speculative_confidence"))
-    for way in ways(AutoConfig.from_pretrained(demo_path()).num_experts_per_tok):
-        found = draft_rounds(way, prompts, new_tokens)
-        by_way.add({**way.named(), **found.row()})
-        for number in range(BINS):
-            stood = [each for confidence, each in found.judged() if min(int(confidence * BINS), BINS - 1) == number]
-            bounds = {"confidence_from": number / BINS, "confidence_to": (number + 1) / BINS, "judged": len(stood), "accepted": sum(stood)}
-            by_confidence.add({**way.named(), "kept_share": round(found.kept_share, 3), **bounds})
-    if write:
-        plot()
 
 
 def mtp(prompts: Sequence[torch.Tensor], new_tokens: int, rows: Recorder) -> None:
@@ -267,27 +140,6 @@ def speed(prompts: Sequence[torch.Tensor], rounds: int, rows: Recorder) -> None:
         rows.add({**row, "threads": torch.get_num_threads(), "clock": "CPU time" if torch.get_num_threads() == 1 else "wall"})
 
 
-def label(row: Mapping[str, str]) -> str:
-    return f"{row['draft_top_k']} experts{', adaptive' if float(row['tolerance']) else ''}"
-
-
-def plot() -> None:
-    """Plot the acceptance of greedy drafts by position and by confidence."""
-    figure, ((by_position, by_confidence),) = panels(1, 2, (5.6, 4.2))
-    ways, judged = read_rows("speculative_drafts"), read_rows("speculative_confidence")
-    for row in ways:
-        shares = [{"at": at + 1, "share": row[f"position_{at + 1}"] or "nan"} for at in range(MAX_DRAFT)]
-        curve(by_position, shares, "at", "share", "--o" if float(row["tolerance"]) else "-o", label(row))
-    by_position.set(title="Drafted tokens that stand, by position (greedy)", xlabel="position in the draft", ylim=(0, 1.02))
-    for name, rows in grouped((row for row in judged if not float(row["tolerance"]) and int(row["judged"]) >= 10), label).items():
-        x = [float(row["confidence_from"]) + 0.5 / BINS for row in rows]
-        by_confidence.plot(x, [int(row["accepted"]) / int(row["judged"]) for row in rows], "-o", markersize=3, label=name)
-    by_confidence.set(title="... by the draft's confidence", xlabel="q of the drafted token", ylim=(0, 1.02))
-    for axes in (by_position, by_confidence):
-        axes.legend(fontsize=6)
-    save(figure, "speculative_drafts", dpi=110)
-
-
 def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("parts", nargs="+", choices=PARTS)
@@ -297,9 +149,6 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     prompts = pieces(held_out(), given.prompts, PROMPT_TOKENS)
     for part in given.parts:
-        if part == "rounds":
-            rounds(prompts, NEW_TOKENS, write=given.write)
-            continue
         rows = Recorder(f"speculative_{part}", write=given.write)
         match part:
             case "mtp":

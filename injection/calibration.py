@@ -171,8 +171,8 @@ class CalibrationSource:
     text_sha256: str
 
 
-def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: SparsityOptions = WHOLE) -> RuleFile:
-    """Return the rules with `sparsity` for every operator that supports it; by default no neuron is left out, in the sparse layout.
+def sparse_rules(rules: RuleFile, registry: OperatorRegistry) -> RuleFile:
+    """Return the rules with the sparse layout, and no neuron left out, for every operator that supports it.
 
     Raises:
         UnsupportedModelError: no operator of the rules supports it.
@@ -184,7 +184,7 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry, sparsity: Sparsity
         if rule.operator is not None and "sparsity" in {field.name for field in fields(registry[rule.operator].options_type)}:
             changed = True
             try:
-                options = replace(options, sparsity=sparsity)
+                options = replace(options, sparsity=WHOLE)
             except ValueError as error:
                 raise UnsupportedModelError(str(error)) from error
         with_sparsity.append(replace(rule, options=options))

@@ -28,6 +28,7 @@ from harness.models import VOCABULARY, RandomExperts, config_of, injected, move_
 from harness.rounds import alternate, percentiles
 from harness.texts import held_out, pieces
 from harness.work_floor import SHAPES as WORK_SHAPES
+from speculative import SPEED_PROVIDERS, draft_rule
 from support.engine_rig import busy_ms
 from torch.profiler import ProfilerActivity, schedule
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, StoppingCriteria
@@ -224,13 +225,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")  # a rout
 PROMPT, NEW = 12, 24
 TOLERANCE = 0.1  # of the median token of a deep model: where two experts' scores nearly tie, a token may take the other
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative, of logits whose sums have another order
-DRAFT = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{{options}}}}}"
-DRAFTS: Mapping[str, Mapping[str, object] | None] = {
-    "1 expert, 3 tokens": {"draft_top_k": 1, "max_draft": 3, "schedule": "fixed"},
-    "plain": None,
-    "2 experts, marginal": {"draft_top_k": 2, "max_draft": 5, "schedule": "marginal"},
-    "ngram, 3 tokens": {"draft": "ngram", "max_draft": 3, "schedule": "fixed"},
-}
+DRAFTS = ("1 expert, 3 tokens", "plain", "2 experts, marginal", "ngram, 3 tokens")  # in this order, which time may cut short
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,8 +477,8 @@ def profile(session: Session, model: PreTrainedModel, about: Row) -> Iterator[Ro
 
 def whole(session: Session) -> list[Case]:
     """Drafts of a large model with random weights, and of the bundled one, whose drafts are accepted as often as a real one's; sparsity."""
-    few, names = session.emulated, list(DRAFTS)[: 1 if session.emulated else None]
-    large = [Case(f"48 layers, {name}", partial(draft, session, name, large=True), 90, 1 if few else 20) for name in names[:4]]
+    few, names = session.emulated, DRAFTS[: 1 if session.emulated else None]
+    large = [Case(f"48 layers, {name}", partial(draft, session, name, large=True), 90, 1 if few else 20) for name in names]
     demo = [Case(f"{DEMO}, {name}", partial(draft, session, name, large=False)) for name in names]
     return [*large, Case("sparsity", partial(sparse, session), 90, 1 if few else 30), *demo]
 
@@ -491,8 +486,8 @@ def whole(session: Session) -> list[Case]:
 @torch.inference_mode()
 def draft(session: Session, name: str, *, large: bool) -> Iterator[Row]:
     """One way to draft: SS-MoE's acceptance and costs, and the rate against that of `plain` in its rows."""
-    options, gpu = DRAFTS[name], session.gpu
-    more = "" if options is None else DRAFT.format(options=", ".join(f"{key}: {value}" for key, value in options.items()))
+    options, gpu = SPEED_PROVIDERS[name], session.gpu
+    more = "" if options is None else draft_rule(options)
     count, number = (8, 1) if session.emulated else (48, 2) if large else (96, 4)
     comparison = QWEN3((), ()).small() if session.emulated else QWEN3((), ())
     with system("all", comparison.model(gpu), 0.5, more) if large else on_both(DEMO, gpu, more=more) as model:

@@ -1,20 +1,18 @@
 """Rounds of drafting and verifying on a modelled machine: the real engine and the real schedules on the virtual clock.
 
-Nothing is computed, so the acceptance of a drafted token is drawn from a trained checkpoint's rates (`speculative_confidence.csv`) at the
-share of the router's weight that the draft's experts have. The draft's routing differs from the full model's as much as that of the
-checkpoint (`recall` in `speculative_drafts.csv`). Rejected tokens of a draft are other tokens at the same positions.
+Nothing is computed, so whether a drafted token is accepted is drawn, with a given chance. Rejected tokens of a draft are other tokens at
+the same positions.
 
-Drafts by an MTP layer run one more layer of the model's kind, which is the engine's last, and the head. Their acceptance is given. The
-layer's state is shown to the routers of all layers of the body, whose choices are right as often as those of the bundled model's MTP layer
-(`speculative_foresight.csv`).
+Drafts by an MTP layer run one more layer of the model's kind, which is the engine's last, and the head. The layer's state is shown to the
+routers of all layers of the body, whose choices are right as often as those of the bundled model's MTP layer (`speculative_foresight.csv`).
 
 The upper bounds of the gain are those of rounds in which no device ever waits (`DraftBound`). Each expert that a verification needs and
 that has no slot when its round begins must come over the link, which works from the beginning of the round, or be computed by the CPU. That
 can begin once a layer's rest is done, and takes longer for its first expert of a layer. The GPU computes the rest of every layer and the
-other experts; a draft step takes, in each layer that drafts, the rest and its experts, as if all were resident. `least_round_ms` is the
-least time of this, where experts can be divided at will and the work of all layers be done in any order. Experts have the tokens and the
-slots of simulated rounds whose drafts are always accepted; of those in flight, the bytes that have landed count as resident. Plain steps
-take their simulated time. What is missing when a round begins depends on the engine's cache; a better one would help plain decoding too.
+other experts; a draft step takes the rest of one layer and its experts, as if all were resident. `least_round_ms` is the least time of
+this, where experts can be divided at will and the work of all layers be done in any order. Experts have the tokens and the slots of
+simulated rounds whose drafts are always accepted; of those in flight, the bytes that have landed count as resident. Plain steps take their
+simulated time. What is missing when a round begins depends on the engine's cache; a better one would help plain decoding too.
 """
 
 from __future__ import annotations
@@ -25,98 +23,27 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.record import read_rows
-from harness.routing import MTP_NOISE, PREDICTION_NOISE, SPREAD, ModelShape
+from harness.routing import MTP_NOISE, PREDICTION_NOISE, SPREAD
 from harness.simulation import Simulation, _Counted, head_ms, rest_layer_ms
 from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.offload.devices.base import Work
-from moegraft.operators.offload.scheduler import DraftStep, LayerStep, Prediction
+from moegraft.operators.offload.scheduler import LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 
-NOISES = np.linspace(0.0, 1.2, 13)
-SAMPLE_TOKENS = 40
 WORTHS = np.geomspace(0.01, 100, 81)  # of a ms of the link or the GPU, in ms of the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWay:
-    """One configuration of drafts.
+    """One configuration of drafts by an MTP layer, which is the engine's last.
 
     Attributes:
-        top_k: experts of a draft.
-        mtp: whether an MTP layer drafts, which is the engine's last.
-        tolerance: 0 for lossless, or a tolerance that was measured with the checkpoint.
-        acceptance: the chance that a drafted token is accepted after accepted ones; None for what was measured with the checkpoint.
-        looks_ahead: whether the MTP layer's states are shown to the routers of the body.
+        acceptance: the chance that a drafted token is accepted after accepted ones, which is also what the drafter expects of each.
+        looks_ahead: whether the layer's states are shown to the routers of the body.
     """
 
-    top_k: int
-    mtp: bool = False
-    tolerance: float = 0.0
-    acceptance: float | None = None
+    acceptance: float
     looks_ahead: bool = True
-
-    def drafts(self) -> MeasuredDrafts:
-        """Return what decides on the drafted tokens."""
-        return MeasuredDrafts(self.tolerance) if self.acceptance is None else GivenDrafts(self.acceptance)
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A measured configuration of the checkpoint; arrays are (B,), by bin of confidence."""
-
-    kept_share: float
-    recall: float
-    confidences: NDArray[np.float64]
-    judged: NDArray[np.float64]
-    accepted: NDArray[np.float64]
-
-
-class MeasuredDrafts:
-    """The acceptance of the checkpoint's greedy drafts by the share of the router's weight that their experts kept."""
-
-    def __init__(self, tolerance: float) -> None:
-        chosen = [row for row in read_rows("speculative_confidence") if _is(row, tolerance)]
-        ways = {row["draft_top_k"]: row for row in read_rows("speculative_drafts") if _is(row, tolerance)}
-        found = []
-        for top_k, way in ways.items():
-            bins = [row for row in chosen if row["draft_top_k"] == top_k]
-            middle = [(float(row["confidence_from"]) + float(row["confidence_to"])) / 2 for row in bins]
-            judged, accepted = (np.array([float(row[name]) for row in bins]) for name in ("judged", "accepted"))
-            found.append(_Point(float(way["kept_share"]), float(way["recall"]), np.array(middle), judged, accepted))
-        self._points = sorted(found, key=lambda point: point.kept_share)
-
-    def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
-        """Draw a token's confidence, and whether it is accepted, from the nearest configurations below and above, in proportion.
-
-        Outside the measured shares, the outermost configuration is used, so that no draft is better than any measured one.
-        """
-        shares = [point.kept_share for point in self._points]
-        above = min(int(np.searchsorted(shares, kept_share)), len(shares) - 1)
-        low, high = self._points[max(above - 1, 0)], self._points[above]
-        width = high.kept_share - low.kept_share
-        towards = 1.0 if width <= 0 else np.clip((kept_share - low.kept_share) / width, 0, 1)
-        point = high if rng.random() < towards else low
-        at = int(rng.choice(len(point.judged), p=point.judged / point.judged.sum()))
-        return float(point.confidences[at]), bool(rng.random() < point.accepted[at] / point.judged[at])
-
-    def recall(self, kept_share: float) -> float:
-        return float(np.interp(kept_share, [point.kept_share for point in self._points], [point.recall for point in self._points]))
-
-
-class GivenDrafts(MeasuredDrafts):
-    """Drafts whose tokens are accepted with a given chance, which is also what the drafter expects of each."""
-
-    def __init__(self, acceptance: float) -> None:
-        super().__init__(0.0)  # for the recall of drafts by fewer experts
-        self._acceptance = acceptance
-
-    def draw(self, kept_share: float, rng: np.random.Generator) -> tuple[float, bool]:
-        return self._acceptance, bool(rng.random() < self._acceptance)
-
-
-def _is(row: dict[str, str], tolerance: float) -> bool:
-    return float(row["tolerance"]) == tolerance
 
 
 @dataclass(slots=True)
@@ -149,8 +76,6 @@ class Played:
     tokens: int = 0
     statistics: Statistics = field(default_factory=Statistics)
     parts: dict[str, Parts] = field(default_factory=lambda: {name: Parts() for name in ("plain", "draft", "verify")})
-    kept: list[float] = field(default_factory=list)
-    draft_demands: int = 0
     least_ms: float = 0.0  # of all rounds
     schedule: str = ""
 
@@ -168,11 +93,8 @@ class DraftSimulation:
         self._way = way
         self._schedule = schedule
         self._rng, self._accepting = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-        self._measured = None if way is None else way.drafts()
-        self._mtp = way is not None and way.mtp
-        self._layers = base.model.layers - self._mtp
+        self._layers = base.model.layers - (way is not None)
         self._head_ms = head_ms(base.model, base.machine)
-        self._recalls = noise_recalls(base.model, text.real)
         self._compute = base.device.stream("compute")
         self.played = Played()
 
@@ -198,7 +120,7 @@ class DraftSimulation:
         accepted, stands = 0, True
         while len(confidences) < planned:
             token = self._token(place + len(confidences), real=stands)
-            confidence, stood = self._draft_by_mtp(token) if self._mtp else self._draft(token)
+            confidence, stood = self._draft(token)
             confidences.append(confidence)
             stands = stands and stood
             accepted += stands
@@ -218,31 +140,8 @@ class DraftSimulation:
         return trace.part(place, place + 1)
 
     def _draft(self, token: Trace) -> tuple[float, bool]:
-        """Run one draft step; return its confidence and whether the token is accepted."""
-        way = self._way
-        assert way is not None and self._measured is not None, "drafts have a configuration"
-        kept: list[float] = []
-        share = float(np.mean(self.played.kept[-8:])) if self.played.kept else 0.5
-        noise = float(np.interp(-self._measured.recall(share), -self._recalls, NOISES))
-        demanded = self._base.engine.cache.queue.statistics.demanded
-        for layer in range(self._layers):
-            scores = token.scores[0, layer]
-            logits = np.log(scores) + SPREAD * noise * (self._rng.normal(size=len(scores)) if layer else 0.0)
-            order = np.argsort(-logits, kind="stable").astype(np.int64)
-            whole = order[: self._base.model.top_k]
-            few = whole[: way.top_k]
-            scores = np.exp(logits - logits.max())
-            kept.append(float(scores[few].sum() / scores[whole].sum()))
-            step = LayerStep.of(layer, few[None], None, self._predictions([token], layer), DraftStep(whole[None], way.top_k))
-            self._layer(step, 1, "draft")
-        self._head()
-        self.played.kept.append(float(np.mean(kept)))
-        self.played.draft_demands += self._base.engine.cache.queue.statistics.demanded - demanded
-        return self._measured.draw(self.played.kept[-1], self._accepting)
-
-    def _draft_by_mtp(self, token: Trace) -> tuple[float, bool]:
-        """Run the MTP layer on one token, and show its state to the body's routers."""
-        assert self._way is not None and self._measured is not None, "drafts have a configuration"
+        """Run the MTP layer on one token; return its confidence and whether the token is accepted."""
+        assert self._way is not None, "drafts have a configuration"
         self._layer(LayerStep.of(self._layers, token.chosen[:, self._layers], token.scores[:, self._layers]), 1, "draft")
         self._head()
         if self._way.looks_ahead:
@@ -250,7 +149,7 @@ class DraftSimulation:
             noisy = logits + SPREAD * MTP_NOISE * self._rng.normal(size=logits.shape)
             chosen = np.argsort(-noisy, axis=-1, kind="stable")[:, : self._base.model.top_k]
             self._base.engine.expect_verification([Prediction.of(layer, each[None]) for layer, each in enumerate(chosen)])
-        return self._measured.draw(0.0, self._accepting)
+        return self._way.acceptance, bool(self._accepting.random() < self._way.acceptance)
 
     def _head(self) -> None:
         self._base.device.launch(self._compute, None, Work("dense", cost_ms=self._head_ms))
@@ -286,9 +185,8 @@ class DraftSimulation:
         steps = [LayerStep.of(layer, np.concatenate([each.chosen[:, layer] for each in tokens])) for layer in range(self._layers)]
         cpu_ms, gpu_ms = ([cost(step.loads, size, base.bits) for step in steps] for cost in (machine.cpu_ms, machine.gpu_ms))
         link_ms = [absent[step.layer, step.experts] * machine.transfer_ms(size) for step in steps]
-        drafting = 1 if self._mtp else self._layers
         resident_ms = model.top_k * float(machine.gpu_ms(np.ones(1), size, base.bits)[0])
-        draft_ms = drafting * (rest_layer_ms(model, machine, 1) + resident_ms) + self._head_ms
+        draft_ms = rest_layer_ms(model, machine, 1) + resident_ms + self._head_ms
         rest_ms = (len(tokens) - 1) * draft_ms + self._layers * rest_layer_ms(model, machine, len(tokens)) + self._head_ms
         return least_round_ms(rest_ms, cpu_ms, gpu_ms, link_ms, machine.first_cpu_ms(size))
 
@@ -296,19 +194,6 @@ class DraftSimulation:
         depth = min(self._base.system.prefetch.depth(len(tokens)), len(PREDICTION_NOISE))
         later = range(layer + 1, min(layer + 1 + depth, self._base.model.layers))
         return [Prediction.of(each, np.concatenate([token.predicted[each - layer - 1, :, each] for token in tokens])) for each in later]
-
-
-def noise_recalls(model: ModelShape, trace: Trace) -> NDArray[np.float64]:
-    """Return, for each of `NOISES`, the share of a token's experts that are still chosen, which falls with the noise."""
-    rng = np.random.default_rng(0)
-    logits = np.log(trace.scores[:SAMPLE_TOKENS])
-    found = []
-    for noise in NOISES:
-        noisy = logits + SPREAD * noise * rng.normal(size=logits.shape)
-        named = np.argsort(-noisy, axis=-1, kind="stable")[..., : model.top_k]
-        chosen = trace.chosen[:SAMPLE_TOKENS]
-        found.append(float((chosen[..., :, None] == named[..., None, :]).any(-1).mean()))
-    return np.asarray(found)
 
 
 def least_round_ms(

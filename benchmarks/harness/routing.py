@@ -1,4 +1,4 @@
-"""Routing: of a model that is run, or drawn for models that are too large to run here.
+"""Routing that is drawn, for models that are too large to run here.
 
 Logits of each layer are the sum of a fixed popularity of its experts, a topic that changes at random, a part that changes slowly from token
 to token (AR(1)) and noise. The weights of the parts are tuned so that an LRU cache of a quarter of the experts has the hit rate that
@@ -9,24 +9,18 @@ the logits with more noise: recall of about 0.70, 0.58 and 0.51 at depths 1 to 3
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.texts import token_ids
-from moegraft.injection import optimize_and_load
 from moegraft.operators.experts.forecast import INT4_BITS
-from moegraft.operators.routing_trace import Trace, record_trace
+from moegraft.operators.routing_trace import Trace
 
 SPREAD = 1.2  # standard deviation of the logits
 TOPIC_CHANGE = 0.015  # probability per token that the topic changes
 PREDICTION_NOISE = (0.45, 0.70, 0.90)  # in units of the logits' spread, by depth
 # Of predictions by an MTP layer's states: on the bundled model they are right less often than those at depth 2, and more often than at 3.
 MTP_NOISE = 0.78
-
-
-WINDOW = 1024  # tokens that see each other: the bundled model's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +141,3 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     exponentials = np.exp(logits - logits.max(-1, keepdims=True))
     shares: NDArray[np.float32] = exponentials / exponentials.sum(-1, keepdims=True)
     return shares
-
-
-def record(model: Path, text: str, tokens: int, skip: int = 0, source: str = "") -> Trace:
-    """Record the routing of `tokens` tokens of `text` after the first `skip`, in windows of `WINDOW`.
-
-    Raises:
-        ValueError: the text is too short.
-    """
-    ids = token_ids(text, model)
-    if len(ids) < skip + tokens:
-        raise ValueError(f"the text has {len(ids)} tokens; {skip + tokens} are needed")
-    loaded = optimize_and_load(model, "cpu-exact", progress=False)
-    return record_trace(loaded, ids[skip : skip + tokens].split(WINDOW), source or model.name)

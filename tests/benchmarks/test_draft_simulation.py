@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import ROOT, combinations
+from support import ROOT
 from support.model_shapes import MODELS
 from support.virtual_device import PROFILES
 
@@ -29,33 +29,27 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return speculative_modelled
 
 
-def played(bench: Any, model: str, engine: str, ratio: float, way: Any, schedule: Any, tokens: int = TOKENS) -> Any:
-    case = bench.Case(SHAPES[model], PROFILES["a6000_10core"], 4.5, ratio, TOKENS, 0)
-    warm, text = case.traces()
-    system = next(system for system in bench.ENGINES if system.name == engine)
-    return bench.DraftSimulation(case.simulation(system, warm, ratio), text, way, schedule).run(tokens)
+def case_of(bench: Any, model: str, tokens: int) -> Any:
+    return bench.Case(SHAPES[model], PROFILES["a6000_10core"], 4.5, tokens, 0)
 
 
-@pytest.mark.parametrize(("engine", "model"), combinations(["gpu", "hybrid"], ["mixtral-8x7b", "deepseek-v2-lite"]))
-def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, engine: str, model: str) -> None:
-    plain = played(bench, model, engine, 0.25, None, None)
-    way = bench.DraftWay(max(1, SHAPES[model].top_k // 2), acceptance=0.3)  # whatever a checkpoint has been measured to have
-    always = played(bench, model, engine, 0.25, way, FixedSchedule(4), FEW)
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v2-lite"])
+def test_the_schedule_loses_little_where_drafts_lose_much(bench: Any, model: str) -> None:
+    case = case_of(bench, model, TOKENS)
+    texts = case.traces()
+    plain, way = case.plain(*texts), bench.DraftWay(0.3)
+    always = case.drafted(*texts, way, FixedSchedule(4), FEW)
     assert always.ms_per_token > 1.05 * plain.ms_per_token, "drafts that pay show nothing here"
-    found = played(bench, model, engine, 0.25, way, MarginalSchedule(6))
+    found = case.drafted(*texts, way, MarginalSchedule(6), TOKENS)
     assert found.ms_per_token <= 1.03 * plain.ms_per_token
 
 
-def test_rounds_take_at_least_the_computed_bound(bench: Any) -> None:
-    model = SHAPES["mixtral-8x7b"]
-    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, FEW, 0)
-    warm, text = case.traces()
-    for way in (bench.DraftWay(1, acceptance=1.0), bench.DraftWay(model.top_k, mtp=True, acceptance=1.0)):
-        for length in (1, 4):
-            base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
-            found = bench.DraftSimulation(base, text, way, FixedSchedule(length)).run(FEW)
-            assert found.statistics.tokens_per_round == length + 1
-            assert 0.5 * found.took_ms < found.least_ms <= found.took_ms
+@pytest.mark.parametrize("length", [1, 4])
+def test_rounds_take_at_least_the_computed_bound(bench: Any, length: int) -> None:
+    case = case_of(bench, "mixtral-8x7b", FEW)
+    found = case.drafted(*case.traces(), bench.DraftWay(1.0), FixedSchedule(length), FEW)
+    assert found.statistics.tokens_per_round == length + 1
+    assert 0.5 * found.took_ms < found.least_ms <= found.took_ms
 
 
 def test_the_bound_matches_hand_computed_times(bench: Any) -> None:
@@ -74,13 +68,12 @@ def test_the_bound_matches_hand_computed_times(bench: Any) -> None:
 
 
 def test_states_of_an_mtp_layer_let_a_verification_find_more_experts(bench: Any) -> None:
-    model = SHAPES["deepseek-v2-lite"]
-    case = bench.Case(model, PROFILES["a6000_10core"], 4.5, 0.25, FEW, 0)
+    case = case_of(bench, "deepseek-v2-lite", FEW)
     warm, text = case.traces()
 
     def missing(*, looks_ahead: bool) -> float:
-        way = bench.DraftWay(model.top_k, mtp=True, acceptance=1.0, looks_ahead=looks_ahead)
-        base = case.simulation(bench.ENGINES[1], warm, 0.25, way)
+        base = case.simulation(warm, drafts=True)
+        way = bench.DraftWay(1.0, looks_ahead=looks_ahead)
         found = bench.DraftSimulation(base, text, way, FixedSchedule(3)).run(FEW).parts["verify"]
         assert (base.engine.statistics.loaded_for_verification > 0) == looks_ahead
         return float(found.missing / found.layers)

@@ -450,6 +450,17 @@ def test_attention(rig: Rig, queries: int, keys: int, kind: str, dtype: torch.dt
         assert float((out.double() - expected).norm()) <= 8 * TOLERANCE[dtype] * float(expected.norm())
 
 
+@pytest.mark.parametrize(("numbers", "message"), [((0.0, 0.0), "scale must be positive"), ((1.0, -1.0), "softcap must be at least 0")])
+def test_attention_refuses_the_numbers_that_the_kernel_refuses(rig: Rig, numbers: tuple[float, float], message: str) -> None:
+    operands = [rig.operand(torch.zeros(1, 1, 2, 8)) for _ in range(7)]
+    scale, softcap = numbers
+    with pytest.raises(ValueError, match=message):
+        rig.program.add_attention(operands[:4], scale=scale, softcap=softcap, causal=False, mask=False, sinks=False)
+    pages = {"page_tokens": 32, "window": 0, "latent": False, "sinks": False, "key_start": 0, "value_start": 0}
+    with pytest.raises(ValueError, match=message):
+        rig.program.add_paged_attention(operands, scale=scale, softcap=softcap, **pages)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sizes_and_numbers_follow_the_position(threaded: dict[int, Runtime], threads: int) -> None:
     """Rows appended to a cache with room, and all of them read again."""

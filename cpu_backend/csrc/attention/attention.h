@@ -133,6 +133,8 @@ struct PageStarts {
   std::int64_t keys, values;
 };
 
+// Throws std::invalid_argument where the scale or the softcap is none that attention computes.
+void require_numbers(float scale, float softcap);
 // Sets key, value, key_tail and keys from `pages`, whose other members are set. `latent`: values are the keys' leading columns and new
 // values their tail. Throws std::invalid_argument where a page is not in the pool, or too small for the layer.
 void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, bool latent);

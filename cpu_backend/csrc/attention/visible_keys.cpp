@@ -81,6 +81,11 @@ void append(const Kernels& kernels, const AttentionArgs& args, const HeadsView& 
 
 }  // namespace
 
+void require_numbers(float scale, float softcap) {
+  if (!(scale > 0.0f) || !std::isfinite(scale)) throw std::invalid_argument("scale must be positive");
+  if (!(softcap >= 0.0f)) throw std::invalid_argument("softcap must be at least 0, which disables it");
+}
+
 void use_pages(AttentionArgs& args, std::byte* pool, const PageStarts& starts, bool latent) {
   const Pages& pages = args.pages;
   const auto refuse = [](const char* message) { throw std::invalid_argument(message); };
@@ -158,8 +163,8 @@ float VisibleKeys::softmax(const AttentionKernels& kernels, const AttentionArgs&
   const Range& range = of(row);
   softmax.scale = args.scale;
   softmax.softcap = args.softcap;
-  // Masks apply after the scale and the softcap. Where they only hide keys, a scale above 0 may apply later: it leaves -infinity as it is.
-  if (!range.whole || args.softcap > 0.0f || !(args.scale > 0.0f)) {
+  // Masks apply after the scale and the softcap. Where they only hide keys, the scale may apply later: it leaves -infinity as it is.
+  if (!range.whole || args.softcap > 0.0f) {
     for (int i = 0; i < keys.count; ++i) {
       float& score = *softmax.at(i);
       score *= args.scale;

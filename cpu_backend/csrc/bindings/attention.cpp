@@ -1,6 +1,5 @@
 #include "bindings/bindings.h"
 
-#include <cmath>
 #include <string>
 #include <utility>
 
@@ -54,11 +53,6 @@ const float* sinks_of(const py::object& given, py::ssize_t heads) {
       !(sinks.flags() & py::array::c_style))
     raise_value_error("sinks must be contiguous float32 of shape (" + std::to_string(heads) + ",)");
   return static_cast<const float*>(sinks.data());
-}
-
-void require_numbers(float scale, float softcap) {
-  if (!(scale > 0.0f) || !std::isfinite(scale)) raise_value_error("scale must be positive");
-  if (!(softcap >= 0.0f)) raise_value_error("softcap must be at least 0, which disables it");
 }
 
 }  // namespace

@@ -189,9 +189,7 @@ class AttentionOperation : public KernelOperation {
                      std::vector<Operand> operands)
       : KernelOperation(std::move(operands)), machine_(machine), has_(has), first_(machine.workers), second_(machine.workers) {
     if (operands_.size() != 4u + has.mask + has.sinks + has.key_tail) refuse("attention has another number of operands");
-    args_.type = activation_of(operands_[1].type);
-    args_.scale = numbers.scale;
-    args_.softcap = numbers.softcap;
+    set_numbers(numbers.scale, numbers.softcap);
     args_.mask.kind = numbers.causal ? MaskKind::kCausal : MaskKind::kNone;
   }
   void resolved() override {
@@ -255,6 +253,12 @@ class AttentionOperation : public KernelOperation {
  protected:
   AttentionOperation(const ProgramMachine& machine, std::vector<Operand> operands)
       : KernelOperation(std::move(operands)), machine_(machine), has_{}, first_(machine.workers), second_(machine.workers) {}
+  void set_numbers(float scale, float softcap) {
+    require_numbers(scale, softcap);
+    args_.type = activation_of(operands_[1].type);
+    args_.scale = scale;
+    args_.softcap = softcap;
+  }
   static HeadsView heads_of(const View& view) { return {view.data, view.strides[0], view.strides[1], view.strides[2]}; }
   void prepare_job() {
     ProgramScratch& scratch = machine_.scratch;
@@ -284,9 +288,7 @@ class PagedAttentionOperation final : public AttentionOperation {
   PagedAttentionOperation(const ProgramMachine& machine, const PagedAttentionNumbers& numbers, std::vector<Operand> operands)
       : AttentionOperation(machine, std::move(operands)), numbers_(numbers) {
     if (operands_.size() != 7u + numbers.sinks) refuse("attention over pages has another number of operands");
-    args_.type = activation_of(operands_[1].type);
-    args_.scale = numbers.scale;
-    args_.softcap = numbers.softcap;
+    set_numbers(numbers.scale, numbers.softcap);
   }
   void resolved() override {
     const View &out = views_[0], &query = views_[1], &key = views_[2], &value = views_[3];

@@ -205,9 +205,9 @@ class PrefixFiles:
         self._queue.put((part, token_ids[part.start : part.end].astype("<i8").tobytes(), tensors))
         return True
 
-    def flush(self, timeout_s: float = FLUSH_S) -> None:
+    def flush(self) -> None:
         """Wait until everything is written, or the time is over."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + FLUSH_S
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.01)
 
