@@ -119,6 +119,7 @@ def graft(
     if isinstance(model, MetaModel):
         assert model.weights is not None, "checked above"
         checkpoint = CheckpointLoader(model.source, model.weights, skeleton, injection.replacing)
+        injection = replace(injection, new_head=checkpoint.new_head)
     if sparsity is not None:
         sparsity.check_weights(
             checkpoint.source if checkpoint is not None else lambda path: live_source(path, skeleton.get_submodule(path))

@@ -230,6 +230,11 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
             "this injected model cannot be saved: it was not loaded from a checkpoint in float32, float16 or bfloat16, whose weights could "
             "be saved with its rules; save the stock model before it is injected, or keep its file and the rule file"
         )
+    if injection.new_head:
+        raise UnsupportedModelError(
+            f"this injected model cannot be saved: {', '.join(injection.new_head)} are not in its checkpoint, whose weights are "
+            "saved; train adapters by PEFT, with the head among its modules_to_save, and save these"
+        )
     sizes = [getattr(config.get_text_config(), "vocab_size", None) for config in (AutoConfig.from_pretrained(stock), model.config)]
     if sizes[0] != sizes[1]:
         raise UnsupportedModelError(

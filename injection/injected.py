@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ class Injection:
         operators: by the path of the module that the operator replaced or works in; the empty path is for an operator of kind `model`.
         context: the state that the operators share.
         stock_folder: the folder of the stock checkpoint; None for a model from memory, a GGUF file or a quantised checkpoint.
+        new_head: weights that the stock checkpoint lacks, of a head for another task.
         verifications: the logits beside the stock model's, as often as `verify` has compared them; a model card has the last ones.
     """
 
@@ -48,6 +49,7 @@ class Injection:
     operators: Mapping[str, Operator]
     context: InjectionContext
     stock_folder: Path | None = None
+    new_head: Sequence[str] = ()
     verifications: list[LogitsError] = field(default_factory=list)
 
     @property

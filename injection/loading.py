@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -128,6 +128,9 @@ def _library_bars_hidden() -> Iterator[None]:
 class CheckpointLoader:
     """One checkpoint and the model that it is loaded into. The constructor makes every check that needs only headers.
 
+    Attributes:
+        new_head: the weights of a head for another task than the checkpoint's, which transformers initialises.
+
     Raises:
         CheckpointError: a file or key is damaged, missing, or does not fit the model.
     """
@@ -150,7 +153,8 @@ class CheckpointLoader:
                 self._generation_config = GenerationConfig.from_pretrained(source.folder)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{file}: not a readable generation config; download it again") from error
-        _check_keys(source, keymap, operators, packed=bool(weights.packed))
+        self.new_head = _new_head(source, keymap)
+        _check_keys(source, keymap, operators, self.new_head, packed=bool(weights.packed))
         _check_rest(skeleton, keymap, weights.tensors, taken)
 
     @property
@@ -176,8 +180,8 @@ class CheckpointLoader:
             raise CheckpointError(f"{self._source.folder}: the weights do not fit the model: {str(error).strip()}") from error
         model: PreTrainedModel = loaded[0]
         info = loaded[1]
-        if info["missing_keys"]:
-            raise CheckpointError(f"{self._source.folder}: nothing in this checkpoint feeds {_some(sorted(info['missing_keys']))}")
+        if missing := sorted(set(info["missing_keys"]).difference(self.new_head)):
+            raise CheckpointError(f"{self._source.folder}: nothing in this checkpoint feeds {_some(missing)}")
         model.config.name_or_path = model.name_or_path = str(self._source.folder)  # PEFT writes the second
         if self._generation_config is not None:
             model.generation_config = self._generation_config
@@ -204,10 +208,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_KEYS]) + more
 
 
-def _check_keys(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Operator], *, packed: bool) -> None:
+def _new_head(source: ModelSource, keymap: KeyMap) -> list[str]:
+    """Return the weights beside the base model that a checkpoint of another class has no place for, such as those of a classifier."""
+    base = f"{source.model_class.base_model_prefix}."
+    if source.gguf is not None or source.model_class.__name__ in (source.config.architectures or [source.model_class.__name__]):
+        return []
+    return [name for name in keymap.missing if not name.startswith(base) and any(known.startswith(base) for known in keymap.targets)]
+
+
+def _check_keys(source: ModelSource, keymap: KeyMap, operators: Collection[str], new_head: Collection[str], *, packed: bool) -> None:
     """Refuse missing keys, and unread ones of replaced modules, which mean a wrong checkpoint; of others transformers only warns."""
     prefixes = tuple(f"{path}." for path in operators)
-    missing = [name for name in keymap.missing if not name.startswith(prefixes)]
+    missing = [name for name in keymap.missing if name not in new_head and not name.startswith(prefixes)]
     if missing:
         why = "a shard or keys are missing"
         if packed:
@@ -216,6 +228,8 @@ def _check_keys(source: ModelSource, keymap: KeyMap, operators: Mapping[str, Ope
     extra = [key for key in keymap.unread if key.startswith(prefixes)]
     if extra:
         raise CheckpointError(f"{source.folder}: nothing in the model reads {_some(extra)}")
+    if new_head:
+        logger.warning("%s: %s are new, as the checkpoint is of another class: train them", source.folder, _some(list(new_head)))
     if source.left_out:
         name = source.model_class.__name__
         logger.warning("%s: only %s is loaded, which writes text; left out are %s", source.folder, name, ", ".join(source.left_out))

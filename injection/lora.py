@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -112,13 +113,16 @@ def load_adapter(
     if kept is not None:
         raise UnsupportedModelError(f"{folder}: the adapter has {kept} as a whole, which the rules pack: leave this layer out of the rules")
     try:
-        if isinstance(model, PeftModel):
-            config.inference_mode = not is_trainable
-            model.add_adapter(name, config)
-            model.load_adapter(folder, name, is_trainable=is_trainable)
-            found = model
-        else:
-            found = PeftModel.from_pretrained(model, folder, adapter_name=name, config=config, is_trainable=is_trainable)
+        with warnings.catch_warnings():
+            # PEFT reads an attribute under its old name; nothing is asked of who loads an adapter.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            if isinstance(model, PeftModel):
+                config.inference_mode = not is_trainable
+                model.add_adapter(name, config)
+                model.load_adapter(folder, name, is_trainable=is_trainable)
+                found = model
+            else:
+                found = PeftModel.from_pretrained(model, folder, adapter_name=name, config=config, is_trainable=is_trainable)
     except (ValueError, RuntimeError) as error:
         raise UnsupportedModelError(f"{folder}: PEFT cannot load the adapter onto this model: {error}") from error
     left = tensors - get_peft_model_state_dict(found, adapter_name=name, save_embedding_layers=False).keys()

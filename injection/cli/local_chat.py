@@ -33,7 +33,9 @@ class ChatOptions:
         None
     )
     system: Annotated[str | None, option("--system", "TEXT", "A system message before the conversation.")] = None
-    seed: Annotated[int | None, option("--seed", "N", "Random seed, for repeatable answers; default: a random one.", min=0)] = None
+    seed: Annotated[
+        int | None, option("--seed", "N", "Random seed, for repeatable answers; default: a random one.", min=0, max=2**64 - 1)
+    ] = None
     resume: Annotated[Path | None, option("--resume", "FILE", "Continue a chat that /save FILE.safetensors wrote.")] = None
     adapter: Annotated[str | None, option("--adapter", "FOLDER", "Answer with this LoRA adapter, as PEFT's save_pretrained wrote it.")] = (
         None

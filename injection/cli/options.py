@@ -67,7 +67,9 @@ class ModelOptions:
         _model_option("--gguf", "PATH", "Load the weights from this GGUF file or folder; config and tokenizer come from --model."),
     ] = None
     dtype: Annotated[str | None, _model_option("--dtype", "TYPE", "Type of what no rule replaces: float32, float16 or bfloat16.")] = None
-    threads: Annotated[int, _model_option("--threads", "N", "CPU threads; 0: one per core, less up to two that GPUs need.", min=0)] = 0
+    threads: Annotated[
+        int, _model_option("--threads", "N", "CPU threads; 0: one per core, less up to two that GPUs need.", min=0, max=1024)
+    ] = 0
     trust_remote_code: Annotated[bool, _model_option("--trust-remote-code", None, "Run Python code that comes with the model.")] = False
 
     def __post_init__(self) -> None:

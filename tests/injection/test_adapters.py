@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,11 @@ def test_a_configuration_of_pefts_own_names_the_way() -> None:
     model: Any = optimize_and_load(demo_path(), "cpu", progress=False)
     with pytest.raises(AttributeError, match=r"packed experts have no parameter gate_up_proj: .* by moegraft\.injection\.lora"):
         model.add_adapter(LoraConfig(target_modules=["gate_proj", "up_proj"]))
+
+
+def test_loading_adapters_warns_of_nothing(folders: dict[str, Path]) -> None:
+    """As at the start of a server, to whose operator a warning for developers of PEFT is of no use."""
+    model = optimize_and_load(demo_path(), "cpu", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        Adapters(model, {"one": str(folders["first"]), "two": str(folders["second"])})

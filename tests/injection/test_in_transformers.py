@@ -27,11 +27,12 @@ from safetensors.torch import load_file, save_file
 from support.autoload import write_autoload
 from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
 from support.family_rows import FamilyCase
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, pipeline
 from transformers.distributed import DistributedConfig
 
 from moegraft.injection import MoegraftConfig, build_meta_model, optimize_and_load, read_rules
 from moegraft.injection.demo import demo_path
+from moegraft.injection.lora import lora_config
 from moegraft.injection.meta_model import find_model
 from moegraft.injection.verify import verify
 from moegraft.operators.errors import CheckpointError, RuleFileError, UnsupportedModelError
@@ -137,6 +138,38 @@ def test_a_model_without_its_head(folder: Path) -> None:
     stock, expected = AutoModel.from_pretrained(folder, output_loading_info=True)
     assert info == expected
     assert torch.equal(model(IDS)[0], optimize_and_load(stock, "cpu", progress=False, threads=1)(IDS)[0])
+
+
+def test_a_head_for_another_task_is_new(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in stock transformers; it is trained beside adapters, and saved with them, as the checkpoint's weights are not."""
+    peft = pytest.importorskip("peft", reason="an extra: pip install 'moegraft[train]'")
+
+    def classifier(**given: Any) -> Any:
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, pad_token_id=0, **given)
+
+    stock, model = classifier(), classifier(quantization_config=MoegraftConfig(rules="cpu-exact", threads=1))
+    assert "score.weight are new" in caplog.text
+    assert model.score.weight.std() > 0 and model.moegraft.replacing
+    model.load_state_dict(dict(model.state_dict(), **{"score.weight": stock.score.weight}))
+    assert torch.allclose(logits(model), logits(stock), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match=r"score\.weight are not in its checkpoint"):
+        model.save_pretrained(tmp_path / "whole")
+    adapted = peft.get_peft_model(model, lora_config(model, target_modules=["q_proj"], task_type="SEQ_CLS"))
+    adapted.train()(IDS, labels=torch.tensor([1])).loss.backward()
+    torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], 0.1).step()
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    again = classifier(quantization_config=MoegraftConfig(rules="cpu-exact", threads=1))
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path / "adapter")), logits(adapted))
+
+
+def test_weights_of_the_checkpoints_own_class_are_not_new(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"feeds lm_head\.weight"):
+        load(tmp_path, "cpu-exact")
 
 
 def test_a_pipeline_answers(folder: Path) -> None:

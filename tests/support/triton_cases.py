@@ -27,7 +27,8 @@ def quicken_interpreter(overflows: bool) -> None:
     """Let a function that a kernel calls find the language as the kernel's launch has patched it, and check overflows if that is asked for.
 
     Triton's interpreter scans the whole language in each call of such a function, and computes each sum and product of integers once more
-    in 64 bits: together more than half of a launch's time.
+    in 64 bits: together more than half of a launch's time. Before 3.9 a range over numbers that a kernel computes fails with NumPy 2.4, which
+    makes no integer of an array of one.
     """
     from triton.runtime import interpreter
 
@@ -43,7 +44,13 @@ def quicken_interpreter(overflows: bool) -> None:
             return interpreter._LangPatchScope()
         return patch(function)
 
-    interpreter._patch_lang = patch_once
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_range(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, patch_range
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=overflows)
 

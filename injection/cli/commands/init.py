@@ -155,7 +155,7 @@ def init(
     or no rule can be converted; 2: a file or the model cannot be read, or the command is wrong.
     """
     if output != STANDARD_OUTPUT and output.exists() and not force:
-        raise OptionsError(f"{output} exists; give --force to overwrite it, or --output FILE")
+        raise OptionsError(f"{output} exists; give --force to overwrite it, or --out with another FILE")
     terminal = open_terminal()
     if from_ktransformers_file is not None:
         given = {"goal": goal, **asdict(stated), "context": context, "gguf": options.gguf}

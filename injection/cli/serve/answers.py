@@ -42,6 +42,7 @@ class Choice:
         self._waited = self._received = 0  # characters of the job's text before the first of them, and so far
         self._offset = 0  # in the text, of the next token with a score
         self._started = False
+        self.tokens = 0  # of the pieces so far
 
     @property
     def finish_reason(self) -> str | None:
@@ -54,6 +55,7 @@ class Choice:
     def add(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Take the next pieces, and return the parts of the answer that a stream sends for them."""
         parts: list[dict[str, Any]] = []
+        self.tokens += sum(piece.tokens for piece in pieces)
         if not self._started:
             self._started = True
             self.text = self._before
@@ -179,6 +181,7 @@ class Reply:
 
     def __init__(self, request: Request, model: str, fingerprint: str, choices: Sequence[Choice]) -> None:
         self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
         self._n = request.n
         self._choices = choices
         prefix, name = ("cmpl", "text_completion") if request.kind == "text" else ("chatcmpl", "chat.completion")
@@ -193,7 +196,12 @@ class Reply:
         yield from ()
 
     def part(self, part: Mapping[str, Any]) -> Iterator[str]:
-        yield event({**self._chunk_head, "choices": [part]})
+        chunk = {**self._chunk_head, "choices": [part]}
+        if self._continuous_usage:
+            choice = self._choices[part["index"]]
+            prompt = len(choice.job.ask.token_ids)
+            chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": choice.tokens, "total_tokens": prompt + choice.tokens}
+        yield event(chunk)
 
     def end(self) -> Iterator[str]:
         if self._include_usage:

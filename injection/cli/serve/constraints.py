@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -35,12 +36,12 @@ def grammars(start: Mapping[str, Any] | str, form: Mapping[str, Any] | str | Non
 
 
 def from_gbnf(grammar: str) -> str:
-    """Return a grammar in llguidance's form of Lark; one in GBNF, which llama.cpp reads, is recognised by its `::=`.
+    """Return a grammar in llguidance's form of Lark; one in GBNF, which llama.cpp reads, is recognised by a rule's `::=`.
 
     Raises:
         GrammarError: the grammar in GBNF is wrong.
     """
-    if "::=" not in grammar:
+    if re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE) is None:
         return grammar
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark

@@ -91,6 +91,8 @@ class Ask:
 
     Attributes:
         images: of the prompt; None: it is text alone.
+        min_tokens: before which no token of `end_tokens` is chosen, and no stop string is looked for.
+        end_tokens: that end the answer.
         max_tokens: 0 is possible with `echo`.
         repetition_penalty: divides or multiplies the logits of all earlier tokens (CTRL, section 4.1).
         presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer has, and for each time it has it.
@@ -101,6 +103,8 @@ class Ask:
 
     token_ids: list[int]
     max_tokens: int
+    min_tokens: int = 0
+    end_tokens: Sequence[int] = ()
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -304,7 +308,8 @@ class Job:
             self._scores[-1] = replace(self._scores[-1], text=text)
         shown = ""
         for part, reasons in [(text, False)] if self._parts is None else self._parts.spans(text):
-            shown += self._stop.rest() + part if reasons and not self._stop.stopped else self._stop.feed(part)
+            free = reasons or self.completion_tokens <= self.ask.min_tokens
+            shown += self._stop.rest() + part if free and not self._stop.stopped else self._stop.feed(part)
         self._show(shown)
 
     def _show(self, safe: str) -> None:

@@ -26,7 +26,6 @@ from moegraft.injection.cli.serve.protocol import (
     StopText,
     Text,
     ToolName,
-    answer_form,
     content_of,
     tool_call,
     tool_options,
@@ -206,7 +205,7 @@ class MessageBody(Options):
             reasoning_effort=config.effort,
             template_variables={} if thinks is None else {"enable_thinking": thinks, "thinking": thinks},
             **tools,
-            form=answer_form(config.format, self.grammar, tools["forced_tools"]),
+            form=self.answer_form(config.format, tools["forced_tools"]),
         )
 
 

@@ -1,4 +1,4 @@
-"""Requests in the form of OpenAI's chat and text completions: pydantic models, and the one form behind these and all others.
+"""Requests: the one form behind all routes, and the pydantic models of the parts that bodies share.
 
 What is unsupported and would change an answer is refused by name. Parameters that cannot change one are ignored, some of them with a
 notice. OpenAPI's document is made from the models.
@@ -7,11 +7,12 @@ notice. OpenAPI's document is made from the models.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Kind = Literal["chat", "text", "response", "message"]
@@ -22,6 +23,7 @@ MOST_LOGPROBS = 20
 MOST_STOP_SIGNS = 256  # of one stop string
 MOST_BIASES = 1024
 MOST_GRAMMAR_SIGNS = 1 << 16  # of Lark or GBNF: a grammar of ten times that takes seconds to prepare
+MOST_CHOICES = 1024  # of texts that an answer may be
 SHOWN_ERRORS = 3  # of one request
 
 
@@ -65,6 +67,9 @@ class Request:
         continue_final_message: whether the answer continues the last message, which is the assistant's.
         add_generation_prompt: whether the chat template begins the answer.
         truncate: whether the oldest messages are left out where the prompt is too long.
+        min_tokens: before which an answer ends neither by itself nor by a stop string.
+        ignore_eos: whether the answer ends by a stop string or at its maximum of tokens alone.
+        include_usage, continuous_usage: whether a stream ends with the usage, and whether each of its chunks has it.
         ignored: names of parameters without effect, which the answer's headers report.
         form_name: the client's name of a JSON Schema.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports no scores.
@@ -83,6 +88,8 @@ class Request:
     truncate: bool = False
     ignored: tuple[str, ...] = ()
     max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -90,6 +97,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     n: int = 1
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -158,6 +166,51 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
+def parsed_arguments(value: Any) -> Any:
+    """Return the arguments of a call of a tool, which chat templates take as an object; servers send them as a string."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError("not_json", "Input should be a string with JSON") from error
+    return _writable(value)
+
+
+def _schema(value: Any) -> Any:
+    """Return a JSON Schema, which may come as a string."""
+    if not isinstance(value := parsed_arguments(value), dict):
+        raise PydanticCustomError("no_schema", "Input should be a JSON Schema as an object, or a string with one")
+    return value
+
+
+Grammar = Annotated[Text, Field(max_length=MOST_GRAMMAR_SIGNS)]
+Schema = Annotated[str | dict[str, Any], AfterValidator(_schema)]
+Choices = Annotated[list[Grammar], Field(min_length=1, max_length=MOST_CHOICES)]
+
+
+class StructuredOutputs(BaseModel):
+    """The form of an answer, by one of these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+
+
+def _forms(schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None) -> Iterator[dict[str, Any] | str | None]:
+    """Yield each as a JSON Schema or a grammar."""
+    yield schema
+    if regex is not None:
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL).replace("\n", r"\n")
+        yield f"start: /{escaped}/"
+    if choices is not None:
+        yield "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
+    yield grammar or None
+
+
 class Options(BaseModel):
     """The parameters of every request for answers."""
 
@@ -175,8 +228,18 @@ class Options(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[TokenNumber, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = None
-    grammar: Annotated[Text, Field(max_length=MOST_GRAMMAR_SIGNS)] | None = None
+    grammar: Grammar | None = None
     """The answer's grammar, in llguidance's form of Lark or in GBNF."""
+    structured_outputs: StructuredOutputs | None = None
+    """The answer's form, as vLLM takes it; below are the older names of its fields."""
+    guided_json: Schema | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Before so many tokens, an answer ends neither by itself nor by a stop string."""
+    ignore_eos: bool | None = None
+    """Whether an answer ends by a stop string or at its maximum of tokens alone, as measurements of speed need it."""
     stream: bool | None = None
     user: NoEffect = None
     metadata: NoEffect = None
@@ -204,20 +267,48 @@ class Options(BaseModel):
             "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
             "top_k": None if self.top_k is None else max(0, self.top_k),
             "stream": bool(self.stream),
+            "min_tokens": self.min_tokens or 0,
+            "ignore_eos": bool(self.ignore_eos),
             "ignored": tuple(
                 name for name, field in type(self).model_fields.items() if field.description == IGNORED and getattr(self, name) is not None
             ),
         }
 
+    def answer_form(self, form: AnyFormat | None, forced: Sequence[str] = ()) -> dict[str, Any] | str | None:
+        """Return the JSON Schema or grammar that an answer follows; `form` is that of OpenAI's or Anthropic's parameter.
+
+        Raises:
+            RequestError: several are given, or one beside another rule for the answer's end.
+        """
+        given = [None if form is None else form.json_schema_of(), self.grammar or None]
+        given += _forms(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if (outer := self.structured_outputs) is not None:
+            given += [*_forms(outer.json_, outer.regex, outer.choice, outer.grammar), ANY_OBJECT if outer.json_object else None]
+        forms = [each for each in given if each is not None]
+        if len(forms) + bool(forced) > 1:
+            raise RequestError(
+                400, "response_format, structured_outputs, grammar and a forced call of a tool contradict each other; give one of them"
+            )
+        if (forms or forced) and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise RequestError(400, f"{name}: the form of the answer decides where it ends", param=name)
+        return forms[0] if forms else None
+
 
 class TextFormat(Lenient):
     type: Literal["text"]
+
+    def json_schema_of(self) -> None:
+        """Return no JSON Schema: any text will do."""
 
 
 class JsonFormat(Lenient):
     type: Literal["json_object"]
     schema_: JsonObject | None = Field(None, alias="schema")
     """As llama.cpp and others take it."""
+
+    def json_schema_of(self) -> dict[str, Any]:
+        return ANY_OBJECT if self.schema_ is None else self.schema_
 
 
 class NamedSchema(Lenient):
@@ -229,13 +320,20 @@ class SchemaFormat(Lenient):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
+    def json_schema_of(self) -> dict[str, Any]:
+        return self.json_schema.schema_
+
 
 class FlatSchemaFormat(NamedSchema):
     type: Literal["json_schema"]
 
+    def json_schema_of(self) -> dict[str, Any]:
+        return self.schema_
+
 
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 FlatFormat = Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")]
+AnyFormat = TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat
 
 
 # Any JSON object; keys have an end, since some models write one until `max_tokens`.
@@ -255,25 +353,6 @@ ANY_OBJECT: dict[str, Any] = {
 }
 
 
-def answer_form(
-    form: TextFormat | JsonFormat | SchemaFormat | FlatSchemaFormat | None, grammar: str | None, forced: Sequence[str] = ()
-) -> dict[str, Any] | str | None:
-    """Return the JSON Schema or grammar that an answer follows.
-
-    Raises:
-        RequestError: several are given.
-    """
-    if isinstance(form, TextFormat):
-        form = None
-    if (form is not None) + bool(grammar) + bool(forced) > 1:
-        raise RequestError(400, "response_format, grammar and a forced call of a tool contradict each other; give one of them")
-    if isinstance(form, JsonFormat):
-        return ANY_OBJECT if form.schema_ is None else form.schema_
-    if form is not None:
-        return form.schema_ if isinstance(form, FlatSchemaFormat) else form.json_schema.schema_
-    return grammar or None
-
-
 class ContentPart(Protocol):
     def for_template(self) -> dict[str, Any]:
         """Return the part as chat templates take it; an image has its `url`."""
@@ -286,6 +365,16 @@ class TextPart(Lenient):
 
     def for_template(self) -> dict[str, Any]:
         return {"type": "text", "text": self.text}
+
+
+class RefusalPart(Lenient):
+    """What the assistant has written instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.refusal}
 
 
 class ImageUrl(Lenient):
@@ -312,7 +401,7 @@ class InputImage(Lenient):
         return {"type": "image", "url": self.image_url}
 
 
-Content = Text | list[Annotated[TextPart | ImagePart | InputImage, Field(discriminator="type")]]
+Content = Text | list[Annotated[TextPart | RefusalPart | ImagePart | InputImage, Field(discriminator="type")]]
 
 
 def content_of(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]:
@@ -321,61 +410,6 @@ def content_of(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any
         return content
     parts: list[dict[str, Any]] = [part.for_template() for part in content]
     return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
-
-
-def parsed_arguments(value: Any) -> Any:
-    """Return the arguments of a call of a tool, which chat templates take as an object; servers send them as a string."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value or "{}")
-        except (ValueError, RecursionError) as error:
-            raise PydanticCustomError("not_json", "Input should be a string with JSON") from error
-    return _writable(value)
-
-
-class Called(Lenient):
-    name: Text
-    arguments: Annotated[str | dict[str, Any] | None, AfterValidator(parsed_arguments)] = None
-
-
-class ToolCall(Lenient):
-    id: Text | None = None
-    function: Called
-
-
-class Message(Lenient):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: Text | None = None
-    reasoning_content: Text | None = None
-    tool_calls: list[ToolCall] | None = None
-    """Of the assistant."""
-    tool_call_id: Text | None = None
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
-                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-            ]
-        }
-    )
-
-    @model_validator(mode="after")
-    def _has_text(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("no_text", "a message has no text")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        if self.role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [tool_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        return {**message, "content": content_of(self.content or "")}
 
 
 def tool_call(number: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -393,11 +427,6 @@ class Function(Lenient):
         """Return the tool as chat templates take it."""
         given = {name: getattr(self, name) for name in ("name", "description", "parameters")}
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
-
-
-class Tool(Lenient):
-    type: Literal["function"]
-    function: Function
 
 
 class FlatTool(Function):
@@ -423,27 +452,36 @@ class ToolName(Lenient):
     name: Text
 
 
-class ToolChoice(Lenient):
-    type: Literal["function"]
-    function: ToolName
-
-
 class FlatToolChoice(ToolName):
     type: Literal["function"]
+
+
+class AllowedTools(Lenient):
+    """Tools that the answer may call, or with `required` has to call one of."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatToolChoice], Field(min_length=1)]
 
 
 Choosing = Literal["auto", "none", "required"]
 
 
-def tool_options(functions: Sequence[Function], choice: Choosing | ToolName | None, parallel: bool | None) -> dict[str, Any]:
-    """Return what `Request` takes about tools.
+def tool_options(functions: Sequence[Function], choice: Choosing | ToolName | AllowedTools | None, parallel: bool | None) -> dict[str, Any]:
+    """Return what `Request` takes about tools. Where some are allowed, the model sees no others.
 
     Raises:
         RequestError: the choice names no tool.
     """
     names = [function.name for function in functions]
-    if isinstance(choice, ToolName) and choice.name not in names:
-        raise RequestError(400, f"tool_choice: there is no tool {choice.name[:80]!r}", param="tool_choice")
+    wanted = choice.tools if isinstance(choice, AllowedTools) else [choice] if isinstance(choice, ToolName) else []
+    for tool in wanted:
+        if tool.name not in names:
+            raise RequestError(400, f"tool_choice: there is no tool {tool.name[:80]!r}", param="tool_choice")
+    if isinstance(choice, AllowedTools):
+        names = [tool.name for tool in choice.tools]
+        functions = [function for function in functions if function.name in names]
+        choice = choice.mode
     if choice == "required" and not names:
         raise RequestError(400, "tool_choice: there are no tools of which one could be called", param="tool_choice")
     return {
@@ -451,155 +489,6 @@ def tool_options(functions: Sequence[Function], choice: Choosing | ToolName | No
         "forced_tools": (choice.name,) if isinstance(choice, ToolName) else tuple(names) if choice == "required" else (),
         "single_tool_call": parallel is False or isinstance(choice, ToolName),
     }
-
-
-class StreamOptions(Lenient):
-    include_usage: bool | None = None
-
-
-class Completion(Options):
-    """The parameters of chat and text completions."""
-
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
-    best_of: Annotated[Any, Off(None, 1)] = None
-
-    def _shared(self) -> dict[str, Any]:
-        options = self.stream_options or StreamOptions()
-        return {**super()._shared(), "n": self.n or 1, "include_usage": bool(options.include_usage)}
-
-
-TemplateVariables = dict[Text, bool | int | float | Text]
-
-
-class ChatBody(Completion):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Choosing | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    """Variables of the model's chat template, such as `enable_thinking`."""
-    functions: Annotated[Any, Off(None, [])] = None
-    function_call: Annotated[Any, Off(None)] = None
-    audio: Annotated[Any, Off(None)] = None
-    modalities: NoEffect = None
-    reasoning_effort: Text | None = None
-    """Given to the chat template, which may have no place for it; `none` also sets its `enable_thinking` and `thinking` to false."""
-    verbosity: NoEffect = None
-    prediction: Ignored = None
-    web_search_options: Ignored = None
-    continue_final_message: bool | None = None
-    """Whether the answer continues the last message, which is the assistant's; else the assistant writes another one after it."""
-    add_generation_prompt: bool | None = None
-    """Whether the chat template begins the answer: by default, except where the last message is continued."""
-
-    def request(self) -> Request:
-        """
-        Raises:
-            RequestError: parameters contradict each other, or the conversation has nothing to answer.
-        """
-        if self.top_logprobs and self.logprobs is False:
-            raise RequestError(400, "top_logprobs contradicts logprobs: false", param="top_logprobs")
-        continues = bool(self.continue_final_message)
-        if continues and self.add_generation_prompt:
-            raise RequestError(
-                400, "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
-            )
-        choice = self.tool_choice.function if isinstance(self.tool_choice, ToolChoice) else self.tool_choice
-        tools = tool_options([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
-        return Request(
-            kind="chat",
-            **self._shared(),
-            messages=[message.for_template() for message in self.messages],
-            continue_final_message=continues,
-            add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
-            template_variables=self.chat_template_kwargs or {},
-            reasoning_effort=self.reasoning_effort,
-            **tools,
-            form=answer_form(self.response_format, self.grammar, tools["forced_tools"]),
-        )
-
-
-Tokens = Annotated[list[int], Field(min_length=1)]
-
-
-class TextBody(Completion):
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
-    """Text or tokens, or several of them, each of which is continued."""
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: bool | None = None
-    suffix: Annotated[Any, Off(None, "")] = None
-
-    def request(self) -> Request:
-        """
-        Raises:
-            RequestError: no tokens are asked for, or too many answers.
-        """
-        given: Any = self.prompt
-        prompts = tuple(given) if isinstance(given, list) and not isinstance(given[0], int) else (given,)
-        if len(prompts) * (self.n or 1) > MOST_PROMPTS:
-            raise RequestError(400, f"prompt: a request has at most {MOST_PROMPTS} answers, to all prompts together", param="prompt")
-        if self.max_tokens == 0 and not self.echo:
-            raise RequestError(400, "max_tokens: 0 tokens can be asked for with echo only", param="max_tokens")
-        return Request(
-            kind="text",
-            **self._shared(),
-            prompts=prompts,
-            max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
-            echo=bool(self.echo),
-            form=answer_form(self.response_format, self.grammar),
-        )
-
-
-class TokenizeBody(Lenient):
-    """Text as `prompt` (or as `content`, as llama.cpp names it), or `messages` by the chat template."""
-
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in ("prompt", "content", "messages")]})
-
-    prompt: Text | None = None
-    content: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    """As in chats."""
-    add_special_tokens: bool | None = None
-    add_special: bool | None = None
-    with_pieces: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_text(self) -> TokenizeBody:
-        if self.prompt is None and self.content is None and self.messages is None:
-            raise PydanticCustomError("no_text", "one of prompt, content and messages is needed")
-        return self
-
-    @property
-    def text(self) -> str | None:
-        return self.content if self.prompt is None else self.prompt
-
-    @property
-    def special(self) -> bool:
-        """Whether special tokens are added; llama.cpp adds none unless it is asked to."""
-        given = self.add_special if self.add_special_tokens is None else self.add_special_tokens
-        return self.prompt is not None if given is None else given
-
-    def request(self) -> Request:
-        names = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
-        return ChatBody(messages=self.messages or [], **{name: getattr(self, name) for name in names}).request()
-
-
-class DetokenizeBody(Lenient):
-    tokens: list[Annotated[int, Field(ge=0)]]
 
 
 def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from moegraft.injection.cli.serve.protocol import (
+    AllowedTools,
     Choosing,
     Content,
     FlatFormat,
@@ -21,7 +22,6 @@ from moegraft.injection.cli.serve.protocol import (
     Request,
     RequestError,
     Text,
-    answer_form,
     content_of,
     parsed_arguments,
     tool_call,
@@ -90,7 +90,7 @@ class ResponseBody(Options):
     text: TextOptions | None = None
     tools: list[Annotated[FlatTool | OpenAITool, Field(discriminator="type")]] | None = None
     """Those that OpenAI runs are ignored, which the answer's header X-Moegraft-Ignored reports; refused with --strict."""
-    tool_choice: Choosing | FlatToolChoice | None = None
+    tool_choice: Choosing | Annotated[FlatToolChoice | AllowedTools, Field(discriminator="type")] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[
         Any, Off(None, reason="nothing is stored; send the whole conversation as input, of which the server reads what is new")
@@ -128,7 +128,7 @@ class ResponseBody(Options):
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             **tools,
-            form=answer_form(form, self.grammar, tools["forced_tools"]),
+            form=self.answer_form(form, tools["forced_tools"]),
             form_name=form.name if isinstance(form, FlatSchemaFormat) else "",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from moegraft.injection.cli.serve.answer_parser import (
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
+from moegraft.injection.cli.serve.completions import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
@@ -38,7 +40,7 @@ from moegraft.injection.cli.serve.metrics import Metrics, work_counts
 from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, default_limit, mib, open_pool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
-from moegraft.injection.cli.serve.protocol import DetokenizeBody, Request, RequestError, TokenizeBody
+from moegraft.injection.cli.serve.protocol import Request, RequestError
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit, stores_codes
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
@@ -490,6 +492,9 @@ class Service:
         size = self._vocabulary
         if not all(0 <= token < size for token in request.logit_bias):
             raise RequestError(400, f"logit_bias has tokens outside of the range from 0 to {size - 1}", param="logit_bias")
+        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+            raise RequestError(400, f"min_tokens: {request.min_tokens} are more than max_tokens", param="min_tokens")
+        unending = dict.fromkeys(self.ends, -math.inf) if request.ignore_eos else {}
         defaults: Any = self.loaded.model.generation_config
         temperature = request.temperature
         if temperature is None:
@@ -497,6 +502,8 @@ class Service:
         return Ask(
             token_ids=token_ids,
             max_tokens=min(defaults.max_new_tokens or limit if request.max_tokens is None else request.max_tokens, limit, room),
+            min_tokens=request.min_tokens,
+            end_tokens=self.ends,
             temperature=float(temperature),  # `generate` requires a float
             top_p=float(request.top_p if request.top_p is not None else _own(defaults, "top_p", 1.0)),
             top_k=request.top_k if request.top_k is not None else _own(defaults, "top_k", 0),
@@ -506,7 +513,7 @@ class Service:
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            logit_bias=request.logit_bias,
+            logit_bias={**request.logit_bias, **unending},
             logprobs=request.logprobs,
             echo=request.echo,
             images=prompt.images,

@@ -226,6 +226,12 @@ def test_a_chat_on_the_cpu_imports_nothing_that_it_does_not_use(chat_folder: Pat
     assert shown.endswith("\n[]\n"), shown
 
 
+@pytest.mark.parametrize(("name", "value"), [("--threads", 1025), ("--seed", 1 << 64)])
+def test_numbers_that_no_machine_takes_are_refused_as_options(name: str, value: int) -> None:
+    result = CliRunner().invoke(app, [name, str(value)], input="hello")
+    assert result.exit_code == 2 and name in result.stderr, result.output
+
+
 def test_version() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout.split()[0]) == (0, "moegraft")

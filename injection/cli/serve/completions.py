@@ -1,0 +1,258 @@
+"""Requests in the form of OpenAI's chat and text completions, and for the tokens of a text or a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from moegraft.injection.cli.serve.protocol import (
+    MOST_ANSWERS,
+    MOST_LOGPROBS,
+    MOST_PROMPTS,
+    AllowedTools,
+    Choosing,
+    Content,
+    FlatToolChoice,
+    Function,
+    Ignored,
+    Lenient,
+    NoEffect,
+    Off,
+    Options,
+    Request,
+    RequestError,
+    ResponseFormat,
+    Text,
+    ToolName,
+    content_of,
+    parsed_arguments,
+    tool_call,
+    tool_options,
+)
+
+
+class Called(Lenient):
+    name: Text
+    arguments: Annotated[str | dict[str, Any] | None, AfterValidator(parsed_arguments)] = None
+
+
+class ToolCall(Lenient):
+    id: Text | None = None
+    function: Called
+
+
+class Message(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Text | None = None
+    reasoning_content: Text | None = None
+    refusal: Text | None = None
+    """Of the assistant, instead of `content`."""
+    tool_calls: list[ToolCall] | None = None
+    """Of the assistant."""
+    tool_call_id: Text | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+            ]
+        }
+    )
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_text", "a message has no text")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        if self.role == "assistant" and self.tool_calls:
+            message["tool_calls"] = [tool_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        return {**message, "content": content_of(self.content or self.refusal or "")}
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(Lenient):
+    type: Literal["function"]
+    function: ToolName
+
+
+class AllowedFunctions(Lenient):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1)]
+
+
+class AllowedToolChoice(Lenient):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+    def flat(self) -> AllowedTools:
+        tools = [FlatToolChoice(type="function", name=tool.function.name) for tool in self.allowed_tools.tools]
+        return AllowedTools(type=self.type, mode=self.allowed_tools.mode, tools=tools)
+
+
+class StreamOptions(Lenient):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Whether each chunk has the usage so far, with `include_usage`."""
+
+
+class Completion(Options):
+    """The parameters of chat and text completions."""
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    best_of: Annotated[Any, Off(None, 1)] = None
+
+    def _shared(self) -> dict[str, Any]:
+        options = self.stream_options or StreamOptions()
+        included = bool(options.include_usage)
+        continuous = included and bool(options.continuous_usage_stats)
+        return {**super()._shared(), "n": self.n or 1, "include_usage": included, "continuous_usage": continuous}
+
+
+TemplateVariables = dict[Text, bool | int | float | Text]
+
+
+class ChatBody(Completion):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choosing | Annotated[ToolChoice | AllowedToolChoice, Field(discriminator="type")] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    """Variables of the model's chat template, such as `enable_thinking`."""
+    functions: Annotated[Any, Off(None, [])] = None
+    function_call: Annotated[Any, Off(None)] = None
+    audio: Annotated[Any, Off(None)] = None
+    modalities: NoEffect = None
+    reasoning_effort: Text | None = None
+    """Given to the chat template, which may have no place for it; `none` also sets its `enable_thinking` and `thinking` to false."""
+    verbosity: NoEffect = None
+    prediction: Ignored = None
+    web_search_options: Ignored = None
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message, which is the assistant's; else the assistant writes another one after it."""
+    add_generation_prompt: bool | None = None
+    """Whether the chat template begins the answer: by default, except where the last message is continued."""
+
+    def request(self) -> Request:
+        """
+        Raises:
+            RequestError: parameters contradict each other, or the conversation has nothing to answer.
+        """
+        if self.top_logprobs and self.logprobs is False:
+            raise RequestError(400, "top_logprobs contradicts logprobs: false", param="top_logprobs")
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise RequestError(
+                400, "continue_final_message and add_generation_prompt contradict each other", param="continue_final_message"
+            )
+        given = self.tool_choice
+        choice = given.function if isinstance(given, ToolChoice) else given.flat() if isinstance(given, AllowedToolChoice) else given
+        tools = tool_options([tool.function for tool in self.tools or []], choice, self.parallel_tool_calls)
+        return Request(
+            kind="chat",
+            **self._shared(),
+            messages=[message.for_template() for message in self.messages],
+            continue_final_message=continues,
+            add_generation_prompt=not continues if self.add_generation_prompt is None else self.add_generation_prompt,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
+            template_variables=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
+            **tools,
+            form=self.answer_form(self.response_format, tools["forced_tools"]),
+        )
+
+
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+class TextBody(Completion):
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    """Text or tokens, or several of them, each of which is continued."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: Annotated[Any, Off(None, "")] = None
+
+    def request(self) -> Request:
+        """
+        Raises:
+            RequestError: no tokens are asked for, or too many answers.
+        """
+        given: Any = self.prompt
+        prompts = tuple(given) if isinstance(given, list) and not isinstance(given[0], int) else (given,)
+        if len(prompts) * (self.n or 1) > MOST_PROMPTS:
+            raise RequestError(400, f"prompt: a request has at most {MOST_PROMPTS} answers, to all prompts together", param="prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(400, "max_tokens: 0 tokens can be asked for with echo only", param="max_tokens")
+        return Request(
+            kind="text",
+            **self._shared(),
+            prompts=prompts,
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            echo=bool(self.echo),
+            form=self.answer_form(self.response_format),
+        )
+
+
+class TokenizeBody(Lenient):
+    """Text as `prompt` (or as `content`, as llama.cpp names it), or `messages` by the chat template."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": [name]} for name in ("prompt", "content", "messages")]})
+
+    prompt: Text | None = None
+    content: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    """As in chats."""
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TokenizeBody:
+        if self.prompt is None and self.content is None and self.messages is None:
+            raise PydanticCustomError("no_text", "one of prompt, content and messages is needed")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        return self.content if self.prompt is None else self.prompt
+
+    @property
+    def special(self) -> bool:
+        """Whether special tokens are added; llama.cpp adds none unless it is asked to."""
+        given = self.add_special if self.add_special_tokens is None else self.add_special_tokens
+        return self.prompt is not None if given is None else given
+
+    def request(self) -> Request:
+        names = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+        return ChatBody(messages=self.messages or [], **{name: getattr(self, name) for name in names}).request()
+
+
+class DetokenizeBody(Lenient):
+    tokens: list[Annotated[int, Field(ge=0)]]
