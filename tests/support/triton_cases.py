@@ -27,8 +27,8 @@ def quicken_interpreter(overflows: bool) -> None:
     """Let a function that a kernel calls find the language as the kernel's launch has patched it, and check overflows if that is asked for.
 
     Triton's interpreter scans the whole language in each call of such a function, and computes each sum and product of integers once more
-    in 64 bits: together more than half of a launch's time. Before 3.9 a range over numbers that a kernel computes fails with NumPy 2.4, which
-    makes no integer of an array of one.
+    in 64 bits: together more than half of a launch's time. Before 3.9 a range over numbers that a kernel computes fails with NumPy 2.4,
+    which makes no integer of an array of one.
     """
     from triton.runtime import interpreter
 
