@@ -62,6 +62,7 @@ SYSTEMS = {
     "all": f"schedule: two_threshold, decode: eager, {PLAIN}",
     "fixed, captured": f"schedule: fixed, decode: graph, {PLAIN}",
     "all, captured": f"schedule: two_threshold, decode: graph, {PLAIN}",
+    "stock attention, captured": f"schedule: two_threshold, decode: graph, {PLAIN}",
 }
 RULES = """
 version: 1
@@ -123,6 +124,8 @@ def system(name: str, model: Model, ratio: float, more: str = "") -> Iterator[Pr
         yield model.make(experts=True)
         return
     more = (ON_GPU if model.gpu.startswith("cuda") else "") + more
+    if name.startswith("stock attention"):  # the first rule that matches counts
+        more = "- match: {kind: attention}\n  replace: {class: default}\n" + more
     with rule_file(RULES.format(weights=model.weights, gpu=model.gpu, options=SYSTEMS[name].format(ratio=ratio), more=more)) as rules:
         empty, threads = model.make(), 0 if model.gpu.startswith("cuda") else 1  # 0: one for each core
         grafted = graft(empty, plan(empty, rules), threads=threads)
@@ -272,7 +275,7 @@ COMPARISONS: Mapping[str, tuple[Comparison, ...]] = {
     "qwen3": (
         QWEN3((32, 512), tuple((name, 0.25) for name in FIRST), profiled=(("all", 0.25), ("all, captured", 0.25))),
         QWEN3((32, 512), (("stock", 1.0),)),
-        QWEN3((32, 512), tuple((name, ratio) for ratio, name in product((0.5, 1.0), FIRST))),
+        QWEN3((32, 512), (("stock attention, captured", 1.0), *((name, ratio) for ratio, name in product((1.0, 0.5), FIRST)))),
         QWEN3((32, 512), (("all, captured", 1.0),), weights="bfloat16", least_s=90.0),  # the weights that stock has
     ),
     "shapes": (
