@@ -129,6 +129,16 @@ def test_a_full_cache_is_left_alone() -> None:
     assert torch.equal(values, before[1])
 
 
+def test_sequences_that_see_no_token_are_zeros() -> None:
+    keys, values = random(2, 2, 100, 16, seed=0), random(2, 2, 100, 16, seed=1)
+    states = (random(2, 1, 64, seed=2), random(2, 1, 32, seed=3), random(2, 1, 32, seed=4))
+    mask = torch.ones(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    found = decode_attention(states, None, 0, None, (keys, values, torch.tensor(70, device=DEVICE)), mask, 0.25)
+    assert found[0].isfinite().all()
+    assert not found[1].any()
+
+
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
