@@ -14,7 +14,7 @@ import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
 from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from moegraft.injection import optimize_and_load
 from moegraft.operators.base import CACHE
@@ -228,6 +228,49 @@ def test_other_forms_are_left_alone(model_type: str, tmp_path: Path) -> None:
     model = injected(stock(model_type), tmp_path)
     lines = {each.placement() for each in model.moegraft.operators.values()}
     assert lines == {"attention: fused_attention, left to PyTorch"}
+
+
+def test_limits_that_random_states_do_not_reach_are_left_to_the_module(tmp_path: Path, launches: list[torch.Size]) -> None:
+    model, ids = stock("olmoe"), prompt(6, batch=1, seed=3).to(DEVICE)
+    model.config.clip_qkv = 8.0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.mul_(100)
+    expected = decoded(model, ids, 2)
+    ours = injected(model, tmp_path)
+    launches.clear()
+    found = decoded(ours, ids, 2)
+    assert not launches
+    assert torch.equal(found, expected)
+
+
+def test_modules_without_a_layer_of_the_cache_are_left_alone(tmp_path: Path) -> None:
+    model: Any = stock("qwen3_moe")
+    model.model.layers[0].self_attn.layer_idx = None
+    operators = injected(model, tmp_path).moegraft.operators
+    assert operators["model.layers.0.self_attn"].placement() == "attention: fused_attention, left to PyTorch"
+
+
+@pytest.mark.parametrize("kind", ["own update", "offloaded"])
+def test_caches_that_do_more_than_add_tokens_are_asked(
+    kind: str, tmp_path: Path, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated = []
+
+    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int) -> Any:
+        updated.append(layer)
+        return cache.layers[layer].update(keys, values)
+
+    model, ids = injected(stock("qwen3_moe"), tmp_path), prompt(6, batch=1, seed=3).to(DEVICE)
+    launches.clear()
+    monkeypatch.setattr(StaticCache if kind == "own update" else Cache, "update", update)
+    cache: Any = StaticCache(config=model.config, max_cache_len=12)
+    cache.offloading = kind == "offloaded"
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache})
+    assert updated == 2 * list(range(model.config.num_hidden_layers))
+    assert not launches
 
 
 @pytest.mark.parametrize("call", ["two tokens", "growing cache", "gradients", "training", "attention weights", "no mask", "set aside"])
