@@ -337,3 +337,41 @@ def test_projections_are_one_product_and_their_weights_stay_theirs(tmp_path: Pat
     changed = decoded(again, ids, 2)
     assert float((decoded(ours, ids, 2) - changed).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(changed.norm())
     assert float((changed - expected).norm()) > 1e-2 * float(expected.norm())
+
+
+class Twice(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("change", ["parametrization", "forward", "forward before", "weight of two"])
+def test_projections_that_compute_otherwise_are_not_joined(change: str, tmp_path: Path, launches: list[torch.Size]) -> None:
+    models, ids = [stock("granitemoe") for _ in range(2)], prompt(6, batch=2, seed=3).to(DEVICE)
+
+    def before(model: Any) -> None:
+        layer = model.model.layers[0].self_attn
+        if change == "weight of two":
+            layer.v_proj.weight = layer.k_proj.weight
+        elif change == "forward before":
+            after(model)
+
+    def after(model: Any) -> None:
+        projection = model.model.layers[0].self_attn.v_proj
+        if change == "parametrization":
+            torch.nn.utils.parametrize.register_parametrization(projection, "weight", Twice())
+        elif change == "weight of two":
+            with torch.no_grad():
+                projection.weight.mul_(2)
+        else:
+            own = projection.forward
+            projection.forward = lambda x: 2 * own(x)
+
+    before(models[0])
+    before(models[1])
+    ours = injected(models[1], tmp_path)
+    if change != "forward before":
+        after(models[0])
+        after(ours)
+    expected, found = decoded(models[0], ids, 2), decoded(ours, ids, 2)
+    assert launches
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
