@@ -312,7 +312,8 @@ class JointLinear:
     def _of_plain(cls, layers: Sequence[nn.Linear]) -> Self | None:
         forms = {(layer.weight.shape[1], layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
         parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        if len(forms) > 1 or len({id(parameter) for parameter in parameters}) < len(parameters):
+        shared = len({id(parameter) for parameter in parameters}) < len(parameters)
+        if len(forms) > 1 or shared or any(type(parameter) is not nn.Parameter for parameter in parameters):
             return None
         rows = [layer.out_features for layer in layers]
         weight = torch.cat([layer.weight.detach() for layer in layers])

@@ -375,3 +375,25 @@ def test_projections_that_compute_otherwise_are_not_joined(change: str, tmp_path
     expected, found = decoded(models[0], ids, 2), decoded(ours, ids, 2)
     assert launches
     assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+
+
+class Stored(torch.Tensor):
+    """A weight as those of quantising libraries: a product reads it, and it cannot be joined to others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            raise TypeError("no such operation")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if func is torch.nn.functional.linear else found
+
+
+def test_weights_of_other_types_are_not_joined(tmp_path: Path, launches: list[torch.Size]) -> None:
+    model, ids = stock("granitemoe"), prompt(6, batch=2, seed=3).to(DEVICE)
+    expected = decoded(model, ids, 2)
+    layer: Any = model.model.layers[0].self_attn
+    layer.v_proj.weight = torch.nn.Parameter(layer.v_proj.weight.detach().as_subclass(Stored))
+    found = decoded(injected(model, tmp_path), ids, 2)
+    assert launches
+    assert isinstance(layer.v_proj.weight, Stored)
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
