@@ -132,7 +132,7 @@ class FusedAttention(CpuAttention):
 
     def _reads_angles(self, angles: object, x: torch.Tensor) -> bool:
         if not self._form.angles:
-            return True
+            return angles is None  # else the module may rotate in a way that the kernels lack
         if not isinstance(angles, tuple) or len(angles) != 2:
             return False
         form = (1, self._form.angles), x.dtype, x.device
@@ -140,6 +140,7 @@ class FusedAttention(CpuAttention):
             isinstance(each, torch.Tensor)
             and each.dim() == 3
             and len(each) in (1, len(x))
+            and len(each) == len(angles[0])
             and (each.shape[1:], each.dtype, each.device) == form
             and each.stride(2) == 1
             and each.stride(0) == angles[0].stride(0)

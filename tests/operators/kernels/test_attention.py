@@ -251,6 +251,26 @@ def test_modules_without_a_layer_of_the_cache_are_left_alone(tmp_path: Path) -> 
     assert operators["model.layers.0.self_attn"].placement() == "attention: fused_attention, left to PyTorch"
 
 
+def test_angles_of_another_rotation_are_left_to_the_module(
+    tmp_path: Path, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
+
+    def interleaved(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    monkeypatch.setattr(modeling, "rotate_half", interleaved)
+    first = stock("granitemoehybrid")
+    first.config.position_embedding_type = "rope"
+    model, ids = type(first)(first.config).eval().to(DEVICE), prompt(6, batch=1, seed=3).to(DEVICE)
+    expected = decoded(model, ids, 2)
+    ours = injected(model, tmp_path)
+    launches.clear()
+    found = decoded(ours, ids, 2)
+    assert not launches
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+
+
 @pytest.mark.parametrize("kind", ["own update", "offloaded"])
 def test_caches_that_do_more_than_add_tokens_are_asked(
     kind: str, tmp_path: Path, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
