@@ -299,6 +299,8 @@ class JointLinear:
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> Self | None:
         """Return the joint layer, or None where the layers differ in form, or are neither plain nor packed on a GPU."""
+        if any(_is_changed(layer) for layer in layers):
+            return None
         if all(type(layer) is nn.Linear for layer in layers):
             return cls._of_plain([layer for layer in layers if isinstance(layer, nn.Linear)])
         kernels = [layer.on_gpu() if isinstance(layer, QuantizedLinear) else None for layer in layers]
@@ -309,7 +311,9 @@ class JointLinear:
     @classmethod
     def _of_plain(cls, layers: Sequence[nn.Linear]) -> Self | None:
         forms = {(layer.weight.shape[1], layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-        if len(forms) > 1:
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        shared = len({id(parameter) for parameter in parameters}) < len(parameters)
+        if len(forms) > 1 or shared or any(type(parameter) is not nn.Parameter for parameter in parameters):
             return None
         rows = [layer.out_features for layer in layers]
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -323,10 +327,16 @@ class JointLinear:
     def outputs(self, layers: Sequence[nn.Module], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
         """Return the outputs for `x` (..., in_features), parts of one tensor; None where these are other layers, as with adapters."""
         same = all(given is layer for given, layer in zip(layers, self._layers, strict=True))
-        if not same or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers) or [*map(_place, layers)] != self._places:
+        watched = any(layer._forward_hooks or layer._forward_pre_hooks or _is_changed(layer) for layer in layers)
+        if not same or watched or [*map(_place, layers)] != self._places:
             return None
         outputs: Sequence[torch.Tensor] = self._product(x).split(self._rows, dim=-1)
         return outputs
+
+
+def _is_changed(layer: nn.Module) -> bool:
+    """Whether a layer computes more than its class, as with a parametrization, or with a `forward` that accelerate puts in its place."""
+    return type(layer) not in (nn.Linear, QuantizedLinear) or "forward" in vars(layer)
 
 
 def _place(layer: nn.Module) -> object:

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "operators/experts": {"operators/experts", "operators/offload", "operators/kernels", *ROOT_PARTS},
     "operators/offload": {"operators/offload", "operators/kernels", *ROOT_PARTS},
     "operators/kernels": {"operators/kernels", *ROOT_PARTS},
-    "operators/cpu_ops": {"operators/cpu_ops", "operators/decode", "operators/kernels", *ROOT_PARTS},
+    "operators/cpu_ops": {"operators/cpu_ops", "operators/decode", "operators/linear", "operators/kernels", *ROOT_PARTS},
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
     "operators/decode": {"operators/decode", "operators/offload", *ROOT_PARTS},
     "operators/speculative": {"operators/speculative", "operators/decode", "operators/linear", *ROOT_PARTS},

@@ -6,6 +6,7 @@ Shapes: B sequences, H hidden size, Q query heads, KV heads of keys and values, 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +25,13 @@ from moegraft.operators.cpu_ops.in_place import OPERATOR, NotRecognisedError, an
 from moegraft.operators.cpu_ops.norm import FusedNorm
 from moegraft.operators.linear import JointLinear
 
+logger = logging.getLogger(__name__)
 _READ = frozenset({"hidden_states", "position_embeddings", "attention_mask", CACHE})
 _TESTED_PLACES = 8  # of the cache of a self-test
 _TESTED_TOKENS = 5  # in it before the one that is compared
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # relative, of a self-test
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LIMITS = ("clip_qkv", "attn_logit_softcapping")  # of configs, for values that random hidden states do not reach
 _STATES = ("keys", "values", "cumulative_length")  # of a layer of the cache
 
 
@@ -83,11 +86,14 @@ class FusedAttention(CpuAttention):
     def install(self, module: Any) -> dict[str, object]:
         if not self.on_gpu:
             return super().install(module)
-        if module.config._attn_implementation not in SUPPORTED:
-            raise NotRecognisedError(f"its attention is {module.config._attn_implementation}")
+        if module.config._attn_implementation not in SUPPORTED or self._dtype not in _TOLERANCE:
+            raise NotRecognisedError(f"its attention is {module.config._attn_implementation} in {self._dtype}")
         with self.kernels_compile():
             self._form = self._recognise(module)
+        try:
             self._joint = JointLinear.of([module.q_proj, module.k_proj, module.v_proj])
+        except torch.OutOfMemoryError as error:
+            logger.info("fused_attention: projections are not joined: %s", error)
         cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
         module.__class__ = answered(cls, "forward")
         module.__dict__[OPERATOR] = self
@@ -99,7 +105,9 @@ class FusedAttention(CpuAttention):
         x, cache = kwargs.get("hidden_states"), kwargs.get(CACHE)
         layers, number = getattr(cache, "layers", ()), module.layer_idx
         layer: Any = layers[number] if number < len(layers) else None
-        if args or type(x) is not torch.Tensor or type(layer) is not StaticLayer or not self._reads(module, x, layer, kwargs):
+        if args or type(x) is not torch.Tensor or type(layer) is not StaticLayer or not _only_holds(cache):
+            return None
+        if not self._reads(module, x, layer, kwargs):
             return None
         return self._compute(module, self._form, x, kwargs["attention_mask"], kwargs.get("position_embeddings"), layer)
 
@@ -129,7 +137,7 @@ class FusedAttention(CpuAttention):
 
     def _reads_angles(self, angles: object, x: torch.Tensor) -> bool:
         if not self._form.angles:
-            return True
+            return angles is None  # else the module may rotate in a way that the kernels lack
         if not isinstance(angles, tuple) or len(angles) != 2:
             return False
         form = (1, self._form.angles), x.dtype, x.device
@@ -137,6 +145,7 @@ class FusedAttention(CpuAttention):
             isinstance(each, torch.Tensor)
             and each.dim() == 3
             and len(each) in (1, len(x))
+            and len(each) == len(angles[0])
             and (each.shape[1:], each.dtype, each.device) == form
             and each.stride(2) == 1
             and each.stride(0) == angles[0].stride(0)
@@ -176,11 +185,14 @@ class FusedAttention(CpuAttention):
         # Triton need not be installed where there is no GPU.
         from moegraft.operators.kernels.attention import MAX_COLUMNS
 
-        columns = getattr(module, "head_dim", None)
-        if not isinstance(columns, int) or not all(hasattr(module, name) for name in ("scaling", "layer_idx", *_PROJECTIONS)):
+        columns, number = getattr(module, "head_dim", None), getattr(module, "layer_idx", None)
+        usual = all(hasattr(module, name) for name in ("scaling", *_PROJECTIONS))
+        if not isinstance(columns, int) or not isinstance(number, int) or not usual:
             raise NotRecognisedError("it lacks a number or a projection of usual attention")
         if columns > MAX_COLUMNS:
             raise NotRecognisedError(f"its heads have more than {MAX_COLUMNS} columns")
+        if any(getattr(module.config, name, None) is not None for name in _LIMITS):
+            raise NotRecognisedError("it limits large values")
         head_norm, norms_rows = None, False
         if isinstance(getattr(module, "q_norm", None), nn.Module):
             forms = {self._norm_form(getattr(module, name, None), columns) for name in ("q_norm", "k_norm")}
@@ -238,3 +250,8 @@ class FusedAttention(CpuAttention):
         pairs = [(found, expected), *((getattr(layer, name), getattr(expected_layer, name)) for name in _STATES)]
         tolerance = _TOLERANCE[self._dtype]
         return all(a.shape == b.shape and float((a - b).float().norm()) <= tolerance * float(b.float().norm()) for a, b in pairs)
+
+
+def _only_holds(cache: Any) -> bool:
+    """Return whether an update of a cache is that of one of its layers, and nothing more, such as moving another to the GPU."""
+    return getattr(cache.update, "__func__", None) is Cache.update and not cache.offloading

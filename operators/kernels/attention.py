@@ -239,12 +239,13 @@ def _merge_kernel(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head % Q).to(tl.float32)
         top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)  # of a sequence that sees no token, whose result is 0
     factors = tl.exp(largest - top)
     total = tl.sum(tl.load(shares_ptr + 2 * parts + 1) * factors, 0)
     if sinks_ptr is not None:
         total += tl.exp(sink - top)
     sums = tl.load(sums_ptr + parts[:, None] * DV + held[None, :], mask=(held < DV)[None, :], other=0.0)
-    out = tl.sum(sums * factors[:, None], 0) / total
+    out = tl.sum(sums * factors[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     if gate_ptr is not None:
         gate = tl.load(gate_ptr + head // Q * gate_stride + head % Q * WIDTH + D + held, mask=held < DV, other=0.0).to(tl.float32)
         out = out.to(out_ptr.dtype.element_ty).to(tl.float32) / (1.0 + tl.exp(-gate))

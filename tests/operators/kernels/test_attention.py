@@ -15,7 +15,7 @@ from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
 from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
@@ -133,6 +133,16 @@ def test_a_full_cache_is_left_alone() -> None:
     assert torch.equal(values, before[1])
 
 
+def test_sequences_that_see_no_token_are_zeros() -> None:
+    keys, values = random(2, 2, 100, 16, seed=0), random(2, 2, 100, 16, seed=1)
+    states = (random(2, 1, 64, seed=2), random(2, 1, 32, seed=3), random(2, 1, 32, seed=4))
+    mask = torch.ones(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    found = decode_attention(states, None, 0, None, (keys, values, torch.tensor(70, device=DEVICE)), mask, 0.25)
+    assert found[0].isfinite().all()
+    assert not found[1].any()
+
+
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
@@ -222,6 +232,69 @@ def test_other_forms_are_left_alone(model_type: str, tmp_path: Path) -> None:
     model = injected(stock(model_type), tmp_path)
     lines = {each.placement() for each in model.moegraft.operators.values()}
     assert lines == {"attention: fused_attention, left to PyTorch"}
+
+
+def test_limits_that_random_states_do_not_reach_are_left_to_the_module(tmp_path: Path, launches: list[torch.Size]) -> None:
+    model, ids = stock("olmoe"), prompt(6, batch=1, seed=3).to(DEVICE)
+    model.config.clip_qkv = 8.0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.mul_(100)
+    expected = decoded(model, ids, 2)
+    ours = injected(model, tmp_path)
+    launches.clear()
+    found = decoded(ours, ids, 2)
+    assert not launches
+    assert torch.equal(found, expected)
+
+
+def test_modules_without_a_layer_of_the_cache_are_left_alone(tmp_path: Path) -> None:
+    model: Any = stock("qwen3_moe")
+    model.model.layers[0].self_attn.layer_idx = None
+    operators = injected(model, tmp_path).moegraft.operators
+    assert operators["model.layers.0.self_attn"].placement() == "attention: fused_attention, left to PyTorch"
+
+
+def test_angles_of_another_rotation_are_left_to_the_module(
+    tmp_path: Path, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
+
+    def interleaved(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    monkeypatch.setattr(modeling, "rotate_half", interleaved)
+    first = stock("granitemoehybrid")
+    first.config.position_embedding_type = "rope"
+    model, ids = type(first)(first.config).eval().to(DEVICE), prompt(6, batch=1, seed=3).to(DEVICE)
+    expected = decoded(model, ids, 2)
+    ours = injected(model, tmp_path)
+    launches.clear()
+    found = decoded(ours, ids, 2)
+    assert not launches
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+
+
+@pytest.mark.parametrize("kind", ["own update", "offloaded"])
+def test_caches_that_do_more_than_add_tokens_are_asked(
+    kind: str, tmp_path: Path, launches: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated = []
+
+    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int) -> Any:
+        updated.append(layer)
+        return cache.layers[layer].update(keys, values)
+
+    model, ids = injected(stock("qwen3_moe"), tmp_path), prompt(6, batch=1, seed=3).to(DEVICE)
+    launches.clear()
+    monkeypatch.setattr(StaticCache if kind == "own update" else Cache, "update", update)
+    cache: Any = StaticCache(config=model.config, max_cache_len=12)
+    cache.offloading = kind == "offloaded"
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache})
+    assert updated == 2 * list(range(model.config.num_hidden_layers))
+    assert not launches
 
 
 @pytest.mark.parametrize("call", ["two tokens", "growing cache", "gradients", "training", "attention weights", "no mask", "set aside"])
@@ -369,3 +442,63 @@ def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert counted.found.count("mm") == 3  # queries, keys and values in one; the output; the router
     assert kernels == ["_norm_kernel", "_place_kernel", "_part_kernel", "_merge_kernel", "_norm_kernel", "_choice_kernel"]
     assert len(counted.found) == 11, counted.found
+
+
+class Twice(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("change", ["parametrization", "forward", "forward before", "weight of two"])
+def test_projections_that_compute_otherwise_are_not_joined(change: str, tmp_path: Path, launches: list[torch.Size]) -> None:
+    models, ids = [stock("granitemoe") for _ in range(2)], prompt(6, batch=2, seed=3).to(DEVICE)
+
+    def before(model: Any) -> None:
+        layer = model.model.layers[0].self_attn
+        if change == "weight of two":
+            layer.v_proj.weight = layer.k_proj.weight
+        elif change == "forward before":
+            after(model)
+
+    def after(model: Any) -> None:
+        projection = model.model.layers[0].self_attn.v_proj
+        if change == "parametrization":
+            torch.nn.utils.parametrize.register_parametrization(projection, "weight", Twice())
+        elif change == "weight of two":
+            with torch.no_grad():
+                projection.weight.mul_(2)
+        else:
+            own = projection.forward
+            projection.forward = lambda x: 2 * own(x)
+
+    before(models[0])
+    before(models[1])
+    ours = injected(models[1], tmp_path)
+    if change != "forward before":
+        after(models[0])
+        after(ours)
+    expected, found = decoded(models[0], ids, 2), decoded(ours, ids, 2)
+    assert launches
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
+
+
+class Stored(torch.Tensor):
+    """A weight as those of quantising libraries: a product reads it, and it cannot be joined to others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            raise TypeError("no such operation")
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if func is torch.nn.functional.linear else found
+
+
+def test_weights_of_other_types_are_not_joined(tmp_path: Path, launches: list[torch.Size]) -> None:
+    model, ids = stock("granitemoe"), prompt(6, batch=2, seed=3).to(DEVICE)
+    expected = decoded(model, ids, 2)
+    layer: Any = model.model.layers[0].self_attn
+    layer.v_proj.weight = torch.nn.Parameter(layer.v_proj.weight.detach().as_subclass(Stored))
+    found = decoded(injected(model, tmp_path), ids, 2)
+    assert launches
+    assert isinstance(layer.v_proj.weight, Stored)
+    assert float((found - expected).norm()) <= (2e-5 if INTERPRETED else 1e-3) * float(expected.norm())
