@@ -297,6 +297,11 @@ def test_caches_that_do_more_than_add_tokens_are_asked(
     assert not launches
 
 
+def test_models_in_float64_are_left_alone(tmp_path: Path) -> None:
+    model = injected(stock("qwen3_moe").double(), tmp_path)
+    assert {each.placement() for each in model.moegraft.operators.values()} == {"attention: fused_attention, left to PyTorch"}
+
+
 @pytest.mark.parametrize("call", ["two tokens", "growing cache", "gradients", "training", "attention weights", "no mask", "set aside"])
 def test_other_calls_run_in_the_module(call: str, tmp_path: Path, launches: list[torch.Size]) -> None:
     model = stock("qwen3_moe", "eager" if call == "attention weights" else "sdpa")
