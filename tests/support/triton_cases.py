@@ -77,6 +77,8 @@ def poisoned() -> Iterator[None]:
 
     def poison(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = empty(*args, **kwargs)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
         return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
     torch.empty = poison
