@@ -281,7 +281,7 @@ def test_caches_that_do_more_than_add_tokens_are_asked(
 ) -> None:
     updated = []
 
-    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int) -> Any:
+    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, **kwargs: Any) -> Any:
         updated.append(layer)
         return cache.layers[layer].update(keys, values)
 
