@@ -285,7 +285,7 @@ class QuantizedLinear(Operator):
 
 
 class JointLinear:
-    """Linear layers of one input on a GPU, computed in one product. Their weights stay theirs, as parts of one block of memory.
+    """Linear layers of one input on a GPU, computed in one product. The layers keep their weights, as views of one tensor.
 
     Args:
         layers: as `of` returns it for them.

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._device import _device_constructors
+from transformers import PreTrainedModel
+
+from moegraft.injection import optimize_and_load
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -67,6 +71,15 @@ def launched(kernels: ModuleType, name: str) -> Iterator[list[torch.Size]]:
 
     with mock.patch.object(kernels, name, counting):
         yield found
+
+
+def with_fused(kinds: Sequence[str], model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Inject a model with the fused operators of these kinds alone."""
+    rules = folder / "rules.yaml"
+    wanted = (f"{{match: {{kind: {kind}}}, replace: {{class: fused_{kind}}}}}" for kind in kinds)
+    rules.write_text(f"rules: [{', '.join(wanted)}]")
+    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
+    return found
 
 
 @contextmanager

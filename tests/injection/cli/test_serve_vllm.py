@@ -145,11 +145,11 @@ def test_the_model_sees_allowed_tools_alone(loaded: LoadedModel) -> None:
 def test_a_refusal_is_text_of_the_assistant(server: Server) -> None:
     """As a client sends back what a server of OpenAI's has answered."""
     lengths = []
-    for said in (
+    for fields in (
         {"content": "I cannot."},
         {"content": [{"type": "refusal", "refusal": "I cannot."}]},
         {"content": None, "refusal": "I cannot."},
     ):
-        chat: Any = [*messages("hello"), {"role": "assistant", **said}, *messages("why?")]
+        chat: Any = [*messages("hello"), {"role": "assistant", **fields}, *messages("why?")]
         lengths.append(ask(server, messages=chat).usage.prompt_tokens)
     assert len(set(lengths)) == 1

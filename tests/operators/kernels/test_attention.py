@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,13 +14,12 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
-from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned
+from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned, with_fused
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from moegraft.injection import optimize_and_load
 from moegraft.operators.base import CACHE
 from moegraft.operators.cpu_ops.fused_attention import FusedAttention
 from moegraft.operators.cpu_ops.norm import FusedNorm
@@ -27,7 +27,7 @@ from moegraft.operators.cpu_ops.router import FusedRouter
 from moegraft.operators.kernels import attention as kernels
 from moegraft.operators.kernels.attention import HeadNorm, decode_attention
 
-RULES = "rules: [{match: {kind: attention}, replace: {class: fused_attention}}]"
+injected = partial(with_fused, ("attention",))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPSILON = 1e-5
 
@@ -167,13 +167,6 @@ def stock(model_type: str, attention: str = "sdpa") -> PreTrainedModel:
     if attention == "eager":
         model.set_attn_implementation(attention)
     return model.to(DEVICE)
-
-
-def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES)
-    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
-    return found
 
 
 def decoded(model: PreTrainedModel, ids: torch.Tensor, steps: int, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -425,10 +418,7 @@ def test_launches_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     if INTERPRETED:
         monkeypatch.setattr(FusedRouter, "on_gpu", True)
     model, ids = stock("qwen3_moe"), prompt(6, batch=1, seed=3).to(DEVICE)
-    rules = tmp_path / "fused.yaml"
-    wanted = (f"{{match: {{kind: {kind}}}, replace: {{class: fused_{kind}}}}}" for kind in ("attention", "norm", "router"))
-    rules.write_text(f"rules: [{', '.join(wanted)}]")
-    optimize_and_load(model, rules, progress=False, threads=1)
+    with_fused(("attention", "norm", "router"), model, tmp_path)
     layer: Any = model.model.layers[1]
     monkeypatch.setattr(layer.mlp.experts, "forward", lambda x, *_: x)
     cache = StaticCache(config=model.config, max_cache_len=256)

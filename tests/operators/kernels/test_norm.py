@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
-from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched
+from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, with_fused
 from transformers import PreTrainedModel
 
-from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.norm import FusedNorm
 from moegraft.operators.kernels import small as kernels
 from moegraft.operators.kernels.small import MAX_COLUMNS, norm
 
-RULES = "rules: [{match: {kind: norm}, replace: {class: fused_norm}}]"
+injected = partial(with_fused, ("norm",))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [
     (1, 1, 2048),  # a token's hidden state
@@ -97,13 +97,6 @@ def stock(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
             if "norm" in name:
                 weight.normal_()  # else an offset and a product with ones would be the same
     return model.to(DEVICE)
-
-
-def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES)
-    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[
 import torch
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import expected_choice
-from support.triton_cases import DEVICE, INTERPRETED, launched
+from support.triton_cases import DEVICE, INTERPRETED, launched, with_fused
 from transformers import PreTrainedModel
 
-from moegraft.injection import optimize_and_load
 from moegraft.operators.cpu_ops.router import FusedRouter
 from moegraft.operators.kernels import small as kernels
 from moegraft.operators.kernels.small import choose_experts
 
-RULES = "rules: [{match: {kind: router}, replace: {class: fused_router}}]"
+injected = partial(with_fused, ("router",))
 CHOICES: dict[str, dict[str, Any]] = {
     "softmax": {},
     "normalised": {"normalise": True},
@@ -88,13 +88,6 @@ def launches() -> Iterator[list[torch.Size]]:
     """The shapes of the logits that the kernel is given."""
     with launched(kernels, "choose_experts") as found:
         yield found
-
-
-def injected(model: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(RULES)
-    found: PreTrainedModel = optimize_and_load(model, rules, progress=False, threads=1)
-    return found
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, Any]:
