@@ -16,6 +16,7 @@ from moegraft.injection.injected import Injection, injected_class
 from moegraft.injection.loading import CheckpointLoader
 from moegraft.injection.meta_model import MetaModel
 from moegraft.injection.planning import Plan
+from moegraft.operators.base import ModelOperator, ModelOperators
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError, human_bytes
@@ -106,7 +107,11 @@ def graft(
     if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
         threads = threads_beside_gpu()
     context = InjectionContext(dtype=dtype, threads=threads, expert_group=expert_group)
-    operators = {swap.module: swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context) for swap in plan.swaps}
+    built = [(swap.module, swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context)) for swap in plan.swaps]
+    operators = dict(built)
+    of_model = [operator for _, operator in built if isinstance(operator, ModelOperator)]
+    if len(of_model) > 1:
+        operators[""] = ModelOperators(of_model)
     if context.gpu_engines_in_use is not None:
         context.gpu_engines_in_use.cache = replace(kv_cache(skeleton), form=plan.cache_form(skeleton.config))
     context.replay = _step_replay(plan, context)

@@ -167,11 +167,11 @@ def plan(
     assignment = apply_rules(rules, modules, registry, findings, model_type=model_type, divided=shares is not None)
 
     weights = meta.weights if meta is not None else None
-    rule_of = {path: rule for rule, paths in zip(rules.rules, assignment.taken, strict=True) for path in paths}
+    takers = [(path, rule) for rule, paths in zip(rules.rules, assignment.taken, strict=True) for path in paths]
+    places = {path: place for place, path in enumerate(modules)}
     swaps = []
-    for path in modules:
-        rule = rule_of.get(path)
-        if rule is not None and rule.operator is not None:
+    for path, rule in sorted(takers, key=lambda taker: places[taker[0]]):
+        if rule.operator is not None:
             operator = registry[rule.operator]
             options = _options_for(path, modules[path], operator, rule.options, weights)
             footprint = operator.footprint(modules[path], options, dtype)

@@ -162,8 +162,7 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     with _stock_outputs(model, injection, StockModules(source), layers):
         stock_logits = logits_of(model, ids)
     before = total_counts(sparse)
-    losses = [loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None]
-    loss = max(losses, key=lambda each: each.tokens, default=None)
+    loss = _decode_loss(injection)
     injected_logits = logits_of(model, ids) if loss is None else decoded_logits_of(model, ids, loss)
     replaced = [swap.module for swap in injection.plan.swaps if not swap.in_place]
     injection.verifications.append(compare_logits(stock_logits, injected_logits, ids))
@@ -175,6 +174,15 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
         left_out=achieved(total_counts(sparse) - before) if any(layer.threshold for layer in sparse) else None,
         decode_loss=None if loss is None else loss.text,
     )
+
+
+def _decode_loss(injection: Injection) -> DecodeLoss | None:
+    """Return what decode steps of a model compute otherwise than prompts, for whatever reasons together."""
+    losses = list(dict.fromkeys(loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None))
+    if not losses:
+        return None
+    settings = next((loss.settings for loss in losses if loss.settings is not None), None)
+    return DecodeLoss(" and ".join(loss.text for loss in losses), max(loss.tokens for loss in losses), settings)
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

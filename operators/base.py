@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 
 import torch
@@ -304,6 +305,57 @@ class ModelOperator(InPlaceOperator):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{field.name}={getattr(self.options, field.name)}" for field in fields(self.options))
+
+
+class ModelOperators(ModelOperator):
+    """Several operators of one model: each of them hands the calls of `generate` that it does not answer itself to the next one.
+
+    Args:
+        operators: in the order of their rules.
+    """
+
+    def __init__(self, operators: Sequence[ModelOperator]) -> None:
+        super().__init__(None)
+        self._operators = tuple(operators)
+        self.name = " and ".join(operator.name for operator in operators)  # type: ignore[misc] # not of the class
+
+    @classmethod
+    def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> NoReturn:
+        raise AssertionError("rules name each of them")
+
+    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
+        for operator in self._operators:
+            operator.check(model, operators)
+
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        for operator in self._operators:
+            operator.on_model_loaded(model, path)
+
+    def new_cache(self, model: PreTrainedModel) -> Cache | None:
+        created = (operator.new_cache(model) for operator in self._operators)
+        return next((cache for cache in created if cache is not None), None)
+
+    def batch_drafts(self) -> BatchDrafts | None:
+        drafts = (operator.batch_drafts() for operator in self._operators)
+        return next((found for found in drafts if found is not None), None)
+
+    def record_rounds(self, timelines: Sequence[Timeline]) -> bool:
+        recorded = [operator.record_rounds(timelines) for operator in self._operators]
+        return any(recorded)
+
+    def generate(self, model: PreTrainedModel, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for operator in reversed(self._operators):
+            plain = update_wrapper(partial(operator.generate, model, plain), plain)  # which has the signature of the stock method
+        return plain(*args, **kwargs)
+
+    def placement(self) -> str:
+        return "; ".join(operator.placement() for operator in self._operators)
+
+    def statistics(self) -> Mapping[str, object]:
+        return {name: value for operator in self._operators for name, value in operator.statistics().items()}
+
+    def extra_repr(self) -> str:
+        return self.name
 
 
 # The name of the cache among the arguments and outputs of a model: "cache" from transformers 5.24 on.

@@ -176,8 +176,14 @@ class Storage(ABC):
         return why_not_split(model, Cache(layers=layers), names)
 
     def wrong_operators(self, model: nn.Module, operators: Mapping[str, Operator]) -> str | None:
-        """Return which module cannot compute with such a cache, and what to do, or None where all can."""
-        return None
+        """Return which operator cannot work with such a cache, and what to do, or None where all can."""
+        of_model = operators[""]
+        if self.is_croppable or not isinstance(of_model, ModelOperator) or not of_model.record_rounds(()):
+            return None
+        return (
+            f"rejected drafts cannot be removed from the cache of 'backend: {self.options.backend}': write 'backend: native', or remove "
+            "one of the rules quantized_kv_cache and speculative_draft"
+        )
 
     def wrong_device(self, device: torch.device) -> str | None:
         """Return why the cache of a model on this device cannot be stored so, or None where it can."""

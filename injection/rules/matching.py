@@ -162,7 +162,7 @@ def apply_rules(
 
 
 def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[str]) -> Assignment:
-    """Assign every module to the first rule that matches it. Pure.
+    """Assign every module to the first rule that matches it, and the model also to others with further operators of its kind. Pure.
 
     Args:
         in_place: the operators that leave their module in place, and its parts to other rules.
@@ -174,6 +174,7 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
     candidates: dict[str, int] = {}  # path -> the first rule that matches it
     for index, paths in reversed(list(enumerate(fitting))):
         candidates.update(dict.fromkeys(paths, index))
+    of_model = _rules_of_model(rules, fitting, in_place)
     taken: list[list[str]] = [[] for _ in rules]
     nested: dict[tuple[int, int], list[str]] = {}
     owner: dict[str, int] = {}  # path -> the rule that takes or closes it
@@ -188,18 +189,32 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
             continue
         if path not in candidates:
             continue
-        index = owner[path] = candidates[path]
-        if replaced is not None and replaced[1] == index:
+        owner[path] = candidates[path]
+        if replaced is not None and replaced[1] == candidates[path]:
             continue  # a part of a module that the rule takes, such as the activation within experts
-        taken[index].append(path)
-        if replaced is not None and rules[index].operator is not None:
-            nested.setdefault((index, replaced[1]), []).append(path)
-        if not rules[index].recursive:
-            closed = (path, index)
-        if rules[index].operator not in (None, *in_place) and replaced is None:
-            replaced = (path, index)
-    lost = [{} if took else _by_owner(fits, owner) for took, fits in zip(taken, fitting, strict=True)]
+        for index in [candidates[path]] if path else of_model:
+            taken[index].append(path)
+            if replaced is not None and rules[index].operator is not None:
+                nested.setdefault((index, replaced[1]), []).append(path)
+            if not rules[index].recursive:
+                closed = (path, index)
+            if rules[index].operator not in (None, *in_place) and replaced is None:
+                replaced = (path, index)
+    lost: list[dict[int, list[str]]] = []
+    for rule, took, fits in zip(rules, taken, fitting, strict=True):
+        if "" in fits and not took:
+            owner[""] = next((index for index in of_model if rules[index].operator == rule.operator), of_model[0])
+        lost.append({} if took else _by_owner(fits, owner))
     return Assignment(taken, lost, nested)
+
+
+def _rules_of_model(rules: Sequence[Rule], fitting: Sequence[Sequence[str]], in_place: Collection[str]) -> list[int]:
+    """Return the rules that take the model itself; after one that leaves it as it is, no other does."""
+    takers: dict[str | None, int] = {}
+    for index, (rule, paths) in enumerate(zip(rules, fitting, strict=True)):
+        if "" in paths and None not in takers and (not takers or rule.operator in in_place):
+            takers.setdefault(rule.operator, index)
+    return list(takers.values())
 
 
 def _fitting(rules: Sequence[Rule], modules: ModelModules) -> list[list[str]]:
@@ -263,7 +278,7 @@ def _report_nothing_taken(rule: Rule, lost: dict[int, list[str]], rules: Sequenc
         findings.notice(rule.place("match"), f"{message}, and so overrides it")
     else:
         of_model = any("" in paths for paths in lost.values())
-        fix = "a model can have one operator of kind model: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
+        fix = "a model can have each operator once: keep one of the rules" if of_model else "move it up, or narrow the earlier rule"
         findings.error(rule.place("match"), f"{message}; {fix}")
 
 

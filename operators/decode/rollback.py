@@ -11,12 +11,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from moegraft.operators.cache_form import layer_types, name_layers
+from moegraft.operators.decode.coded_cache import CodedLayer
 from moegraft.operators.decode.states import StateMark, attention_part, has_states, keep_past, keeps_nothing, why_not_split
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.replay import StepReplay
 
-REWINDABLE_KINDS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+REWINDABLE_KINDS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, CodedLayer)
 INDEXED = "selects other tokens to attend to for several tokens at once than for one, so verified text would differ"
 REASONS = {
     "indexed_attention": INDEXED,
@@ -60,7 +61,7 @@ def _mark_layer(layer: Any) -> Callable[[int], None] | None:
     """Return a function that rewinds a layer's keys and values to their present length plus a number of tokens; None where it has none."""
     kind = attention_part(layer)
     keys, values = (layer.keys, layer.values) if getattr(layer, "is_initialized", False) else (None, None)
-    if kind is DynamicLayer:
+    if kind in (DynamicLayer, CodedLayer):
         return partial(_crop, layer, _length(layer))
     if kind is StaticLayer:
         return partial(_reset_length, layer, _length(layer))
@@ -79,7 +80,9 @@ def _length(layer: Any) -> int:
 def _crop(layer: Any, length: int, keep: int) -> None:
     extra = _length(layer) - length - keep
     if extra > 0:
-        DynamicLayer.crop(layer, -extra)  # a layer that also has states would refuse
+        kind = attention_part(layer)
+        assert kind is not None, "the layer has keys and values"
+        kind.crop(layer, -extra)  # type: ignore[attr-defined] # a layer that also has states would refuse
 
 
 def _reset_length(layer: Any, length: int, keep: int) -> None:

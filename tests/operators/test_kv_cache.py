@@ -40,6 +40,7 @@ from moegraft.operators.registry import load_registry
 
 cache_bytes = import_benchmark("kv_cache").cache_bytes
 RULE = "- match: {{kind: model}}\n  replace: {{class: quantized_kv_cache, kwargs: {{{options}}}}}\n"
+DRAFTS = "- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {{schedule: fixed, {options}}}}}\n"
 PROMPT, NEW = 150, 40
 BACKENDS = [
     pytest.param("hqq", marks=pytest.mark.skipif(find_spec("hqq") is None, reason="hqq is not installed")),
@@ -255,6 +256,19 @@ def test_verify_prices_the_cache(backend: str, tmp_path: Path) -> None:
     assert losses == sorted(losses, reverse=True)  # the fewer bits, the more
 
 
+def test_verify_prices_all_that_decode_steps_lose(tmp_path: Path) -> None:
+    path, kl = tmp_path / "rules.yaml", {}
+    codes, drafts = RULE.format(options="backend: native"), DRAFTS.format(options="draft: ngram, mode: adaptive, expert_budget: 4")
+    for rules in (codes, drafts, codes + drafts):
+        path.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{rules}")
+        model = optimize_and_load(demo_path(), path, dtype=torch.float32, progress=False, threads=1)
+        found = verify(model, find_model(str(demo_path())), prompt(100, batch=1, seed=3)[0])
+        kl[rules] = found.logits.kl_nats
+    assert found.decode_loss is not None
+    assert "read in 8 bits by native and at most 4 experts of a layer verify a draft" in found.decode_loss
+    assert kl[codes + drafts] != kl[drafts] and kl[codes + drafts] > 3 * kl[codes]
+
+
 def test_codes_can_be_cropped_and_copied(load) -> None:  # type: ignore[no-untyped-def]
     model, ids = load("gpt_oss", "backend: native"), prompt(60, batch=1, seed=3)
     cache = new_cache(model)
@@ -449,11 +463,62 @@ def test_wrong_options_are_refused(options: str, reason: str, tmp_path: Path) ->
     assert reason in finding.message
 
 
-@HQQ
-def test_a_model_has_at_most_one_model_operator(load) -> None:  # type: ignore[no-untyped-def]
-    draft = "- match: {kind: model}\n  replace: {class: speculative_draft}\n"
-    with pytest.raises(RuleErrors, match=r"are taken .* a model can have one operator of kind model: keep one of the rules"):
-        load(more=draft)
+def test_a_model_has_the_first_operator_of_each_name(tmp_path: Path) -> None:
+    registry, rule = load_registry(), "- {{id: {}, match: {{kind: model}}, replace: {{class: {}, kwargs: {{{}}}}}}}\n"
+    first, again = (rule.format(name, "speculative_draft", f"draft: ngram, max_draft: {len(name)}") for name in ("first", "again"))
+    codes, keep = (
+        rule.format("codes", "quantized_kv_cache", "backend: native"),
+        "- {id: keep, match: {kind: model}, replace: {class: default}}\n",
+    )
+    closing = codes.replace("native}}", "native}}, recursive: false")
+    norms = "- {id: norms, match: {kind: norm}, replace: {class: cpu_norm}}\n"
+
+    def planned(text: str) -> list[str]:
+        rules = read_rules(write(tmp_path, f"version: 1\nrules:\n{text}"), registry=registry)
+        return [swap.rule.id for swap in plan(stock(), rules, registry=registry, dtype=torch.float32).swaps]
+
+    assert planned(first + codes) == ["first", "codes"]
+    assert planned(codes + first + norms)[:3] == ["codes", "first", "norms"]
+    for text, loser, owner in (
+        (first + codes + again, "again", "first"),
+        (codes + first + again, "again", "first"),
+        (first + keep + codes, "keep", "first"),
+        (keep + codes, "codes", "keep"),
+        (first + closing + norms, "norms", "codes"),
+    ):
+        (found,) = (each for each in findings_of(lambda text=text: planned(text)) if "takes no module" in each.message)  # type: ignore[misc]
+        assert f"rule '{loser}' takes no module" in found.message and f"taken or closed by rule '{owner}'" in found.message
+        assert loser == "norms" or "a model can have each operator once: keep one of the rules" in found.message
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("draft", ["draft_top_k: 1", "draft: ngram"])
+def test_drafts_over_codes_change_no_text(draft: str, model_type: str, first: bool, tmp_path: Path) -> None:
+    rules = [RULE.format(options="backend: native"), DRAFTS.format(options=draft)]
+    models, ids = [], prompt(70, batch=1, seed=3)  # pages end within the text
+    for number, chosen in enumerate((rules[:1], rules if first else rules[::-1])):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{''.join(chosen)}")
+        models.append(optimize_and_load(stock(model_type), path, progress=False, threads=1))
+    plain, drafting = models
+    expected = answer(plain, ids=ids)
+    for arguments in ({}, {"past_key_values": new_cache(drafting)}, {}):  # the last time with programs of the first
+        found = answer(drafting, ids=ids, **arguments)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert isinstance(found.past_key_values, CodedCache)
+        assert found.past_key_values.get_seq_length() == ids.shape[1] + NEW - 1
+    figures = drafting.moegraft.model_operator.statistics()
+    assert figures["quantised_caches"] == 3
+    assert figures["rounds"] > 10 and figures["accepted_tokens"] < figures["drafted_tokens"], "drafts were removed from the cache"
+    assert {"quantised_caches", "rounds"} <= drafting.moegraft.statistics()["modules"]["(the model)"].keys()
+    assert any("quantized_kv_cache" in line and "draft: speculative_draft" in line for line in drafting.moegraft.placement())
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_drafts_need_a_cache_from_which_they_can_be_removed(backend: str, load) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UnsupportedModelError, match=r"rejected drafts cannot be removed .* write 'backend: native'"):
+        load(options=f"backend: {backend}", more=DRAFTS.format(options="draft: ngram"))
 
 
 @HQQ

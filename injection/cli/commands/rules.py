@@ -229,15 +229,16 @@ class Explanation:
         first: Rule | None = None
         for index, rule in enumerate(rules):
             misses = _why_not(rule.match, module, self.modules)
-            if first is not None:
+            won = module in assignment.taken[index]
+            if first is not None and not won:
                 also = "does not match" if misses else "matches as well"
                 trials.append(Trial(rule, "not tried", f"rule '{first.id}' comes first and matches; this rule {also}"))
             elif misses:
                 trials.append(Trial(rule, "lost", "; ".join(misses)))
-            elif module in assignment.taken[index]:
-                first = rule
+            elif won:
                 note = "; its class is 'default', so the module stays as it is" if rule.operator is None else ""
-                trials.append(Trial(rule, "won", f"the first rule that matches{note}"))
+                trials.append(Trial(rule, "won", f"the first rule that matches{'' if first is None else ' for its operator'}{note}"))
+                first = first or rule
             else:
                 first = rule
                 reason = f"matches, but the module is inside {outer.get(index)}, which this rule replaces as a whole"
@@ -310,11 +311,11 @@ def _write_trials(module: str, trials: Sequence[Trial], explained: Explanation, 
     rows = [(trial.outcome, f"{trial.rule.place_text}:", f"rule '{trial.rule.id}':", trial.reason) for trial in trials]
     terminal.write("\n".join(f"  {line}" for line in columns(rows)) + "\n")
     swaps = explained.plan.swaps if explained.plan else ()
-    swap = next((swap for swap in swaps if swap.module == module), None)
-    if swap is not None:
+    replacing = [swap for swap in swaps if swap.module == module]
+    for swap in replacing:
         options = ", ".join(f"{name}={value}" for name, value in asdict(swap.options).items())  # type: ignore[call-overload]
         terminal.write(f"  replaced by {swap.operator} ({options}): {bytes_text(swap.footprint.by_device)}\n")
-    elif not any(trial.outcome == "won" for trial in trials):
+    if not replacing and not any(trial.outcome == "won" for trial in trials):
         outer = next((swap for swap in swaps if not swap.in_place and module.startswith(f"{swap.module}.")), None)
         fate = "it is not replaced" if outer is None else f"it is replaced with {outer.module}, which rule '{outer.rule.id}' takes"
         terminal.write(f"  no rule takes it: {fate}\n")
@@ -399,8 +400,8 @@ class Difference:
 
 def differences(before: Plan, after: Plan) -> list[Difference]:
     """Return every module whose operator, options or bytes differ."""
-    first, second = ({swap.module: swap for swap in plan.swaps} for plan in (before, after))
-    pairs = [Difference(module, first.get(module), second.get(module)) for module in dict.fromkeys([*first, *second])]
+    first, second = ({(swap.module, "" if swap.module else swap.operator): swap for swap in plan.swaps} for plan in (before, after))
+    pairs = [Difference(key[0], first.get(key), second.get(key)) for key in dict.fromkeys([*first, *second])]
     return [pair for pair in pairs if _effect(pair.before) != _effect(pair.after)]
 
 

@@ -144,8 +144,8 @@ def drafts(
     ids = text_ids(loaded, content, text, 4096, least=2)
     injection = loaded.model.moegraft
     assert isinstance(injection, Injection), "load_model gives injected models"
-    operator = injection.model_operator
-    settings = DraftSettings(1) if operator is None else type(operator).traits(operator.options).drafting
+    of_model = [swap.traits for swap in injection.plan.swaps if not swap.module]
+    settings = next((traits.drafting for traits in of_model if traits.drafting is not None), None if of_model else DraftSettings(1))
     with terminal.stage("measuring drafts"), torch.inference_mode():
         found = measure_draft_costs(loaded.model, injection.context, ids, longest=longest, settings=settings)
     tables = "\n\n".join("\n".join(_costs_lines(costs)) for costs in found)

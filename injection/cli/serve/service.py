@@ -130,6 +130,8 @@ class Service:
         coded = stores_codes(loaded.model)
         own_passes = limits.batch_invariant or shared_tokens == 0
         drafts = None if operator is None or own_passes else operator.batch_drafts()
+        if coded and operator is not None and drafts is None and not own_passes and operator.record_rounds(()):
+            logger.warning("serve: requests are decoded together, which with these options leaves no drafts to %s", operator.name)
         if shared_tokens == 0:
             if limits.batch_invariant:
                 raise OptionsError("--batch-invariant: rotary embeddings of the kind 'dynamic' depend on earlier, longer texts")

@@ -355,6 +355,29 @@ def test_drafts_change_no_answer_of_a_batch(draft: str, rules: str, tmp_path: Pa
     assert work["tokens_accepted"] > 20, "drafts were of use"
 
 
+CODES = "- {id: codes, match: {kind: model}, replace: {class: quantized_kv_cache, kwargs: {backend: native}}}\n"
+
+
+def test_drafts_over_codes_change_no_answer_of_a_batch(tmp_path: Path) -> None:
+    rules = tmp_path / "codes.yaml"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{CODES}")
+    plain = scripted_answers(load_model(ModelOptions(rules=str(rules), dtype="float32", threads=1), QUIET))[0]
+    assert plain != plain_answers(), "codes are not exact"
+    for draft in ("draft: mtp", "draft_top_k: 1"):
+        found, work = scripted_answers(with_drafts(tmp_path, f"{draft}, max_draft: 4, schedule: fixed", CODES))
+        assert found == plain
+        assert work["tokens_accepted"] > 20, "drafts were of use"
+
+
+def test_a_batch_over_codes_has_no_drafts_of_one_sequence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(with_drafts(tmp_path, "mode: adaptive, tolerance: 0.3", CODES), Limits())
+    try:
+        assert service.alone_because is None
+        assert "leaves no drafts to speculative_draft and quantized_kv_cache" in caplog.text
+    finally:
+        service.close()
+
+
 @cache
 def plain_answers() -> list[list[int]]:
     return scripted_answers(load_model(ModelOptions(rules="cpu-exact", dtype="float32", threads=1), QUIET))[0]

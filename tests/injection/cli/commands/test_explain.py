@@ -92,6 +92,22 @@ def test_each_rule_has_its_reason(
     assert reason in found[rule][1]
 
 
+def test_a_model_with_several_operators(run: Run, run_json: RunJson, rules: Write, config_folder: Path) -> None:
+    rule = "- {{id: {}, match: {{kind: model}}, replace: {{class: {}, kwargs: {{{}}}}}}}\n"
+    drafts, codes = (
+        rule.format("drafts", "speculative_draft", "draft: ngram"),
+        rule.format("codes", "quantized_kv_cache", "backend: native"),
+    )
+    one, both = rules(drafts, "one.yaml"), rules(drafts + codes, "both.yaml")
+    found = fates(run_json("explain", both, "--model", config_folder, "--module", ""))
+    assert found["drafts"] == ("won", "the first rule that matches")
+    assert found["codes"] == ("won", "the first rule that matches for its operator")
+    text = run("explain", both, "--model", config_folder, "--module", "").stdout
+    assert "replaced by speculative_draft (" in text and "replaced by quantized_kv_cache (" in text and "no rule takes it" not in text
+    (changed,) = run_json("diff", one, both, "--model", config_folder)["modules"]
+    assert changed["before"] is None and changed["after"]["operator"] == "quantized_kv_cache"
+
+
 def test_a_part_of_what_is_replaced(run: Run, run_json: RunJson, rules: Write, config_folder: Path) -> None:
     path = rules("- {id: all, match: {name: experts}, replace: {class: hybrid_experts}}\n")
     module = f"{EXPERTS}.act_fn"
