@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -23,6 +24,10 @@ from support.kernel_cases import as_array, make_batch, make_layer
 from moegraft.cpu_backend import Runtime, default_threads
 from moegraft.cpu_backend._kernel import cores_of_cpu_max, select_isa
 from moegraft.operators.weight_formats import FORMATS
+
+
+def read_text(path: str) -> str:
+    return Path(path).read_text() if Path(path).is_file() else ""
 
 
 def numpy_batch(tokens: int, layer) -> list[np.ndarray]:  # type: ignore[no-untyped-def]
@@ -521,3 +526,35 @@ def test_a_runtime_in_a_forked_child_raises() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr
     assert "made before a fork" in done.stdout
+
+
+FAULTS = """
+import ctypes, resource
+from moegraft.cpu_backend import Runtime
+libc = ctypes.CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = (ctypes.c_size_t,), ctypes.c_void_p, (ctypes.c_void_p,)
+runtime = Runtime(1) if {} else None
+faults = []
+for _ in range(20):
+    activations = [libc.malloc(4 << 20) for _ in range(24)]  # of a prompt
+    for each in activations:
+        ctypes.memset(each, 1, 4 << 20)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    for each in activations:
+        libc.free(each)
+print(faults[-1] - faults[4])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+@pytest.mark.skipif("[always]" in read_text("/sys/kernel/mm/transparent_hugepage/enabled"), reason="huge pages have few faults")
+def test_freed_activations_are_not_cleared_again() -> None:
+    def faults(runtime: bool, **environment: str) -> int:
+        kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
+        command = [sys.executable, "-c", FAULTS.format(runtime)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env={**kept, **environment}).stdout)
+
+    pages = 15 * 24 * (1 << 20) * 4 // os.sysconf("SC_PAGE_SIZE")
+    assert faults(True) < pages / 20
+    assert faults(False) > pages / 4
+    assert faults(True, MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > pages / 2, "the user's own choice"

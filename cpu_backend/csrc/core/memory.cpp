@@ -1,8 +1,12 @@
 #include "core/memory.h"
 
 #include <sys/mman.h>
+#if defined(__linux__)
+#include <malloc.h>
+#endif
 
 #include <cstdint>
+#include <cstdlib>
 #include <new>
 #include <utility>
 
@@ -54,6 +58,18 @@ void AlignedMemory::reserve(std::size_t bytes) {
   if (bytes <= size_) return;
   *this = AlignedMemory();  // freed first: both at once may not fit
   *this = AlignedMemory(bytes + bytes / 4);
+}
+
+void keep_freed_memory() {
+#if defined(__GLIBC__)
+  static const bool configured = [] {
+    for (const char* name : {"GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"})
+      if (std::getenv(name) != nullptr) return false;
+    // The largest that glibc takes; and above the activations of a chunk of 2048 tokens.
+    return mallopt(M_MMAP_THRESHOLD, 32 << 20) == 1 && mallopt(M_TRIM_THRESHOLD, 128 << 20) == 1;
+  }();
+  (void)configured;
+#endif
 }
 
 }  // namespace moegraft

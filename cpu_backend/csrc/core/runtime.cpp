@@ -50,7 +50,9 @@ Runtime::Runtime(int threads, const std::string& isa, bool share_threads, std::o
       pool_(std::make_unique<ThreadPool>(threads_, checked_nodes(node_groups))),
       openmp_(share_threads && pool_->nodes() == 1 ? OpenMp::find() : nullptr),  // its threads are not kept on a node
       engine_(std::make_unique<Engine>(kernels_, *pool_)),
-      queue_(std::make_unique<Queue>()) {}
+      queue_(std::make_unique<Queue>()) {
+  keep_freed_memory();
+}
 
 Runtime::~Runtime() {
   if (getpid() != owner_) {
