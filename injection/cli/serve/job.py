@@ -165,7 +165,6 @@ class Job:
         self,
         ask: Ask,
         tokenizer: PreTrainedTokenizerBase,
-        end_tokens: Sequence[int],
         listener: Callable[[Piece], None] | None = None,
         *,
         raw: bool = False,
@@ -195,7 +194,6 @@ class Job:
         self._first_s = self._last_s = 0.0
         self._ended = False  # the listener has the last piece
         self._sent_tokens = 0  # of the pieces so far
-        self._end_tokens = frozenset(end_tokens)
         self._stop = StopFilter(ask.stop)
         self._parts = parts
         self.prompt_scores: list[TokenScore] = []
@@ -231,7 +229,7 @@ class Job:
     def take(self, token: int, score: TokenScore | None = None) -> bool:
         """Add the next token of the answer; return whether the answer ends with it."""
         assert self.ending is None, "nothing follows the end of an answer"
-        ends = token in self._end_tokens
+        ends = token in self.ask.end_tokens
         if score is not None and not ends:
             self._scores.append(score)
         self.token_ids.append(token)

@@ -173,7 +173,6 @@ class Service:
                     most=most,
                     prefill_chunk=limits.prefill_chunk,
                     drafts=drafts,
-                    ends=self.ends,
                     own_passes=own_passes,
                     shared_tokens=shared_tokens,
                 )
@@ -203,7 +202,7 @@ class Service:
         Raises:
             OptionsError: the memory of keys and values has no room for any request.
         """
-        limit, needed = decoder.memory.limit, decoder.needed_bytes(Job(Ask([0], 1), self.loaded.tokenizer, self.ends))
+        limit, needed = decoder.memory.limit, decoder.needed_bytes(Job(Ask([0], 1), self.loaded.tokenizer))
         if needed > limit:
             given = "half of the free memory, " if self.limits.kv_memory is None else ""
             raise OptionsError(
@@ -297,7 +296,6 @@ class Service:
             job = Job(
                 own,
                 tokenizer,
-                self.ends,
                 partial(listener, index),
                 raw=template is not None,
                 parts=parts,

@@ -144,7 +144,7 @@ def test_pieces_that_come_together_keep_the_scores_of_their_tokens(kind: Literal
     fast.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<s>")
     pieces: list[Piece] = []
-    job = Job(Ask([4], 5, logprobs=2), tokenizer, [0], pieces.append)
+    job = Job(Ask([4], 5, end_tokens=[0], logprobs=2), tokenizer, pieces.append)
     for token in (1, 2, 3, 4, 0):
         job.take(token, TokenScore(token, -1.0, ((token, -1.0), (2, -2.0))))
     job.report_end()
