@@ -90,7 +90,7 @@ def read_rules(
     findings.raise_errors()
     files = tuple(header.position.file for header in headers)
     values = {name: variable.value for name, variable in variables.items()}
-    return RuleFile(tuple(rules), values, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
+    return RuleFile(tuple(rules), values, tuple(requires), files, findings.in_order(), shares or "auto")
 
 
 def check_syntax(source: str | os.PathLike[str]) -> None:
