@@ -199,7 +199,6 @@ class Job:
         self.prompt_scores: list[TokenScore] = []
         self._scores: list[TokenScore] = []  # not yet sent
         self._streamer = AnswerStreamer(tokenizer, self._spell, skip_special_tokens=not raw)
-        self._streamer.put(torch.empty(0))  # the first call is for the prompt
 
     @property
     def most_tokens(self) -> int:
@@ -242,7 +241,7 @@ class Job:
                 self._scores.append(score)
         else:
             with self.failing_alone():
-                self._streamer.put(torch.tensor([token]))
+                self._streamer.add([token])
             if self._stop.stopped:
                 self.finish("stop")
             elif self.completion_tokens >= self.ask.max_tokens:
