@@ -31,12 +31,12 @@ from moegraft.injection.cli.serve.answer_parser import (
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.completions import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.limits import Limits
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
+from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, default_limit, mib, open_pool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit

@@ -38,9 +38,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.completions import TokenizeBody
 from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.job import Ask, Job, Piece, TokenScore
+from moegraft.injection.cli.serve.openai import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.demo import demo_path
 
