@@ -24,7 +24,8 @@ from harness.record import Recorder, parser
 from harness.rounds import alternate, clock, percentiles, seconds
 from transformers import PreTrainedModel
 
-from moegraft.injection.calibration import collect, quantiles, sparse_layers
+from moegraft.injection.calibration import collect, quantiles
+from moegraft.injection.injected import sparse_layers
 from moegraft.operators.sparsity import LayerSparsity, achieved, total_counts
 from moegraft.operators.thresholds import experts_layer
 

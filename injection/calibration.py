@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from moegraft.injection.injected import injection_of
-from moegraft.injection.loading import CheckpointLoader
+from moegraft.injection.injected import sparse_layers
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights, read_tokenizer
 from moegraft.injection.planning import Plan
 from moegraft.injection.rules import RuleFile
@@ -121,6 +120,7 @@ def calibrating(layers: Mapping[str, LayerSparsity], num_experts: Mapping[str, i
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 64
+HELD_OUT = 0.2  # of a text, at its end, for evaluation alone
 WHOLE = SparsityOptions(0.0, "routed")
 Advance = Callable[[int], None]
 
@@ -133,14 +133,12 @@ class CalibrationOptions:
         targets: sparsity to evaluate on the held-out text.
         scope, mode: of these targets, as in rules.
         window: tokens of one forward pass.
-        held_out: share of the text, at its end, that is used for evaluation only.
     """
 
     targets: tuple[float, ...] = (0.5, 0.7, 0.85)
     scope: Scope = "routed"
     mode: Mode = "layer"
     window: int = 512
-    held_out: float = 0.2
 
     def __post_init__(self) -> None:
         for target in self.targets:
@@ -149,8 +147,6 @@ class CalibrationOptions:
                 raise ValueError("target 0 leaves no neuron out; give a target above 0")
         if self.window < 2:
             raise ValueError(f"window must be 2 or more, not {self.window}")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +197,14 @@ def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, t
     Raises:
         UnsupportedModelError: no layer of the model can leave neurons out.
     """
-    injection = injection_of(model)
-    operators = {} if injection is None else {path: each for path, each in injection.operators.items() if each.sparsity is not None}
-    if not operators:
+    paths = sparse_layers(model)
+    if not paths:
         raise UnsupportedModelError("no layer of this model can leave neurons out; load it with 'sparsity' in its rules")
     skeleton = meta_skeleton(source, torch.float32)
-    loader = CheckpointLoader(source, open_weights(source, skeleton), skeleton, operators)
-    layers = [experts_layer(path, skeleton) for path in operators]
-    weights = {layer.path: weights_hash(loader.source(layer.path), layer.num_experts) for layer in layers}
-    return CalibrationSource(name, str(source.config.model_type), layers, weights, text_sha256)
+    weights = open_weights(source, skeleton)
+    layers = [experts_layer(path, skeleton) for path in paths]
+    hashes = {layer.path: weights_hash(weights.source(layer.path, "experts"), layer.num_experts) for layer in layers}
+    return CalibrationSource(name, str(source.config.model_type), layers, hashes, text_sha256)
 
 
 def calibrate(
@@ -278,7 +273,7 @@ def cut(model: PreTrainedModel, ids: torch.Tensor, options: CalibrationOptions) 
         raise UnsupportedModelError(f"the text has {len(ids)} tokens; at least {LEAST_TOKENS} are needed, and some ten thousand are better")
     window = min(window_of(model, options.window), len(ids) // 4)  # at least four, so that both sides have one
     windows = [part for part in ids.split(window) if len(part) > 1]
-    wanted = options.held_out * sum(map(len, windows))
+    wanted = HELD_OUT * sum(map(len, windows))
     judging = 1
     while sum(map(len, windows[-judging:])) < wanted and judging < len(windows) - 1:
         judging += 1
@@ -291,11 +286,11 @@ def window_of(model: PreTrainedModel, wanted: int) -> int:
     return min(wanted, bound) if isinstance(bound, int) and bound > 0 else wanted
 
 
-def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:
-    """Return the layers of an injected model that can leave neurons out, by path."""
-    injection = injection_of(model)
-    operators = {} if injection is None else injection.operators
-    return {path: operator.sparsity for path, operator in operators.items() if operator.sparsity is not None}
+def windows_of(model: PreTrainedModel, ids: torch.Tensor, window: int, advance: Advance) -> Iterator[torch.Tensor]:
+    """Yield a text, (T,) int64, in parts of `window` tokens, or of the model's context; `advance(tokens)` is called after each."""
+    for part in ids.split(window_of(model, window)):
+        yield part
+        advance(len(part))
 
 
 def collect(
@@ -325,13 +320,7 @@ def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, sourc
     """
     if not len(ids):
         raise UnsupportedModelError("the text has no tokens: there is no routing to record")
-
-    def windows() -> Iterator[torch.Tensor]:
-        for part in ids.split(window_of(model, window)):
-            yield part
-            advance(len(part))
-
-    return record_trace(model, windows(), source)
+    return record_trace(model, windows_of(model, ids, window, advance), source)
 
 
 def fit_router_maps(
@@ -348,14 +337,8 @@ def fit_router_maps(
     fitted, rest = ids[: len(ids) * 4 // 5], ids[len(ids) * 4 // 5 :]
     if not len(fitted) or not len(rest):
         raise UnsupportedModelError(f"the text has {len(ids)} tokens: too few to fit router maps to, and to measure them with")
-
-    def windows(part: torch.Tensor) -> Iterator[torch.Tensor]:
-        for each in part.split(window_of(model, window)):
-            yield each
-            advance(len(each))
-
-    save_maps(fit_maps(model, windows(fitted)), path)
-    return named_shares(model, windows(rest), RouterMaps(path))
+    save_maps(fit_maps(model, windows_of(model, fitted, window, advance)), path)
+    return named_shares(model, windows_of(model, rest, window, advance), RouterMaps(path))
 
 
 def _routed_targets(layers: Sequence[ExpertsLayer], target: float, options: CalibrationOptions) -> dict[str, float]:

@@ -88,7 +88,7 @@ def graft(
             raise UnsupportedModelError("this meta model has no weights; build it with build_meta_model(..., weights=True)")
         types = {swap.module: WeightTypes.parse(swap.weight_type) for swap in plan.swaps if swap.weight_type is not None}
         weights.log_conversions(types, dtype)
-        device_map = device_map or infer_device_map(_devices_wanted(plan), machine)
+        device_map = device_map or infer_device_map(plan.devices, machine)
         on_cpu = device_map in (None, "cpu")
         check_memory(plan, machine, on_cpu=on_cpu)
     else:
@@ -104,7 +104,7 @@ def graft(
         sparsity = prepare_sparsity(plan, skeleton, folder if folder.is_dir() else None, trust_remote_code=trust_remote_code)
 
     assert (None if expert_group is None else expert_group.shares) == plan.shares, "the plan is that of another group"
-    if threads == 0 and not on_cpu and _devices_wanted(plan) and machine.gpus:
+    if threads == 0 and not on_cpu and plan.devices and machine.gpus:
         threads = threads_beside_gpu()
     context = InjectionContext(dtype=dtype, threads=threads, expert_group=expert_group)
     built = [(swap.module, swap.operator_type.build(skeleton.get_submodule(swap.module), swap.options, context)) for swap in plan.swaps]
@@ -161,10 +161,6 @@ def infer_device_map(devices: Set[str], machine: Machine) -> Any:
     if len(devices) == 1 and "auto" not in devices:
         return {"": next(iter(devices))}
     return {"": "cuda:0"} if len(machine.gpus) == 1 else "auto"
-
-
-def _devices_wanted(plan: Plan) -> set[str]:
-    return {device for swap in plan.swaps for device in swap.traits.devices}
 
 
 def check_memory(plan: Plan, machine: Machine, *, on_cpu: bool = True) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.injection.calibration import window_of
+from moegraft.injection.calibration import windows_of
 from moegraft.injection.checkpoint.sources import StoredWeights
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
@@ -143,10 +143,9 @@ def measure_importance(
     if not len(ids):
         raise UnsupportedModelError("the text has no tokens: the importance of weights cannot be measured")
     with _collecting(model, weights, skeleton) as made, torch.inference_mode():
-        for part in ids.split(window_of(model, window)):
+        for part in windows_of(model, ids, window, advance):
             last = model.base_model(input_ids=part[None].to(model.device), use_cache=False)[0]
             made.add_linear(OUTPUT, last)
-            advance(len(part))
     importance = made.found()
     if not all(bool(each.isfinite().all()) for each in importance.values()):
         raise UnsupportedModelError("an activation is not finite: the importance of weights cannot be measured; give --imatrix none")

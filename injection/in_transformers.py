@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 ELSEWHERE = "use moegraft.injection.optimize_and_load"
 LINKED = "stock-"  # before the names of linked files: no `save_pretrained` writes to such a name, and so through a link into stock weights
-THRESHOLDS = "moegraft_thresholds.json"
 OF_FILES = {"is_main_process", "max_shard_size", "safe_serialization", "save_original_format"}  # how weights are written, which are not
 OF_HUB = {"token", "repo_id", "private", "revision", "commit_message", "commit_description", "create_pr", "tags"}
 
@@ -219,6 +218,8 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         UnsupportedModelError: the model has no stock checkpoint, or `options` ask for something else to be saved.
         CheckpointError: the folder holds other weights, or cannot be written.
     """
+    from moegraft.operators.thresholds import FILE_NAME
+
     unknown = sorted(name for name, value in options.items() if value is not None and name not in OF_FILES | OF_HUB)
     if unknown:
         raise UnsupportedModelError(f"{', '.join(unknown)}: an injected model is saved with its rules and its checkpoint's weights")
@@ -247,8 +248,8 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
             _write_packed(injection, stock, folder)
         else:
             _link_weights(stock, folder)
-        if (stock / THRESHOLDS).is_file() and stock.resolve() != folder.resolve():
-            shutil.copyfile(stock / THRESHOLDS, folder / THRESHOLDS)
+        if (stock / FILE_NAME).is_file() and stock.resolve() != folder.resolve():
+            shutil.copyfile(stock / FILE_NAME, folder / FILE_NAME)
         config = deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = model.dtype

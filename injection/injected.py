@@ -26,6 +26,7 @@ from moegraft.operators.decode.mtp_layers import add_mtp_layers
 from moegraft.operators.decode.native.record import cpu_timeline
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.routing import ChosenRows
+from moegraft.operators.sparsity import LayerSparsity
 from moegraft.operators.structure import calls_all_rows
 from moegraft.operators.timeline import Timeline
 
@@ -412,6 +413,13 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     """Return `model.moegraft`; None for a stock model."""
     injection = getattr(model, "moegraft", None)
     return injection if isinstance(injection, Injection) else None
+
+
+def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:
+    """Return the layers of an injected model that can leave neurons out, by path."""
+    injection = injection_of(model)
+    operators = {} if injection is None else injection.operators
+    return {path: operator.sparsity for path, operator in operators.items() if operator.sparsity is not None}
 
 
 def new_cache(model: PreTrainedModel) -> Any:

@@ -138,15 +138,11 @@ def _check_config(path: Path) -> None:
             raise CheckpointError(f"{path}: '{name}' is {str(value)[:100]}, more than any model has; download the file again")
 
 
-def refuse_quantised(folder: Path, config: PretrainedConfig) -> None:
-    """
-    Raises:
-        UnsupportedModelError: the checkpoint is quantised by a method that cannot be read.
-    """
-    settings = quantisation_of(config)
+def _why_unloadable(source: ModelSource) -> str | None:
+    """Return the reason why a quantised checkpoint cannot be loaded; None if it can, or is not quantised."""
+    settings = quantisation_of(source.config)
     reason = None if settings is None else why_unreadable(settings)
-    if reason is not None:
-        raise UnsupportedModelError(f"{folder}: this checkpoint is quantised by a method that cannot be loaded: {reason}")
+    return None if reason is None else f"{source.folder}: this checkpoint is quantised by a method that cannot be loaded: {reason}"
 
 
 def find_class(folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> type[PreTrainedModel]:
@@ -321,13 +317,7 @@ class MetaModel:
     @property
     def unloadable(self) -> str | None:
         """The reason why this checkpoint can be planned but not loaded; None if it can be loaded."""
-        if self.source.gguf is not None:
-            return None
-        try:
-            refuse_quantised(self.source.folder, self.source.config)
-        except UnsupportedModelError as error:
-            return str(error)
-        return None
+        return None if self.source.gguf is not None else _why_unloadable(self.source)
 
     @cached_property
     def with_mtp(self) -> MetaModel:
@@ -402,7 +392,8 @@ def build_meta_model(
         # The headers tell what a quantised checkpoint's weights will take.
         weights = weights or (why_unreadable(settings) is None and any(source.folder.glob("*.safetensors")))
         if weights:
-            refuse_quantised(source.folder, source.config)
+            if (reason := _why_unloadable(source)) is not None:
+                raise UnsupportedModelError(reason)
             source = replace(source, config=as_floats(source.config), quantised=settings)
     stored = stored_dtype(source)
     rest = parse_dtype(dtype)

@@ -331,17 +331,13 @@ class Processes:
                 model.
             NotEnoughMemoryError: the experts do not fit in the memory of all processes.
         """
-        footprints = {swap.module: swap.footprint for swap in whole.swaps if swap.operator_type.kind == "experts"}
-        layers = [
-            (swap.module, swap.operator, swap.traits.identity, swap.footprint.total_bytes)
-            for swap in whole.swaps
-            if swap.module in footprints
-        ]
+        swaps = [swap for swap in whole.swaps if swap.operator_type.kind == "experts"]
+        layers = [(swap.module, swap.operator, swap.traits.identity, swap.footprint.total_bytes) for swap in swaps]
 
         def offer() -> _Offer | None:
             if rule != "auto":
                 return None
-            experts = sum(footprint.by_device.get("cpu", 0) for footprint in footprints.values())
+            experts = sum(swap.footprint.by_device.get("cpu", 0) for swap in swaps)
             rest = whole.bytes_by_device.get("cpu", 0) - experts
             return _Offer(probe_machine().available_bytes // self._local, _read_gbps(), experts, rest)
 

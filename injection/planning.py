@@ -103,6 +103,11 @@ class Plan:
         return total_bytes([*(swap.footprint.by_device for swap in self.swaps), {"cpu": self.rest_bytes}])
 
     @property
+    def devices(self) -> set[str]:
+        """The GPUs that operators ask for, as the rules name them."""
+        return {device for swap in self.swaps for device in swap.traits.devices}
+
+    @property
     def untrained(self) -> str | None:
         """Why the model cannot be trained, not even adapters beside its packed weights; None where it can."""
         found = ((swap.module, swap.traits.untrained) for swap in self.swaps)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.checkpoint.keymap import Target
 from moegraft.injection.checkpoint.sources import read_parameter, target_of
-from moegraft.injection.injected import Injection, injection_of
+from moegraft.injection.injected import Injection, injection_of, sparse_layers
 from moegraft.injection.meta_model import ModelSource, meta_skeleton, open_weights
 from moegraft.operators.base import CACHE, DecodeLoss, InPlaceOperator, Operator
 from moegraft.operators.draft import DraftSettings
@@ -157,7 +157,7 @@ def verify(model: PreTrainedModel, source: ModelSource, ids: torch.Tensor) -> Ve
     """
     injection = injection_of(model)
     assert injection is not None, "optimize_and_load marks every model that it returns"
-    sparse = [operator.sparsity for operator in injection.operators.values() if operator.sparsity is not None]
+    sparse = list(sparse_layers(model).values())
     layers: dict[str, LayerError] = {}
     with _stock_outputs(model, injection, StockModules(source), layers):
         stock_logits = logits_of(model, ids)
@@ -235,7 +235,7 @@ def _stock_outputs(model: PreTrainedModel, injection: Injection, stock: StockMod
     that work within a stock module are disabled meanwhile; the logits show their effect.
     """
     with ExitStack() as stack:
-        stack.enter_context(whole(operator.sparsity for operator in injection.operators.values() if operator.sparsity is not None))
+        stack.enter_context(whole(sparse_layers(model).values()))
         stack.enter_context(injection.context.draft_switch.drafting(EVERY_EXPERT))
         for path, operator in injection.operators.items():
             if isinstance(operator, InPlaceOperator):

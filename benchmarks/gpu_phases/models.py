@@ -35,8 +35,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig, 
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec
 from moegraft.injection import graft, load, plan
-from moegraft.injection.calibration import collect, quantiles, sparse_layers
+from moegraft.injection.calibration import collect, quantiles
 from moegraft.injection.demo import demo_path
+from moegraft.injection.injected import sparse_layers
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.offload.engine import Engine

@@ -319,7 +319,7 @@ def forecast(
         available_bytes=target.available_bytes,
         gpu=gpu,
         gpu_rates=rates,
-        without_gpu=gpu is None and any(swap.traits.devices for swap in plan.swaps),
+        without_gpu=gpu is None and bool(plan.devices),
         speed=speed,
         no_speed=no_speed,
         rough=target.measured is not None and target.measured.busy,

@@ -81,7 +81,7 @@ class PlannedModel:
 
     def gpus_used(self, budget: GpuBudget) -> int:
         """Return how many GPUs hold what is not replaced; 0 if no rule asks for a GPU, and it stays on the CPU."""
-        wanted = {device for swap in self.plan.swaps for device in swap.traits.devices}
+        wanted = self.plan.devices
         if not wanted:
             return 0
         return 1 if len(wanted) == 1 and "auto" not in wanted else budget.count

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import nn
 
@@ -394,13 +394,13 @@ def _explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
     match = rule.match
     lines: list[str] = []
     keys: list[str] = []
-    for key, value, alone in _parts(match):
+    for key, value, alone, hint in _parts(match, modules):
         found = modules.matching(alone)
         if found:
             lines.append(f"{key}: {value} alone matches {_count_text(found)}")
         else:
             keys.append(key)
-            lines.append(f"{key}: {value}{_near(key, match, modules)}")
+            lines.append(f"{key}: {value}" + (f"{_INDENT}      {text}" if (text := hint()) else ""))
     if not keys:  # each condition matches some module
         elsewhere = [layer for path in modules.matching(replace(match, layers=None)) if (layer := modules.layer(path)) is not None]
         in_layers = f"the other conditions match modules in layers {runs(elsewhere)}"
@@ -408,64 +408,56 @@ def _explain_miss(rule: Rule, modules: ModelModules) -> tuple[Position, str]:
     return rule.place(*keys, "match"), _INDENT.join([f"rule '{rule.id}' matches no module of {modules.model_class}", *lines])
 
 
-def _parts(match: Match) -> Iterator[tuple[str, str, Match]]:
+def _parts(match: Match, modules: ModelModules) -> Iterator[tuple[str, str, Match, Callable[[], str]]]:
+    """Yield the key and the value of each condition, the condition alone, and what returns a hint where no module meets it."""
     if match.name is not None:
-        yield "name", f"'{match.name}'", Match(name=match.name)
+        yield "name", f"'{match.name}'", Match(name=match.name), partial(_near_name, match.name, modules)
     if match.class_name is not None:
-        yield "class", match.class_name, Match(class_name=match.class_name)
+        yield "class", match.class_name, Match(class_name=match.class_name), partial(_near_class, match.class_name, modules)
     if match.kind is not None:
-        yield "kind", match.kind, Match(kind=match.kind)
+        yield "kind", match.kind, Match(kind=match.kind), partial(_near_kind, match.kind, modules)
     if match.layers is not None:
-        yield "layers", f"'{match.layers}'", Match(layers=match.layers)
+        yield "layers", f"'{match.layers}'", Match(layers=match.layers), partial(_near_layers, modules)
 
 
-def _near(key: str, match: Match, modules: ModelModules) -> str:
-    indent = _INDENT + " " * 6
-    if key == "name":
-        assert match.name is not None, "a part is there when its key is"
-        return _near_name(match.name, modules, indent)
-    if key == "class":
-        assert match.class_name is not None, "a part is there when its key is"
-        return _near_class(match.class_name, modules, indent)
-    if key == "kind":
-        return _near_kind(match, modules, indent)
-    layers = sorted({layer for path in modules if (layer := modules.layer(path)) is not None})
-    return f"{indent}the model has layers {runs(layers)}" if layers else f"{indent}the model has no numbered layers"
+def _near_layers(modules: ModelModules) -> str:
+    layers = {layer for path in modules if (layer := modules.layer(path)) is not None}
+    return f"the model has layers {runs(layers)}" if layers else "the model has no numbered layers"
 
 
-def _near_kind(match: Match, modules: ModelModules, indent: str) -> str:
-    if match.kind != "experts":
+def _near_kind(kind: Kind, modules: ModelModules) -> str:
+    if kind != "experts":
         return ""
     named = [path for path in modules if path.rpartition(".")[2] == "experts"]
     if not named:
-        return f"{indent}the model has no module named 'experts': it is no mixture of experts, or transformers builds it in another way"
+        return "the model has no module named 'experts': it is no mixture of experts, or transformers builds it in another way"
     fused = any(parameter.dim() == 3 for parameter in modules[named[0]].parameters(recurse=False))
     reason = "does not state how many experts it holds, as num_experts" if fused else "does not hold its experts in 3-D parameters"
-    return f"{indent}{named[0]} ({type(modules[named[0]]).__name__}) {reason}"
+    return f"{named[0]} ({type(modules[named[0]]).__name__}) {reason}"
 
 
-def _near_class(name: str, modules: ModelModules, indent: str) -> str:
+def _near_class(name: str, modules: ModelModules) -> str:
     names = {base.__name__ for path in modules for base in type(modules[path]).__mro__ if base is not object}
     bare = name.rpartition(".")[2]
     if bare in names:
         full = next(type(modules[path]) for path in modules if has_class(type(modules[path]), bare))
         where = next(base.__module__ for base in full.__mro__ if base.__name__ == bare)
         theirs = "; KTransformers' copies of models are not used here" if is_theirs(name) else ""
-        return f"{indent}the model's {bare} is {where}.{bare}; did you mean '{bare}'?{theirs}"
+        return f"the model's {bare} is {where}.{bare}; did you mean '{bare}'?{theirs}"
     near = nearest(bare, sorted(names))
-    return f"{indent}did you mean '{near}'?" if near is not None else ""
+    return f"did you mean '{near}'?" if near is not None else ""
 
 
-def _near_name(pattern: str, modules: ModelModules, indent: str) -> str:
+def _near_name(pattern: str, modules: ModelModules) -> str:
     for corrected in _corrected(pattern, modules):
         try:
             found = modules.matching(Match(name=corrected))
         except ValueError:  # the pattern is slow, or a part of its syntax was replaced, such as the P of (?P<layer>
             continue
         if found:
-            return f"{indent}nearest: {found[0]} ({_count_text(found)}); did you mean '{corrected}'?"
+            return f"nearest: {found[0]} ({_count_text(found)}); did you mean '{corrected}'?"
     near = get_close_matches(_literal(pattern), list(modules.forms)[:MAX_FORMS], n=1, cutoff=0.4)
-    return f"{indent}nearest: {modules.forms[near[0]][0]} ({_count_text(modules.forms[near[0]])})" if near else ""
+    return f"nearest: {modules.forms[near[0]][0]} ({_count_text(modules.forms[near[0]])})" if near else ""
 
 
 def _corrected(pattern: str, modules: ModelModules) -> Iterator[str]:

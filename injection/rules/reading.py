@@ -48,7 +48,7 @@ NEEDED_KEYS = {"match": "name, class, kind or layers", "replace": "the 'class' o
 MATCH_KEYS = ("name", "class", "kind", "layers")
 REPLACE_KEYS = ("class", "kwargs")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+CLASS_NAME = re.compile(rf"{NAME.pattern}(\.{NAME.pattern})*")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 
 
@@ -90,7 +90,7 @@ def read_rules(
     findings.raise_errors()
     files = tuple(header.position.file for header in headers)
     values = {name: variable.value for name, variable in variables.items()}
-    return RuleFile(tuple(rules), values, tuple(requires), headers[0].position, files, findings.in_order(), shares or "auto")
+    return RuleFile(tuple(rules), values, tuple(requires), files, findings.in_order(), shares or "auto")
 
 
 def check_syntax(source: str | os.PathLike[str]) -> None:
@@ -473,7 +473,7 @@ def _regex(node: Node, findings: Findings) -> str | None:
 
 def _class_name(node: Node, findings: Findings) -> str | None:
     name = _read_text(node, "class", findings)
-    if name is not None and not _CLASS_NAME.fullmatch(name):
+    if name is not None and not CLASS_NAME.fullmatch(name):
         findings.error(node.position, f"class must be a class name such as MixtralExperts or torch.nn.Linear, not {shown(name)}")
         return None
     return name

@@ -165,7 +165,6 @@ class RuleFile:
     rules: tuple[Rule, ...]
     vars: Mapping[str, Value]
     requires: tuple[Requirement, ...]
-    position: Position
     files: tuple[str, ...]
     notices: tuple[Diagnostic, ...] = ()
     shares: ShareRule = "auto"

@@ -424,10 +424,7 @@ class GgufWeights:
             )
         self.tensors: Mapping[str, LazyTensor] = {name: lazy(stored) for name, stored in self._stored.items()}
         self.packed: Mapping[str, WeightSource] = {}
-
-    @property
-    def keymap(self) -> KeyMap:
-        return KeyMap({name: Target(name, {"": [name]}) for name in self._stored}, unread=(), missing=())
+        self.keymap = KeyMap({name: Target(name, {"": [name]}) for name in self._stored}, unread=(), missing=())
 
     def source(self, path: str, kind: str) -> WeightSource:
         """Return the weights for an operator of `kind` that replaces the module at `path`."""

@@ -24,7 +24,6 @@ from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
 from moegraft.injection.injected import injection_of
-from moegraft.operators.base import CACHE
 from moegraft.operators.errors import NotEnoughMemoryError, human_bytes
 
 
@@ -163,13 +162,16 @@ class AnswerStreamer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Add tokens, any number at a time; the first call is with the prompt."""
-        if not self._saw_prompt:
-            self._saw_prompt = True
-            return
+        if self._saw_prompt:
+            self.add(value.reshape(-1).tolist())
+        self._saw_prompt = True
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Add tokens of the answer."""
         self.last_token_s = time.perf_counter()
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s
-        self.token_ids.extend(value.reshape(-1).tolist())
+        self.token_ids.extend(token_ids)
         self._advance(finished=False)
 
     def end(self) -> None:
@@ -201,10 +203,9 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
         texts[-1] += text
 
     streamer = AnswerStreamer(tokenizer, add, skip_special_tokens=False)
-    streamer.put(torch.empty(0))  # the first call is for a prompt
     for token in token_ids:
         texts.append("")
-        streamer.put(torch.tensor([token]))
+        streamer.add([token])
     streamer.end()
     return texts
 
@@ -262,17 +263,15 @@ class Answerer:
             NotEnoughMemoryError: the conversation does not fit in a GPU's memory.
         """
         streamer, stop = AnswerStreamer(self._loaded.tokenizer, on_text), StopRequest()
-        cache_ids = token_ids if images is None else images.cache_ids
-        cache, cached_tokens = self.cache.take(cache_ids, images)
+        cache, cached_tokens = self.cache.take(token_ids if images is None else images.cache_ids, images)
         limit = self._loaded.context_tokens
         room = self.max_new_tokens if limit is None else min(self.max_new_tokens, limit - len(token_ids))
-        limits = {"stopping_criteria": [stop], "max_new_tokens": room}
+        given = {**self._arguments, "streamer": streamer, "stopping_criteria": [stop], "max_new_tokens": room}
+        if images is None:
+            self._warn_of_whole_prompt(token_ids)
         try:
             with stop.listening(self._loaded.model):
-                cache = self._read_ahead(token_ids, cache) if images is None else cache
-                beside = {} if images is None else images.generate_arguments(cached_tokens)
-                made = self._generate(token_ids, streamer=streamer, **{CACHE: cache}, **limits, **beside)
-            self.cache.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made.get(CACHE))
+                self.cache.generate(token_ids, cache, images, self._prefill_chunk, **given)
         except (PromptInterrupted, KeyboardInterrupt):
             stop.requested = True
         except torch.OutOfMemoryError as error:
@@ -282,25 +281,12 @@ class Answerer:
             streamer.end()
         return Answer(streamer.text, self._ending(streamer, stop, room), _stats(streamer, len(token_ids), cached_tokens))
 
-    def _read_ahead(self, token_ids: list[int], cache: DynamicCache | None) -> DynamicCache | None:
+    def _warn_of_whole_prompt(self, token_ids: list[int]) -> None:
         if self._prefill_chunk and len(token_ids) > self._prefill_chunk and not self._warned:
             reason = why_not_appendable(self._loaded.model)
             if reason is not None:
                 self._warned = True
                 logger.warning("long prompts are computed whole, which takes memory: this model does not support chunks (%s)", reason)
-        return self.cache.read_ahead(token_ids, cache, self._prefill_chunk)
-
-    def _generate(self, token_ids: list[int], **arguments: Any) -> Any:
-        input_ids = torch.tensor([token_ids], device=self._loaded.model.device)
-        model: Any = self._loaded.model  # torch types every attribute of a module as a tensor
-        return model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            num_beams=1,  # beams cannot be streamed
-            max_length=None,  # max_new_tokens alone decides
-            return_dict_in_generate=True,
-            **self._arguments | arguments,
-        )
 
     def _ending(self, streamer: AnswerStreamer, stop: StopRequest, room: int) -> Ending:
         if stop.requested:
@@ -345,53 +331,44 @@ def work_lines(model: PreTrainedModel) -> list[str]:
     operator = injection.model_operator
     if operator is not None and operator.statistics().get("rounds"):
         lines.append(f"drafts: {_drafts(operator.statistics())}")
-    devices, files, steps = (injection.statistics()[name] for name in ("devices", "files", "decode_steps"))
-    assert isinstance(devices, Mapping) and isinstance(files, Mapping) and isinstance(steps, Mapping), "statistics by name"
-    if any(steps.values()):
-        lines.append(f"decode steps: {_steps(steps)}")
-    if files:
-        lines.append(f"experts in files: {_files(files)}")
-    for device, figures in devices.items():
+    statistics: Any = injection.statistics()  # nested mappings without a common type
+    if any(statistics["decode_steps"].values()):
+        lines.append(f"decode steps: {_steps(statistics['decode_steps'])}")
+    if statistics["files"]:
+        lines.append(f"experts in files: {_files(statistics['files'])}")
+    for device, figures in statistics["devices"].items():
         parts = (f"{name} {value}" if name == "slots" else f"{name}: {value}" for name, value in figures.items())
         lines.append(f"{device}: {', '.join(parts)}")
     return lines
 
 
-def _steps(statistics: Mapping[str, object]) -> str:
+def _steps(statistics: Mapping[str, Any]) -> str:
     times = f", {statistics['step_us']} us each" if statistics["replayed_steps"] else ""
     if times and "outside_kernels_us" in statistics:
         times += f", {statistics['outside_kernels_us']} us of them outside kernels"
-    reasons = statistics["reasons"]
-    assert isinstance(reasons, list), "a list of texts"
-    others = f"; others layer by layer: {'; '.join(reasons)}" if reasons else ""
+    others = f"; others layer by layer: {'; '.join(statistics['reasons'])}" if statistics["reasons"] else ""
     return f"{statistics['replayed_steps']} as {'native programs' if 'programs' in statistics else 'captured graphs'}{times}{others}"
 
 
-def _files(statistics: Mapping[str, object]) -> str:
-    demanded, resident, arriving = (_number(statistics[name]) for name in ("demanded", "resident", "arriving"))
-    read, waited_s = _number(statistics["read_bytes"]), _number(statistics["waited_ms"]) / 1e3
-    rate = f" at {_number(statistics['waited_bytes']) / waited_s / 1e9:.2f} GB/s" if waited_s else ""
+def _files(statistics: Mapping[str, Any]) -> str:
+    demanded, waited_s = statistics["demanded"], statistics["waited_ms"] / 1e3
+    there, on_their_way = (statistics[name] / max(demanded, 1) for name in ("resident", "arriving"))
+    rate = f" at {statistics['waited_bytes'] / waited_s / 1e9:.2f} GB/s" if waited_s else ""
     return (
-        f"{_number(statistics['frames']):.0f} in memory; of {demanded:.0f} that were used {resident / max(demanded, 1):.1%} were there and "
-        f"{arriving / max(demanded, 1):.1%} on their way; {human_bytes(int(read))} read, {waited_s:.2f} s waited{rate}"
+        f"{statistics['frames']:.0f} in memory; of {demanded:.0f} that were used {there:.1%} were there and {on_their_way:.1%} on their "
+        f"way; {human_bytes(int(statistics['read_bytes']))} read, {waited_s:.2f} s waited{rate}"
     )
 
 
-def _drafts(statistics: Mapping[str, object]) -> str:
-    seconds = {name: f"{_number(statistics[f'{name}_ms']) / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
-    shares = statistics["acceptance_by_position"]
-    assert isinstance(shares, tuple), "a share for each position"
+def _drafts(statistics: Mapping[str, Any]) -> str:
+    seconds = {name: f"{statistics[f'{name}_ms'] / 1e3:.2f} s" for name in ("draft", "verify", "plain")}
+    accepted = " ".join(f"{share:.2f}" for share in statistics["acceptance_by_position"])
     lossy = ""
     if statistics["agreement"] is not None:
-        agreement, perplexity = _number(statistics["agreement"]), _number(statistics["perplexity"])
+        agreement, perplexity = statistics["agreement"], statistics["perplexity"]
         lossy = f"; {agreement:.1%} of tokens as in lossless decoding, perplexity {perplexity:.2f} under the full model"
     return (
-        f"{statistics['rounds']} rounds of {_number(statistics['tokens_per_round']):.2f} tokens; accepted by position "
-        f"{' '.join(f'{share:.2f}' for share in shares)}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
+        f"{statistics['rounds']} rounds of {statistics['tokens_per_round']:.2f} tokens; accepted by position "
+        f"{accepted}; {seconds['draft']} drafting, {seconds['verify']} verifying, "
         f"{seconds['plain']} for {statistics['plain_tokens']} tokens without a draft; {statistics['schedule']}{lossy}"
     )
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float), f"a figure, not {value!r}"
-    return float(value)

@@ -245,6 +245,33 @@ class PromptCache:
                 self.checkpoint(cache, CHECKPOINT_TOKENS if computed < end else 0)
         return read_ahead(self._model, token_ids, cache, chunk_tokens)
 
+    def generate(
+        self, token_ids: list[int], cache: DynamicCache | None, images: ImageInputs | None, chunk_tokens: int, **arguments: Any
+    ) -> None:
+        """Let the model generate an answer to a prompt, whose beginning `cache` has, and keep the cache.
+
+        Args:
+            cache: from `take`, or with more of the prompt.
+            images: of the prompt, which is then computed as a whole; otherwise it is in chunks, as `read_ahead` computes it.
+            arguments: of the model's `generate`, such as a streamer, which gets the answer.
+        """
+        cache = self.read_ahead(token_ids, cache, chunk_tokens) if images is None else cache
+        of_images = {} if images is None else images.generate_arguments(tokens_in(cache))
+        prompt = torch.tensor([token_ids], device=self._model.device)
+        model: Any = self._model  # torch types every attribute of a module as a tensor
+        made = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=1,  # beams cannot be streamed
+            max_length=None,  # max_new_tokens alone decides
+            return_dict_in_generate=True,
+            **{CACHE: cache},
+            **of_images,
+            **arguments,
+        )
+        cache_ids = token_ids if images is None else images.cache_ids
+        self.keep([*cache_ids, *made.sequences[0, len(token_ids) :].tolist()], made.get(CACHE))
+
     def checkpoint(self, cache: DynamicCache | None, least_tokens: int = CHECKPOINT_TOKENS) -> None:
         """Make a checkpoint of a cache that needs it, unless fewer than `least_tokens` tokens follow the latest one."""
         tokens, before = tokens_in(cache), self._of(cache)

@@ -14,7 +14,7 @@ from moegraft.operators.errors import error_sentence, human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.doctor import Facts, Problem
-    from moegraft.injection.estimate.measure import Measurements
+    from moegraft.injection.estimate.measure import Measurements, Network
 
 
 @user_errors(PROGRAM)
@@ -72,7 +72,7 @@ def _switch_autoload(on: bool, terminal: Terminal) -> None:
 
 
 def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
-    from moegraft.injection.estimate.measure import measure_network, save
+    from moegraft.injection.estimate.measure import measure_network
 
     network = measure_network()
     if network is None:
@@ -81,10 +81,7 @@ def _measure_network(terminal: Terminal, *, as_json: bool) -> None:
     rows += [(str(rank), link.host, f"{link.layer_us:.0f}", f"{link.gbit:.1f}") for rank, link in enumerate(network.links, 1)]
     rows.append(("all", "", f"{network.all_us:.0f}", ""))
     write_result(terminal, columns(rows, right=(0, 2, 3)), asdict(network), as_json=as_json)
-    try:
-        terminal.notice(f"saved in {save(network)}")
-    except OSError as error:
-        terminal.notice(f"not saved, so that plan --nodes assumes a network: {error_sentence(error)}", style="yellow")
+    _save(network, terminal, "plan --nodes assumes a network")
 
 
 def measure_and_save(terminal: Terminal, disk: Path | None = None) -> Measurements:
@@ -126,13 +123,13 @@ def measure_disk_and_save(measured: Measurements, folder: Path, terminal: Termin
     return measured
 
 
-def _save(measured: Measurements, terminal: Terminal) -> None:
-    from moegraft.injection.estimate import measure as store
+def _save(figures: Measurements | Network, terminal: Terminal, otherwise: str = "the next command measures again") -> None:
+    from moegraft.injection.estimate.measure import save
 
     try:
-        terminal.notice(f"saved in {store.save(measured)}")
+        terminal.notice(f"saved in {save(figures)}")
     except OSError as error:
-        terminal.notice(f"not saved, so that the next command measures again: {error_sentence(error)}", style="yellow")
+        terminal.notice(f"not saved, so that {otherwise}: {error_sentence(error)}", style="yellow")
 
 
 def _lines(facts: Facts, problems: list[Problem], measured: Measurements | None) -> list[str]:

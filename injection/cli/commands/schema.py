@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from moegraft.injection.cli.options import PROGRAM
 from moegraft.injection.cli.output import open_terminal, user_errors, write_json
 from moegraft.injection.rules.patterns import MAX_LENGTH
-from moegraft.injection.rules.reading import MATCH_KEYS, REPLACE_KEYS, RULE_KEYS, TOP_KEYS, VERSION
+from moegraft.injection.rules.reading import CLASS_NAME, MATCH_KEYS, NAME, REPLACE_KEYS, RULE_KEYS, TOP_KEYS, VERSION
 from moegraft.injection.rules.rule import KINDS, LEAVE_ALONE
 from moegraft.rules import shipped_rules
 
@@ -29,7 +29,6 @@ Schema = dict[str, Any]  # JSON
 DRAFT = "http://json-schema.org/draft-07/schema#"
 VARIABLE = {"$ref": "#/definitions/variable"}
 LAYERS = r"^\s*[0-9]{1,6}(\s*-\s*[0-9]{1,6})?\s*(,\s*[0-9]{1,6}(\s*-\s*[0-9]{1,6})?\s*)*$"
-CLASS_NAME = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 _SCALARS: dict[Any, Schema] = {
     bool: {"type": "boolean"},
     int: {"type": "integer"},
@@ -61,7 +60,7 @@ _TOP: Schema = {
     "vars": {
         "type": "object",
         "description": "Values for ${name}.",
-        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+        "propertyNames": {"pattern": f"^{NAME.pattern}$"},
         "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
     },
     "requires": {**_closed({"model_type": _MODEL_TYPES}), "description": "The models that the file is for."},
@@ -108,7 +107,7 @@ _MATCH: Schema = {
         "description": "A regular expression to search for in the module's path; '\\.' is a dot.",
     },
     "class": _or_variable(
-        {"type": "string", "pattern": CLASS_NAME}, "The module's class or a base of it: MixtralExperts, torch.nn.Linear."
+        {"type": "string", "pattern": f"^{CLASS_NAME.pattern}$"}, "The module's class or a base of it: MixtralExperts, torch.nn.Linear."
     ),
     "kind": _or_variable({"enum": list(KINDS)}, "The kind of module, found by its structure in every family."),
     "layers": _or_variable(
@@ -141,7 +140,7 @@ def rule_schema(registry: OperatorRegistry) -> Schema:
         "items": {"$ref": "#/definitions/rule"},
         "minItems": 1,
         "definitions": {
-            "variable": {"type": "string", "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*\}", "description": "A value with a ${variable} in it."},
+            "variable": {"type": "string", "pattern": rf"\$\{{{NAME.pattern}\}}", "description": "A value with a ${variable} in it."},
             "rule": _closed({key: _RULE[key] for key in RULE_KEYS}, required=["match", "replace"]),
             "match": {**_closed({key: _MATCH[key] for key in MATCH_KEYS}), "minProperties": 1},
             "replace": _replace(registry),

@@ -38,12 +38,11 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moegraft.injection.cli.serve.answers import Choice, Reply, ResponseReply
-from moegraft.injection.cli.serve.completions import ChatBody, DetokenizeBody, TextBody, TokenizeBody
 from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError, TooLongError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.messages import MessageBody, MessageReply, message_error
+from moegraft.injection.cli.serve.openai import ChatBody, DetokenizeBody, ResponseBody, TextBody, TokenizeBody
 from moegraft.injection.cli.serve.protocol import Request, RequestError, error_body, refusal
-from moegraft.injection.cli.serve.responses import ResponseBody
 from moegraft.injection.cli.serve.service import Service
 
 SCRIPTS = ("page_text.js", "page.js")

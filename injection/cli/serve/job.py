@@ -165,7 +165,6 @@ class Job:
         self,
         ask: Ask,
         tokenizer: PreTrainedTokenizerBase,
-        end_tokens: Sequence[int],
         listener: Callable[[Piece], None] | None = None,
         *,
         raw: bool = False,
@@ -195,13 +194,11 @@ class Job:
         self._first_s = self._last_s = 0.0
         self._ended = False  # the listener has the last piece
         self._sent_tokens = 0  # of the pieces so far
-        self._end_tokens = frozenset(end_tokens)
         self._stop = StopFilter(ask.stop)
         self._parts = parts
         self.prompt_scores: list[TokenScore] = []
         self._scores: list[TokenScore] = []  # not yet sent
         self._streamer = AnswerStreamer(tokenizer, self._spell, skip_special_tokens=not raw)
-        self._streamer.put(torch.empty(0))  # the first call is for the prompt
 
     @property
     def most_tokens(self) -> int:
@@ -231,7 +228,7 @@ class Job:
     def take(self, token: int, score: TokenScore | None = None) -> bool:
         """Add the next token of the answer; return whether the answer ends with it."""
         assert self.ending is None, "nothing follows the end of an answer"
-        ends = token in self._end_tokens
+        ends = token in self.ask.end_tokens
         if score is not None and not ends:
             self._scores.append(score)
         self.token_ids.append(token)
@@ -244,7 +241,7 @@ class Job:
                 self._scores.append(score)
         else:
             with self.failing_alone():
-                self._streamer.put(torch.tensor([token]))
+                self._streamer.add([token])
             if self._stop.stopped:
                 self.finish("stop")
             elif self.completion_tokens >= self.ask.max_tokens:

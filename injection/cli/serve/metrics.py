@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -172,21 +173,14 @@ def _operators(injection: Injection) -> Iterator[Metric]:
     yield _gauge("moegraft:device", "Statistics of each GPU that experts share.", labelled)
 
 
-Values = Sequence[tuple[Mapping[str, str], float]]
-
-
-def _gauge(name: str, about: str, values: Values) -> Metric:
-    return _filled(Metric(name, about, "gauge"), name, values)
-
-
-def _counter(name: str, about: str, values: Values) -> Metric:
-    return _filled(Metric(name, about, "counter"), f"{name}_total", values)
-
-
-def _filled(metric: Metric, sample: str, values: Values) -> Metric:
+def _metric(kind: str, name: str, about: str, values: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+    metric = Metric(name, about, kind)
     for labels, value in values:
-        metric.add_sample(sample, dict(labels), value)
+        metric.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
     return metric
+
+
+_gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 
 
 def _numbers(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

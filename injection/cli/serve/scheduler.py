@@ -128,7 +128,6 @@ class Scheduler:
         prefill_chunk: prompt tokens in one pass; 0: whole prompts.
         own_passes: whether each sequence has passes of its own, so that answers are exactly the same whatever other answers there are.
         shared_tokens: while a sequence has more, each has passes of its own; None: any number.
-        ends: tokens that end an answer, and a draft.
     """
 
     def __init__(
@@ -139,7 +138,6 @@ class Scheduler:
         most: int,
         prefill_chunk: int,
         drafts: BatchDrafts | None = None,
-        ends: Sequence[int] = (),
         own_passes: bool = False,
         shared_tokens: int | None = None,
     ) -> None:
@@ -155,7 +153,6 @@ class Scheduler:
         self._decoding: list[Job] = []
         self._prefilling: list[Job] = []  # the oldest first
         self._oldest_leads = False
-        self._ends = frozenset(ends)
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     @property
@@ -300,7 +297,7 @@ class Scheduler:
                     draft.token_ids.append(token)
                     draft.confidences.append(share)
                     full = len(draft.tokens) == draft.most
-                    draft.ended = full or token in self._ends or not self._drafts.continues(draft.confidences)
+                    draft.ended = full or token in draft.ask.end_tokens or not self._drafts.continues(draft.confidences)
                 going = [(draft, sequence) for draft, sequence in going if not draft.ended]
                 if not going:
                     break

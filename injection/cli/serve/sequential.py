@@ -16,7 +16,6 @@ from moegraft.injection.cli.serve.job import BadLogitsError, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
 from moegraft.injection.cli.serve.sampling import Draft, adjusted, score, usable
 from moegraft.injection.injected import injection_of
-from moegraft.operators.base import CACHE
 from moegraft.operators.cache_form import KvCache
 
 MOST_PROMPTS = 8  # that are computed alternately
@@ -108,31 +107,22 @@ class SequentialDecoder:
         self._caches = rest
 
     def _answer(self, job: Job, cache: DynamicCache | None) -> None:
-        ids = job.ask.token_ids
-        images = job.ask.images
-        cache = self._prefix.read_ahead(ids, cache, self._chunk) if images is None else cache
-        beside = {} if images is None else images.generate_arguments(tokens_in(cache))
-        prompt = torch.tensor([ids], device=self._model.device)
         injection = injection_of(self._model)
         answer = _Answer(job, lambda: injection is not None and injection.drafting, scores=self._captured)
         with torch.random.fork_rng():
             torch.manual_seed(job.seed % (1 << 63))
-            made = self._model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
+            self._prefix.generate(
+                job.ask.token_ids,
+                cache,
+                job.ask.images,
+                self._chunk,
                 streamer=answer,
                 stopping_criteria=[answer.ended],
                 logits_processor=[answer.adjusted],
                 max_new_tokens=job.ask.max_tokens,
-                max_length=None,
-                num_beams=1,
                 pad_token_id=self._pad_token,
-                return_dict_in_generate=True,
-                **{CACHE: cache},
                 **_sampling(job, answer.penalty),
-                **beside,
             )
-        self._prefix.keep([*job.cache_ids[: len(ids)], *made.sequences[0, len(ids) :].tolist()], made.get(CACHE))
         self._prefix_scope = job.scope
         job.finish("cancelled" if job.cancelled else "stop")
         if job.ending == "failed":  # only the tokens before this request are certainly right in the cache

@@ -31,12 +31,12 @@ from moegraft.injection.cli.serve.answer_parser import (
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.completions import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.limits import Limits
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
+from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, default_limit, mib, open_pool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
@@ -175,7 +175,6 @@ class Service:
                     most=most,
                     prefill_chunk=limits.prefill_chunk,
                     drafts=drafts,
-                    ends=self.ends,
                     own_passes=own_passes,
                     shared_tokens=shared_tokens,
                 )
@@ -205,7 +204,7 @@ class Service:
         Raises:
             OptionsError: the memory of keys and values has no room for any request.
         """
-        limit, needed = decoder.memory.limit, decoder.needed_bytes(Job(Ask([0], 1), self.loaded.tokenizer, self.ends))
+        limit, needed = decoder.memory.limit, decoder.needed_bytes(Job(Ask([0], 1), self.loaded.tokenizer))
         if needed > limit:
             given = "half of the free memory, " if self.limits.kv_memory is None else ""
             raise OptionsError(
@@ -299,7 +298,6 @@ class Service:
             job = Job(
                 own,
                 tokenizer,
-                self.ends,
                 partial(listener, index),
                 raw=template is not None,
                 parts=parts,

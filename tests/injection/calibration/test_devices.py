@@ -18,7 +18,7 @@ from support.virtual_device import VirtualDevice, VirtualTicket
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import sparse_layers
+from moegraft.injection.injected import sparse_layers
 from moegraft.operators.offload.devices.base import Neurons, Work
 from moegraft.operators.offload.statistics import EngineStatistics
 from moegraft.operators.sparsity import WINDOW_TOKENS

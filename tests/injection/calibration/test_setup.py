@@ -15,7 +15,8 @@ from support.sparse_models import OSS, SHARED, experts_of, left_out, save_model,
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CalibrationOptions, sparse_layers
+from moegraft.injection.calibration import CalibrationOptions
+from moegraft.injection.injected import sparse_layers
 from moegraft.injection.rules import Position, RuleErrors, read_rules
 from moegraft.injection.texts import read_text
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError

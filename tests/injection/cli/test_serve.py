@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -410,7 +411,7 @@ def scripted_answers(loaded: LoadedModel) -> tuple[list[list[int]], dict[str, in
                 before = found[number] if turn == "And then?" else []
                 ids = [*before, *tokenizer(f"{turn} {number * 'Speak. '}")["input_ids"]]
                 form = grammar_of(service, tokenizer, grammars(forms[number])) if number in forms else None
-                jobs.append(Job(Ask(ids, **{"temperature": 0.0, **given}), tokenizer, service.ends, constraint=form))
+                jobs.append(Job(Ask(ids, end_tokens=service.ends, **{"temperature": 0.0, **given}), tokenizer, constraint=form))
                 service.engine.submit(jobs[-1:])
             until(lambda jobs=jobs: all(job.ending for job in jobs))  # type: ignore[misc]
             assert all(job.ending in ("stop", "length") for job in jobs)
@@ -456,7 +457,7 @@ def test_a_text_near_its_end_leaves_the_drafts_of_others(tmp_path: Path) -> None
     for _ in range(2):
         pool = open_pool(loaded.model, limit=limit, prefix_bytes=0, most=2, context=128 + 4)
         decoder = Scheduler(loaded.model, pool, most=2, prefill_chunk=0, drafts=drafts)
-        jobs = [Job(Ask(prompt, most), loaded.tokenizer, []) for prompt, most in (((4 * ids)[:100], 28), (ids, 2))]
+        jobs = [Job(Ask(prompt, most), loaded.tokenizer) for prompt, most in (((4 * ids)[:100], 28), (ids, 2))]
         limit = sum(map(decoder.needed_bytes, jobs))
         with torch.inference_mode():
             for job in jobs:
@@ -491,7 +492,7 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
 
     def answer() -> Job:
         service = Service(loaded, Limits())
-        job = Job(ask, tokenizer, service.ends, constraint=grammar_of(service, tokenizer, grammar))
+        job = Job(replace(ask, end_tokens=service.ends), tokenizer, constraint=grammar_of(service, tokenizer, grammar))
         try:
             service.engine.submit([job])
             until(lambda: job.ending is not None)
@@ -507,7 +508,7 @@ def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path:
     with drafted(loaded, draws):
         found = answer()
     assert (found.ending, found.token_ids) == (expected.ending, expected.token_ids) and len(restarted) == 1
-    job = Job(ask, tokenizer, [], constraint=found.constraint.copy())  # type: ignore[union-attr]
+    job = Job(ask, tokenizer, constraint=found.constraint.copy())  # type: ignore[union-attr]
     drawn, own = ([*ask.token_ids, *more] for more in ([large[0], *large[1:] * 8], found.token_ids[len(ask.token_ids) :]))
     logits = torch.zeros(1, loaded.model.config.vocab_size)
     for damage in (0.0, torch.nan):

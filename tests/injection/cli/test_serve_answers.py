@@ -38,9 +38,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.completions import TokenizeBody
 from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.job import Ask, Job, Piece, TokenScore
+from moegraft.injection.cli.serve.openai import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.demo import demo_path
 
@@ -144,7 +144,7 @@ def test_pieces_that_come_together_keep_the_scores_of_their_tokens(kind: Literal
     fast.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<s>")
     pieces: list[Piece] = []
-    job = Job(Ask([4], 5, logprobs=2), tokenizer, [0], pieces.append)
+    job = Job(Ask([4], 5, end_tokens=[0], logprobs=2), tokenizer, pieces.append)
     for token in (1, 2, 3, 4, 0):
         job.take(token, TokenScore(token, -1.0, ((token, -1.0), (2, -2.0))))
     job.report_end()

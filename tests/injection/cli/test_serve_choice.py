@@ -23,7 +23,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def sampled(seed: int, **options: Any) -> Job:
-    return Job(Ask([1], 1, **{"temperature": 1.0, **options}, seed=seed), TOKENIZER, [0])
+    return Job(Ask([1], 1, **{"temperature": 1.0, **options}, seed=seed, end_tokens=[0]), TOKENIZER)
 
 
 def test_a_top_p_below_the_first_probability_leaves_the_likeliest() -> None:

@@ -27,7 +27,7 @@ from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.output import Terminal, library_log
 from moegraft.injection.cli.serve import constraints, scheduler
 from moegraft.injection.cli.serve.app import Preparation
-from moegraft.injection.cli.serve.completions import TextBody
+from moegraft.injection.cli.serve.openai import TextBody
 from moegraft.injection.cli.serve.sampling import usable
 from moegraft.injection.cli.serve.service import Limits
 

@@ -107,7 +107,7 @@ class Server:
         self.scheduler = Scheduler(model, self.pool, most=8, prefill_chunk=64, drafts=batches)
 
     def begin(self, ids: Sequence[int], tokens: int, **options: Any) -> Job:
-        job = Job(Ask(list(ids), tokens, **options), self._tokenizer, [])
+        job = Job(Ask(list(ids), tokens, **options), self._tokenizer)
         assert self.scheduler.fits(job)
         self.scheduler.admit(job)
         return job
@@ -303,7 +303,7 @@ def test_what_keeps_states_of_its_own_is_served_alone(loaded: LoadedModel, tmp_p
     service = Service(LoadedModel("inkling", model, loaded.tokenizer, lambda: []), Limits())
     try:
         assert "MTP layers keep recurrent or convolution states" in str(service.alone_because)
-        job = Job(Ask(ids_of(20), 20), loaded.tokenizer, [])
+        job = Job(Ask(ids_of(20), 20), loaded.tokenizer)
         service.engine.submit([job])
         while job.ending is None:
             pass

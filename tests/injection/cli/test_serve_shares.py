@@ -54,7 +54,7 @@ def running(loaded: LoadedModel, limits: Limits) -> Iterator[Service]:
 
 def job(loaded: LoadedModel, tokens: int = 4, *, prompt: int = 5, client: str = "", **options: Any) -> Job:
     ids = torch.randint(10, 90, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
-    return Job(Ask(ids, max_tokens=tokens, **options), loaded.tokenizer, [0], client=client)
+    return Job(Ask(ids, max_tokens=tokens, end_tokens=[0], **options), loaded.tokenizer, client=client)
 
 
 def wait(*jobs: Job) -> None:
@@ -353,7 +353,7 @@ def test_an_answer_does_not_depend_on_31_others() -> None:
     with running(loaded, Limits(prefill_chunk=40, prefix_cache=0)) as service:
 
         def answers(some: list[Ask]) -> list[list[int]]:
-            jobs = [Job(each, loaded.tokenizer, service.ends) for each in some]
+            jobs = [Job(replace(each, end_tokens=service.ends), loaded.tokenizer) for each in some]
             service.engine.submit(jobs)
             wait(*jobs)
             return [each.token_ids for each in jobs]
@@ -369,7 +369,8 @@ def scored(service: Service, asked: list[Ask]) -> tuple[list[Scored], list[int]]
     """The tokens and scores of answers that are computed at the same time, and how many tokens of each prompt were known."""
     jobs, scores = [], [list[Any]() for _ in asked]
     for own, each in zip(scores, asked, strict=True):
-        jobs.append(Job(each, service.loaded.tokenizer, service.ends, lambda piece, own=own: own.extend(piece.scores)))  # type: ignore[misc]
+        ask = replace(each, end_tokens=service.ends)
+        jobs.append(Job(ask, service.loaded.tokenizer, lambda piece, own=own: own.extend(piece.scores)))  # type: ignore[misc]
     service.engine.submit(jobs)
     wait(*jobs)
     until(lambda: service.engine.running == 0)

@@ -66,7 +66,7 @@ class Server:
         self.scheduler = Scheduler(model, self.pool, **{"most": 8, "prefill_chunk": CHUNK, **options})
 
     def begin(self, ids: list[int], tokens: int = 12) -> Job:
-        job = Job(Ask(ids, max_tokens=tokens), self._tokenizer, [])
+        job = Job(Ask(ids, max_tokens=tokens), self._tokenizer)
         assert self.scheduler.fits(job)
         self.scheduler.admit(job)
         return job

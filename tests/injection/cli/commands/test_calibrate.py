@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import sparse_layers
 from moegraft.injection.demo import demo_path
+from moegraft.injection.injected import sparse_layers
 from moegraft.injection.texts import read_text
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.routing_trace import Trace
