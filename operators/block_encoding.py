@@ -156,10 +156,7 @@ def _quarters(codes: Bytes) -> Bytes:
 
 def _bits(bits: Bytes, count: int) -> Bytes:
     """Return (n, count * size) bits as (n, size) bytes: bit i of a byte is `size` places behind bit i - 1."""
-    rows = bits.reshape(len(bits), count, -1)
-    shifted = rows.astype(np.uint32) << np.arange(count, dtype=np.uint32)[:, None]
-    packed = shifted.sum(axis=1, dtype=np.uint32).astype("<u4")
-    return np.ascontiguousarray(packed[..., None].view(np.uint8)[..., : -(-count // 8)]).reshape(len(bits), -1)
+    return _words(_sums(bits.reshape(len(bits), count, -1).swapaxes(1, 2), 1), f"<u{count // 8}")
 
 
 def _six_bits(scales: Bytes, minima: Bytes) -> Bytes:
