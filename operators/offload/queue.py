@@ -43,11 +43,9 @@ class TransferStatistics:
     """
 
     requested: int = 0
-    demanded: int = 0
     joined: int = 0
     refused: int = 0
     landed: int = 0
-    landed_bytes: int = 0
     cancelled: int = 0
     failed: int = 0
 
@@ -332,7 +330,6 @@ class TransferQueue:
 
     def _demand(self, layer: int, expert: int) -> Transfer | None:
         self.statistics.requested += 1
-        self.statistics.demanded += 1
         transfer = self._loading(layer, expert)
         if transfer is None and self.slots.is_resident(layer, expert):
             pin = self.slots.pin(layer, (expert,))
@@ -450,7 +447,6 @@ class TransferQueue:
                 transfer.state = TransferState.LANDED
                 self._forget(transfer)
                 self.statistics.landed += 1
-                self.statistics.landed_bytes += self.store.expert_bytes
                 self.slots.commit(transfer.reservation)
         self._send_chunks()
 
