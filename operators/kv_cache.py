@@ -427,7 +427,7 @@ class CodedLayer(LayerInPages):
 
     is_croppable = True
 
-    def __init__(self, buffers: CodedBuffers, window: int = 0) -> None:
+    def __init__(self, buffers: CodedBuffers, window: int) -> None:
         super().__init__(window)
         self.tokens = 0
         self.gathers = False
