@@ -156,10 +156,7 @@ def _quarters(codes: Bytes) -> Bytes:
 
 def _bits(bits: Bytes, count: int) -> Bytes:
     """Return (n, count * size) bits as (n, size) bytes: bit i of a byte is `size` places behind bit i - 1."""
-    rows = bits.reshape(len(bits), count, -1)
-    shifted = rows.astype(np.uint32) << np.arange(count, dtype=np.uint32)[:, None]
-    packed = shifted.sum(axis=1, dtype=np.uint32).astype("<u4")
-    return np.ascontiguousarray(packed[..., None].view(np.uint8)[..., : -(-count // 8)]).reshape(len(bits), -1)
+    return _words(_sums(bits.reshape(len(bits), count, -1).swapaxes(1, 2), 1), f"<u{count // 8}")
 
 
 def _six_bits(scales: Bytes, minima: Bytes) -> Bytes:
@@ -190,10 +187,11 @@ def _groups(each: torch.Tensor, size: int) -> torch.Tensor:
     return each.reshape(-1, SUPER_BLOCK // size, size)
 
 
-def _super_scales(
-    x: torch.Tensor, weight: torch.Tensor, size: int, levels: _Levels, scales: _Levels
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the scale of blocks (n, 256), and the places of codes and of group scales.
+WHOLE = np.empty((0, 0), np.uint8)  # the place of the scale in what a `Pack` returns
+
+
+def _scaled_super_blocks(x: torch.Tensor, weight: torch.Tensor, size: int, levels: _Levels, scales: _Levels, pack: Pack) -> Bytes:
+    """Quantise blocks (n, 256) of groups whose scales are integers times a float16 of the block.
 
     Args:
         size: of a group.
@@ -214,16 +212,8 @@ def _super_scales(
     fitted = _half(_ratio((weight * values * x).sum((-1, -2), keepdim=True), (weight * values.square()).sum((-1, -2), keepdim=True)))
     before, after = (_error(x, weight, each * factors * levels.at(coded(each))) for each in (whole, fitted))
     whole = torch.where(after < before, fitted, whole)
-    return whole, coded(whole).flatten(1), places.flatten(1)
-
-
-def _scaled_super_blocks(x: torch.Tensor, weight: torch.Tensor, size: int, levels: _Levels, scales: _Levels, pack: Pack) -> Bytes:
-    whole, codes, places = _super_scales(x, weight, size, levels, scales)
-    before_and_after = pack(_bytes(codes), _bytes(places))
-    return np.concatenate([_halves(whole) if part is WHOLE else part for part in before_and_after], axis=1)
-
-
-WHOLE = np.empty((0, 0), np.uint8)  # the place of the scale in what a `Pack` returns
+    packed = pack(_bytes(coded(whole).flatten(1)), _bytes(places.flatten(1)))
+    return np.concatenate([_halves(whole) if part is WHOLE else part for part in packed], axis=1)
 
 
 def _offset_super_blocks(x: torch.Tensor, weight: torch.Tensor, size: int, top: int, scale_top: int, pack: Pack) -> Bytes:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from moegraft.cpu_backend import GateSpec
 
 
-def reference_activation(name: str, x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+def reference_activation(name: str, x: torch.Tensor, alpha: float) -> torch.Tensor:
     """Return the activation of `x` that the kernels know by `name`; `alpha` scales silu's sigmoid argument."""
     match name:
         case "silu":

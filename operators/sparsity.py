@@ -52,7 +52,7 @@ class LayerSparsity:
         window_tokens: since the drift was last checked.
     """
 
-    def __init__(self, options: SparsityOptions, group: SparsityGroup, switch: DraftSwitch | None = None) -> None:
+    def __init__(self, options: SparsityOptions, group: SparsityGroup, switch: DraftSwitch | None) -> None:
         self.options = options
         self.threshold = 0.0
         self._counts: NDArray[np.int64] = np.zeros(2, np.int64)

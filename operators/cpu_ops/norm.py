@@ -65,7 +65,7 @@ class CpuNorm(CpuForwardOperator):
 
     def _forms(self, columns: int, epsilon: float) -> Iterator[Form]:
         for offset, rounds_first in _ROUNDINGS:
-            yield partial(_norm, self.runtime, columns, epsilon, offset, rounds_first)
+            yield partial(_norm, self.runtime, (columns, epsilon, offset, rounds_first))
 
     def _gated_forms(self, module: nn.Module, columns: int, epsilon: float) -> Iterator[Form]:
         """Yield the gated norms of recurrent layers: with the function of the gate before the norm or after it, in float32."""
@@ -73,7 +73,7 @@ class CpuNorm(CpuForwardOperator):
         forms = [(columns, False, False), (columns, False, True), (group, True, False)]
         for gate, (size, first, wide) in itertools.product(("silu", "sigmoid"), forms):
             if size <= _MOST_GROUP_COLUMNS and columns % size == 0:
-                yield partial(_gated, self.runtime, columns, epsilon, gate, size, first, wide)
+                yield partial(_norm, self.runtime, (columns, epsilon, 0.0, True, gate, size, first, wide))
 
 
 class FusedNorm(CpuNorm):
@@ -107,38 +107,26 @@ class FusedNorm(CpuNorm):
         return iter(()) if self.on_gpu else super()._gated_forms(module, columns, epsilon)
 
 
-@lru_cache(maxsize=64)
-def _spec(dtype: torch.dtype, columns: int, epsilon: float, offset: float, rounds_first: bool) -> NormSpec:
-    return NormSpec(element_name(dtype), columns, epsilon, offset, rounds_first)
-
-
-def _norm(
-    runtime: Runtime, columns: int, epsilon: float, offset: float, rounds_first: bool, x: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    out = torch.empty_like(x)
-    runtime.norm(_spec(x.dtype, columns, epsilon, offset, rounds_first), x, weight, out)
-    return out
-
-
-@lru_cache(maxsize=64)
-def _gated_spec(dtype: torch.dtype, columns: int, epsilon: float, gate: str, group: int, first: bool, wide: bool) -> NormSpec:
-    return NormSpec(element_name(dtype), columns, epsilon, rounds_first=True, gate=gate, group=group, gate_first=first, wide=wide)
-
-
-def _gated(
-    runtime: Runtime,
+@lru_cache(maxsize=128)
+def _spec(
+    dtype: torch.dtype,
     columns: int,
     epsilon: float,
-    function: str,
-    group: int,
-    first: bool,
-    wide: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gate: torch.Tensor,
-) -> torch.Tensor:
+    offset: float,
+    rounds_first: bool,
+    gate: str = "",
+    group: int = 0,
+    gate_first: bool = False,
+    wide: bool = False,
+) -> NormSpec:
+    element_type = element_name(dtype)
+    return NormSpec(element_type, columns, epsilon, offset, rounds_first, gate=gate, group=group, gate_first=gate_first, wide=wide)
+
+
+def _norm(runtime: Runtime, form: tuple[Any, ...], x: torch.Tensor, weight: torch.Tensor, *gates: torch.Tensor) -> torch.Tensor:
+    """Return normalised rows; `form` is what `_spec` is given beside the dtype."""
     out = torch.empty_like(x)
-    runtime.norm(_gated_spec(x.dtype, columns, epsilon, function, group, first, wide), x, weight, out, gate.contiguous())
+    runtime.norm(_spec(x.dtype, *form), x, weight, out, *[gate.contiguous() for gate in gates])
     return out
 
 

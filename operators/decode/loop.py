@@ -92,7 +92,7 @@ class Decoding:
     """The loop, as a callable for `generate(custom_generate=...)`."""
 
     replay: StepReplay | None
-    drafting: Drafting | None = None
+    drafting: Drafting | None
     streamer: BaseStreamer | None = None
 
     @torch.no_grad()

@@ -130,9 +130,9 @@ class PagePool:
         *,
         most_sequences: int,
         most_tokens: int,
-        coded: bool = False,
-        states: StatePool | None = None,
-        cleared: Sequence[int] = (),
+        coded: bool,
+        states: StatePool | None,
+        cleared: Sequence[int],
     ) -> None:
         self.pages = pages
         self.page_bytes = 0
@@ -393,7 +393,7 @@ class PagedCache(Cache):
         first: the number of its first layer in the pool.
     """
 
-    def __init__(self, pool: PagePool, example: Cache, *, first: int = 0, offers_pages: bool = True) -> None:
+    def __init__(self, pool: PagePool, example: Cache, *, first: int = 0, offers_pages: bool) -> None:
         self.pool = pool
         super().__init__(layers=[self._layer(number, layer) for number, layer in enumerate(example.layers, first)])
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]

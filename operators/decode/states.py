@@ -248,7 +248,7 @@ def moves_states(module: nn.Module) -> bool:
     return "update_conv_state(" in source or "update_recurrent_state(" in source
 
 
-def why_not_split(model: PreTrainedModel, cache: Cache, names: Sequence[str] = ()) -> str | None:
+def why_not_split(model: PreTrainedModel, cache: Cache, names: Sequence[str]) -> str | None:
     """Return why a model's passes over `cache`, an empty one of its own, cannot be split; `names` are the kinds of layers, where known."""
     if makes_own_cache(model):
         return f"{type(model).__name__} makes a cache of its own in its first forward pass"

@@ -23,9 +23,8 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.custom_ops import experts, needs_gradient, register
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.expert_group import ExpertGroup
-from moegraft.operators.experts.cpu import CpuExperts, RankExperts, kernel_inputs
+from moegraft.operators.experts.cpu import CpuExperts, Factors, RankExperts
 from moegraft.operators.experts.forecast import SharedSlots
-from moegraft.operators.experts.low_rank import Factors, adapted_experts
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
 from moegraft.operators.offload.frames import budget_bytes
 from moegraft.operators.offload.options import DecodeName, ExpertCacheOptions, GpuOptions, check_gpu, parse_bytes
@@ -431,13 +430,11 @@ class HybridExperts(Operator):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapters: Mapping[str, Factors]
     ) -> torch.Tensor:
         self._require_trained("adapters of experts")
-        cpu, layout = self.on_cpu, self.layout
-        assert cpu.packed is not None, "weights are loaded before adapters are"
+        layout = self.layout
         gate_up, down = adapters.get(layout.parameter("up")), adapters.get("down_proj")
         if gate_up is not None and layout.gated:  # the kernel has the gate's rows first
             gate_up = gate_up[0], torch.cat([gate_up[1][:, layout.rows(part)] for part in ("gate", "up")], dim=1)
-        call = hidden_states, top_k_index, top_k_weights
-        return adapted_experts(cpu.runtime, cpu.packed, partial(kernel_inputs, cpu.draft), call, gate_up, down)
+        return self.on_cpu.adapted((hidden_states, top_k_index, top_k_weights), gate_up, down)
 
     def extra_repr(self) -> str:
         layout = self.layout

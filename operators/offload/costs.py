@@ -235,14 +235,14 @@ def warm_up(
         """The penalty of the first expert, and what each takes."""
         counts = sorted({min(count, num_experts) for count in COUNTS})
         times_ms = [statistics.median(cpu_job_ms(count, load) for _ in range(ROUNDS)) for count in counts]
-        return fit_first_expert(counts, times_ms) if len(counts) > 1 else (0.0, times_ms[0])
+        return fit_first_expert(counts, times_ms)
 
     def gpu_ms(load: int) -> tuple[float, float]:
         """What a launch takes besides its experts, and what each takes."""
         counts = sorted({min(count, len(transfers)) for count in COUNTS})
         found = [launch_ms(count, load) for count in counts]
         device_ms, host_ms = ([statistics.median(times) for times in kind] for kind in zip(*found, strict=True))
-        first_ms, each_ms = fit_first_expert(counts, device_ms) if len(counts) > 1 else (0.0, device_ms[0])
+        first_ms, each_ms = fit_first_expert(counts, device_ms)
         return max(first_ms, min(host_ms)), each_ms
 
     def launch_ms(count: int, load: int) -> tuple[list[float], list[float]]:
@@ -314,10 +314,9 @@ def warm_up(
 def fit_first_expert(counts: Sequence[int], times_ms: Sequence[float]) -> tuple[float, float]:
     """Return the penalty of the first expert, and what each takes: a line through the times of layers with 1, 2, ... equal experts.
 
-    Raises:
-        ValueError: fewer than two different counts.
+    A single time has no penalty.
     """
-    if len(set(counts)) < 2:
-        raise ValueError("fit_first_expert: times of at least two different numbers of experts are needed")
+    if len(counts) == 1:
+        return 0.0, times_ms[0]
     each_ms, first_ms = np.polyfit(counts, times_ms, 1)
     return max(0.0, float(first_ms)), max(0.0, float(each_ms))

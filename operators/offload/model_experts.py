@@ -215,8 +215,8 @@ def open_engine(
     options: GpuOptions,
     kv_bytes: int,
     *,
-    share: float = 1.0,
-    taken_bytes: int = 0,
+    share: float,
+    taken_bytes: int,
 ) -> tuple[Engine, EngineLayers] | None:
     """Open the engine of one device and fill its slots; None where the device cannot hold or compute a single expert, which is logged.
 

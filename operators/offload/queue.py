@@ -43,11 +43,9 @@ class TransferStatistics:
     """
 
     requested: int = 0
-    demanded: int = 0
     joined: int = 0
     refused: int = 0
     landed: int = 0
-    landed_bytes: int = 0
     cancelled: int = 0
     failed: int = 0
 
@@ -89,8 +87,8 @@ class TransferQueue:
     """Loads experts of `store` into slots of `slots` through the stream "copy" of `device`.
 
     Args:
-        arena: the slots' memory, slot after slot; None moves nothing (simulations).
-        source: where the bytes are read; where none is given, the store is page-locked.
+        arena: the slots' memory, slot after slot.
+        source: where the bytes are read.
         on_span: called for every chunk, for a timeline.
         on_transfer: called with bytes and device time in ms of the chunks that were timed together, for a cost model.
     """
@@ -100,18 +98,18 @@ class TransferQueue:
         device: Device,
         store: ExpertStore,
         slots: SlotTable,
-        arena: Buffer | None,
+        arena: Buffer,
+        source: HostSource,
         *,
-        chunk_bytes: int | None = None,
-        source: HostSource | None = None,
-        on_span: OnSpan | None = None,
-        on_transfer: OnTransfer | None = None,
+        chunk_bytes: int,
+        on_span: OnSpan | None,
+        on_transfer: OnTransfer | None,
     ) -> None:
         self.device = device
         self.store = store
         self.slots = slots
-        self.chunk_bytes = default_chunk_bytes(store.expert_bytes) if chunk_bytes is None else chunk_bytes
-        self.source = HostSource(store, device, self.chunk_bytes) if source is None else source
+        self.chunk_bytes = chunk_bytes
+        self.source = source
         self.statistics = TransferStatistics()
         self._owner_pid = os.getpid()
         self._lock = slots.lock
@@ -122,10 +120,10 @@ class TransferQueue:
         self._sender = ChunkSender(
             device,
             store,
-            self.source,
+            source,
             arena,
             slots.lock,
-            chunk_bytes=self.chunk_bytes,
+            chunk_bytes=chunk_bytes,
             on_landed=self._run_landed,
             on_span=on_span,
             on_transfer=on_transfer,
@@ -332,7 +330,6 @@ class TransferQueue:
 
     def _demand(self, layer: int, expert: int) -> Transfer | None:
         self.statistics.requested += 1
-        self.statistics.demanded += 1
         transfer = self._loading(layer, expert)
         if transfer is None and self.slots.is_resident(layer, expert):
             pin = self.slots.pin(layer, (expert,))
@@ -450,7 +447,6 @@ class TransferQueue:
                 transfer.state = TransferState.LANDED
                 self._forget(transfer)
                 self.statistics.landed += 1
-                self.statistics.landed_bytes += self.store.expert_bytes
                 self.slots.commit(transfer.reservation)
         self._send_chunks()
 
@@ -531,5 +527,5 @@ def open_expert_cache(
         logger.warning("%s: experts cannot be copied to it, all of them run on the CPU: %s", device.name, error)
         return None
     slots = SlotTable(store.layers, store.num_experts, plan, priority, admission)
-    queue = TransferQueue(device, store, slots, arena, chunk_bytes=chunk_bytes, source=source, on_span=on_span, on_transfer=on_transfer)
+    queue = TransferQueue(device, store, slots, arena, source, chunk_bytes=chunk_bytes, on_span=on_span, on_transfer=on_transfer)
     return ExpertCache(slots, arena, queue)

@@ -79,10 +79,10 @@ class LayerStep:
     experts: Ids
     loads: NDArray[np.int32]
     chosen: Ids
-    scores: NDArray[np.float32] | None = None
-    predictions: Sequence[Prediction] = field(default=())
-    draft: DraftStep | None = None
-    neurons: Neurons | None = None
+    scores: NDArray[np.float32] | None
+    predictions: Sequence[Prediction]
+    draft: DraftStep | None
+    neurons: Neurons | None
     deferrable: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod

@@ -150,7 +150,7 @@ class ChunkSender:
     An event costs the host as much as a copy, and its notification a switch between threads. Not thread-safe: `lock` guards it.
 
     Args:
-        arena: the slots' memory, slot after slot; None moves nothing (simulations).
+        arena: the slots' memory, slot after slot.
         on_landed: called under the lock, on the notifier thread, with each run's transfers and failure.
         on_span, on_transfer: see `TransferQueue`.
     """
@@ -160,7 +160,7 @@ class ChunkSender:
         device: Device,
         store: ExpertStore,
         source: HostSource,
-        arena: Buffer | None,
+        arena: Buffer,
         lock: RLock,
         *,
         chunk_bytes: int,
