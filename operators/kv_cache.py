@@ -1,15 +1,9 @@
-"""`quantized_kv_cache`: keys and values in fewer bits, as codes that attention reads or in transformers' quantised caches.
-
-A `CodedCache` is the cache of one call of `generate`, in pages that only it uses. The sequences of a batch are equally long. Page p of
-sequence b of a layer is number p * B + b, so that a layer grows at its end. An operator that knows pages takes the new states of each
-layer, appends them and reads the pages, as with those of a server (decode/pages.py). Native programs bind the memory of the pages, as they
-do that of any cache of moegraft's own (decode/cache.py), and bind it again when it has grown.
-"""
+"""`quantized_kv_cache`: keys and values in fewer bits, as codes that attention reads or in transformers' quantised caches."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, Self
@@ -17,24 +11,20 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+from transformers.cache_utils import DynamicLayer, QuantizedCache
 
 from moegraft.operators.base import CACHE, DecodeLoss, ModelOperator, Operator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.cache import CacheBuffers, ForeignCacheError, StateName
-from moegraft.operators.decode.native.fit import Affine, CacheTensor
-from moegraft.operators.decode.native.record import is_recorded
-from moegraft.operators.decode.pages import PAGE_TOKENS, SCALE_BYTES, LayerInPages, UnreadPagesError, pages_of, token_bytes
+from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
+from moegraft.operators.decode.pages import SCALE_BYTES
 from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, why_not_split
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.structure import counts_cached_tokens, is_attention
 
 Backend = Literal["hqq", "fp8", "native"]
-CODABLE = (DynamicLayer, DynamicSlidingWindowLayer)  # layers of a cache whose keys and values can be codes, without states beside them
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
 RESIDUAL = 128
-_GROWTH = 8  # a cache of codes grows by an eighth of its pages, and by at least as many
 _READ_AT_ONCE = 8  # tokens of a pass by which the loss is measured, all of which read the earlier ones from the cache
 
 
@@ -373,177 +363,3 @@ def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], st
     if not storage.is_croppable and (arguments.get("assistant_model") is not None or setting("prompt_lookup_num_tokens")):
         return "rejected draft tokens cannot be removed from a quantised cache"
     return storage.unread_reason(model, arguments, setting)
-
-
-class CodedBuffers(CacheBuffers):
-    """The memory of a `CodedCache`, and the pages that all of its layers have; `room` counts those of each sequence.
-
-    Attributes:
-        table: the numbers of the pages, (B, room) int64.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clear(0)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return *super().__reduce__(), {"room": self.room, "table": self.table}
-
-    def clear(self, batch: int) -> None:
-        """Begin with as many sequences, which have no page."""
-        self.version += 1
-        self.room, self.table = 0, torch.empty(batch, 0, dtype=torch.int64)
-
-    def reserve(self, tokens: int) -> None:
-        """Make sure that sequences of so many tokens have pages."""
-        needed, (batch, room) = pages_of(tokens), self.table.shape
-        if needed > room:
-            self.version += 1  # first: programs bind again even if this is interrupted
-            room = max(needed, room + max(_GROWTH, room // _GROWTH))
-            self.table = torch.arange(room) * batch + torch.arange(batch)[:, None]
-        self.room = room  # also where this was interrupted before
-
-    def hold(self, cache: Any, grown: Sequence[CacheTensor], tokens: int, position: int, held_tokens: int) -> None:
-        if grown:
-            raise ForeignCacheError("a cache of codes has another tensor that grows")
-        for layer in cache.coded.values():
-            layer.reserve(held_tokens + tokens)
-
-    def sized_by_room(self, cache: Any) -> Mapping[StateName, tuple[Affine, ...]]:
-        """Return the sizes of the pages of each layer and of their tables."""
-        batch, sizes = self.table.shape[0], {}
-        for number, layer in cache.coded.items():
-            sizes[number, "data"] = Affine(0, 0, batch), Affine(layer.data.shape[1])
-            sizes[number, "table"] = Affine(batch), Affine(0, 0, 1)
-        return sizes
-
-    def steps_left(self, tokens: int) -> int:
-        cache: Any = None if self.cache is None else self.cache()
-        held = 0 if cache is None else max(layer.tokens for layer in cache.coded.values())
-        return self.room * PAGE_TOKENS - held - tokens
-
-
-class CodedLayer(LayerInPages):
-    """Keys and values of one layer, from the first states on that it is given.
-
-    Args:
-        buffers: of the cache.
-        window: tokens that a query attends to; 0: all.
-    """
-
-    is_croppable = True
-
-    def __init__(self, buffers: CodedBuffers, window: int) -> None:
-        super().__init__(window)
-        self.tokens = 0
-        self.gathers = False
-        self._buffers = buffers
-        self._held = torch.zeros(0, dtype=torch.int64)  # by its name no state of the cache, as each pass makes its own
-
-    @property
-    def held(self) -> torch.Tensor:  # type: ignore[override] # not to be set
-        return self._held
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes if self.is_initialized else 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if not key_states.is_cpu:
-            raise ValueError("a cache of codes is read by the kernels of a CPU, and the model's keys are on another device")
-        if self._buffers.table.shape[0] != key_states.shape[0]:  # the first layer of new sequences
-            self._buffers.clear(key_states.shape[0])
-        self._buffers.version += 1
-        start, size = (PAGE_TOKENS * token_bytes(states, coded=True) for states in (key_states, value_states))
-        self.value_start = start
-        self.data, self.table = torch.empty(0, start + size, dtype=torch.int8), self._buffers.table
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new states (B, KV heads, T, D) for an operator that appends them.
-
-        Raises:
-            UnreadPagesError: no operator took those of the pass before.
-            ValueError: the cache has another number of sequences.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        batch = self.table.shape[0]
-        if batch != key_states.shape[0]:
-            raise ValueError(f"the cache holds {batch} sequence{'' if batch == 1 else 's'}, and the pass has {key_states.shape[0]}")
-        if self._new is not None:
-            raise UnreadPagesError("no operator reads keys and values that are stored as codes: give attention the operator cpu_attention")
-        self._held = torch.full((batch,), self.tokens)
-        self.tokens += key_states.shape[2]
-        self.reserve(self.tokens)
-        return self._offered(key_states, value_states)
-
-    def reserve(self, tokens: int) -> None:
-        """Make sure that there is memory for so many tokens of each sequence."""
-        self._buffers.reserve(tokens)
-        pages = self._buffers.table.numel()
-        if len(self.data) != pages:
-            grown = self.data.new_empty(pages, self.data.shape[1])
-            grown[: len(self.data)] = self.data
-            self.data, self.table = grown, self._buffers.table
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length if is_recorded() else self.tokens + query_length, 0  # no mask is read in a step that is recorded
-
-    def reset(self) -> None:
-        self.tokens = 0
-        self._new = None
-        self.is_initialized = False  # the next sequences may be more
-        self._buffers.clear(0)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"expected a negative number of tokens to remove, found {tokens_to_remove}")
-        self.tokens = max(0, self.tokens + tokens_to_remove)
-        self._new = None  # of a pass that was interrupted
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise NotImplementedError("the sequences of a cache of codes keep their places: beam search needs another cache")
-
-    batch_repeat_interleave = batch_select_indices = reorder_cache
-
-    def shows(self, mask: torch.Tensor, queries: int) -> bool:
-        """Return whether a mask (B or 1, heads or 1, T, S) shows what the pages do: all earlier tokens, or those of the window.
-
-        A step is recorded without padding (`NativePrograms.describe`), and nothing in Python may read what it computes.
-        """
-        if is_recorded():
-            return True
-        at = torch.arange(self.tokens - queries, self.tokens)[:, None]
-        keys = torch.arange(mask.shape[3])
-        expected = (keys <= at) & (keys > at - self.window if self.window else True)
-        shown = mask if mask.dtype == torch.bool else mask == 0
-        return bool((shown == expected).all())
-
-
-class CodedCache(Cache):
-    """A cache whose attention layers hold codes.
-
-    Args:
-        layers: of an empty `DynamicCache` of the model; those without keys and values stay as they are.
-    """
-
-    def __init__(self, layers: list[Any]) -> None:
-        self.moegraft = CodedBuffers()
-        windows = (int(getattr(layer, "sliding_window", None) or 0) for layer in layers)
-        replaced = [
-            CodedLayer(self.moegraft, window) if type(layer) in CODABLE else layer for layer, window in zip(layers, windows, strict=True)
-        ]
-        super().__init__(layers=replaced)
-
-    @property
-    def coded(self) -> dict[int, CodedLayer]:
-        """The layers that hold codes, by number; a model may leave some unused."""
-        return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CodedLayer) and layer.is_initialized}

@@ -31,10 +31,11 @@ from moegraft.injection.rules import RuleErrors, read_rules
 from moegraft.injection.verify import verify
 from moegraft.operators import kv_cache as kv_options
 from moegraft.operators.cache_form import QuantisedForm, kv_cache
+from moegraft.operators.decode.coded_cache import CodedCache
 from moegraft.operators.decode.pages import UnreadPagesError
 from moegraft.operators.decode.states import TENSORS, has_states
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.kv_cache import CodedCache, QuantizedKvCache
+from moegraft.operators.kv_cache import QuantizedKvCache
 from moegraft.operators.registry import load_registry
 
 cache_bytes = import_benchmark("kv_cache").cache_bytes

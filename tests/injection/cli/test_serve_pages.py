@@ -19,10 +19,10 @@ from transformers import DynamicCache, PreTrainedModel
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, open_pool
 from moegraft.operators.cache_form import kv_cache
+from moegraft.operators.decode.coded_cache import CodedCache
 from moegraft.operators.decode.pages import PAGE_TOKENS, PagedSequence
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.kv_cache import CodedCache
 from moegraft.operators.sparsity import WINDOW_TOKENS
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")  # of which two have sliding windows, and one a latent cache
