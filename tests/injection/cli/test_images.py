@@ -457,6 +457,7 @@ def test_parts_that_speak_are_left_out(
     """Of Qwen3-Omni's checkpoint the thinker is loaded, with the dtype and the quantisation of the whole."""
     folder = pair_of("qwen3_omni_moe_thinker").folder
     monkeypatch.setattr(logging.getLogger("moegraft"), "propagate", True)
+    caplog.clear()  # of what the pair has logged
     with caplog.at_level(logging.WARNING):
         model = optimize_and_load(folder, "cpu-exact", progress=False, threads=1)
     assert type(model).__name__ == "Qwen3OmniMoeThinkerForConditionalGeneration"
