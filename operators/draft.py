@@ -115,8 +115,13 @@ class BatchDrafts(ABC):
         """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""
 
     @abstractmethod
-    def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
-        """Return at most `length` tokens that may follow a text; None where the model drafts, inside of `drafting`."""
+    def lookup(self, text: object, token_ids: Sequence[int], length: int) -> list[int] | None:
+        """Return at most `length` tokens that may follow a text; None where the model drafts, inside of `drafting`.
+
+        Args:
+            text: an object that stands for it while it grows, and can be referred to weakly.
+            token_ids: all of its tokens so far.
+        """
 
     @abstractmethod
     def drafting(self) -> AbstractContextManager[None]:

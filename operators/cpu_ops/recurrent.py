@@ -316,7 +316,7 @@ class CpuRecurrent(CpuOperator):
         return self._or_own(kernel, stock)
 
     def _or_own(self, kernel: Function, stock: Function) -> Function:
-        """Return a function that calls `own` where the kernel does not know the arguments and returns NotImplemented."""
+        """Return a function that calls `stock` where the kernel does not know the arguments and returns NotImplemented."""
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             result = kernel(*args, **kwargs)

@@ -242,22 +242,9 @@ class NgramIndex:
             self.tokens.append(token)
 
     def continuation(self, length: int) -> list[int]:
-        """Return what `continuation` of the tokens returns."""
+        """Return at most `length` tokens that followed where the latest tokens, `NGRAM` of them or fewer, last occurred."""
         latest = tuple(self.tokens[-NGRAM:])
         for start in range(len(latest)):
             if (place := self._follows.get(latest[start:])) is not None:
                 return self.tokens[place : place + length]
         return []
-
-
-def continuation(sequence: torch.Tensor, length: int) -> list[int]:
-    """Return up to `length` tokens that followed an earlier occurrence of the last tokens of `sequence` (L,), at most `NGRAM` of them."""
-    if length < 1:
-        return []
-    for size in range(min(NGRAM, sequence.numel() - 1), 0, -1):
-        earlier = sequence[:-1].unfold(0, size, 1)  # every run of `size` tokens with a token after it
-        places = (earlier == sequence[-size:]).all(dim=1).nonzero()
-        if places.numel():
-            start = int(places[-1]) + size
-            return [int(token) for token in sequence[start : start + length]]
-    return []

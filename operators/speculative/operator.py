@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Operator, Traits
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.drafts import NGRAM, Drafter, Drafting, ExpertsDrafter, NgramDrafter, Trace, continuation, no_trace
+from moegraft.operators.decode.drafts import NGRAM, Drafter, Drafting, ExpertsDrafter, NgramDrafter, NgramIndex, Trace, no_trace
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.mtp import MtpDrafter
 from moegraft.operators.decode.mtp_layers import mtp_layers, share_with_mtp, why_no_mtp
@@ -137,6 +138,7 @@ class ScheduledBatchDrafts(BatchDrafts):
         self._statistics = statistics
         self._new_schedule = new_schedule
         self._schedules: dict[int, DraftSchedule] = {}
+        self._indexes: WeakKeyDictionary[object, NgramIndex] = WeakKeyDictionary()  # of the texts
         self._rounds = 0
         self._preparations = 0  # of the switch, at the end of the last round
 
@@ -147,10 +149,12 @@ class ScheduledBatchDrafts(BatchDrafts):
     def plan(self, texts: int, limit: int) -> int:
         return self._schedule(texts).plan(max(limit, 0))
 
-    def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
+    def lookup(self, text: object, token_ids: Sequence[int], length: int) -> list[int] | None:
         if self._options.draft != "ngram":
             return None
-        return continuation(torch.tensor(token_ids), length)
+        index = self._indexes.setdefault(text, NgramIndex())
+        index.append(token_ids[len(index.tokens) :])
+        return index.continuation(length)
 
     @property
     def by_mtp_layers(self) -> bool:

@@ -25,8 +25,8 @@ class ChangedDrafts(BatchDrafts):
     def plan(self, texts: int, limit: int) -> int:
         return self._drafts.plan(texts, limit)
 
-    def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
-        return self._drafts.lookup(token_ids, length)
+    def lookup(self, text: object, token_ids: Sequence[int], length: int) -> list[int] | None:
+        return self._drafts.lookup(text, token_ids, length)
 
     def drafting(self) -> AbstractContextManager[None]:
         return self._drafts.drafting()

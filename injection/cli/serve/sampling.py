@@ -66,7 +66,7 @@ class Draft:
 
     def __init__(self, job: Job, most: int) -> None:
         self.most = most if job.constraint is None or job.constraint.drafts else 0
-        self.ask = job.ask
+        self.job, self.ask = job, job.ask
         self.constraint = job.constraint
         self.token_ids = list(job.token_ids)
         self.random = random.Random()

@@ -279,7 +279,7 @@ class Scheduler:
         drafts = [Draft(job, min(length, rest)) for job, rest in zip(jobs, rests, strict=True)]
         going = [(draft, sequence) for draft, sequence in zip(drafts, sequences, strict=True) if draft.most]
         for draft, _ in going[:]:
-            if (tokens := self._drafts.lookup(draft.token_ids, draft.most)) is not None:
+            if (tokens := self._drafts.lookup(draft.job, draft.token_ids, draft.most)) is not None:
                 draft.tokens, draft.confidences = tokens, [1.0] * len(tokens)
                 going = []
         lengths = [sequence.tokens for sequence in sequences]

@@ -130,11 +130,11 @@ def test_drafts_of_a_batch_change_no_answer(family: str, draft: str, loaded: Loa
     answers = [greedy(model, ids, tokens) for ids, tokens in asked]
 
     class Guessed(ChangedDrafts):
-        def lookup(self, token_ids: Sequence[int], length: int) -> list[int] | None:
+        def lookup(self, text: object, token_ids: Sequence[int], length: int) -> list[int] | None:
             """What follows in an answer, with a mistake at some place of most drafts; of several lengths."""
             known = next((text for text in answers if text[: len(token_ids)] == token_ids), None)
             if known is None:
-                return super().lookup(token_ids, length)
+                return super().lookup(text, token_ids, length)
             right, wrong = known[len(token_ids) :], len(token_ids) % 5
             return [token + (place == wrong) for place, token in enumerate(right)][: min(length, 1 + len(token_ids) % 3)]
 

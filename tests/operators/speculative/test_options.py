@@ -12,7 +12,7 @@ import torch
 from support.families import build_model, case_of, prompt
 
 from moegraft.injection import optimize_and_load
-from moegraft.operators.decode.drafts import NgramIndex, continuation
+from moegraft.operators.decode.drafts import NGRAM, NgramIndex
 from moegraft.operators.decode.sampling import Adaptive, DraftToken, Greedy, Sampling, Scores
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
@@ -104,20 +104,33 @@ def test_the_shipped_file_drafts(stock: Any) -> None:
     assert any(line.startswith("1 x draft: speculative_draft, lossless, 1 expert per token") for line in model.moegraft.placement())
 
 
+def searched(text: list[int], length: int) -> list[int]:
+    """Return what followed the last tokens of a text when they last occurred, by comparing all places."""
+    for size in range(min(NGRAM, len(text) - 1), 0, -1):
+        places = [place for place in range(size, len(text)) if text[place - size : place] == text[-size:]]
+        if places:
+            return text[places[-1] : places[-1] + length]
+    return []
+
+
 def test_ngrams_are_looked_up_in_the_text() -> None:
-    text = torch.tensor([5, 6, 7, 8, 9, 6, 7, 4, 6, 7])
-    assert continuation(text, length=3) == [4, 6, 7]  # the latest occurrence of two tokens, as three have none
-    assert continuation(text, length=0) == []
-    assert continuation(torch.tensor([1, 2, 3]), length=2) == []
-    assert continuation(torch.tensor([1]), length=2) == []
-    assert continuation(torch.tensor([4, 4, 4]), length=5) == [4]
+    for text, length, expected in (
+        ([5, 6, 7, 8, 9, 6, 7, 4, 6, 7], 3, [4, 6, 7]),  # the latest occurrence of two tokens, as three have none
+        ([5, 6, 7, 8, 9, 6, 7, 4, 6, 7], 0, []),
+        ([1, 2, 3], 2, []),
+        ([1], 2, []),
+        ([4, 4, 4], 5, [4]),
+    ):
+        index = NgramIndex()
+        index.append(text)
+        assert index.continuation(length) == searched(text, length) == expected
     index, generator = NgramIndex(), torch.Generator().manual_seed(0)
-    text = torch.randint(3, (200,), generator=generator)
+    text = torch.randint(3, (200,), generator=generator).tolist()
     text[120:150] = text[20:50]
     for end in (*range(60), 64, *range(90, 200)):  # one token more, and several
-        index.append(text[len(index.tokens) : end].tolist())
+        index.append(text[len(index.tokens) : end])
         for length in (0, 1, 4):
-            assert index.continuation(length) == continuation(text[:end], length)
+            assert index.continuation(length) == searched(text[:end], length)
 
 
 def shares(*probabilities: float) -> Scores:
