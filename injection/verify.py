@@ -181,8 +181,9 @@ def _decode_loss(injection: Injection) -> DecodeLoss | None:
     losses = list(dict.fromkeys(loss for swap in injection.plan.swaps if (loss := swap.traits.decode_loss) is not None))
     if not losses:
         return None
-    settings = next((loss.settings for loss in losses if loss.settings is not None), None)
-    return DecodeLoss(" and ".join(loss.text for loss in losses), max(loss.tokens for loss in losses), settings)
+    limited = next((loss for loss in losses if loss.settings is not None), None)
+    longest = limited or max(losses, key=lambda loss: loss.tokens)  # a limit is that of a pass over as many tokens
+    return DecodeLoss(" and ".join(loss.text for loss in losses), longest.tokens, longest.settings)
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -258,7 +258,10 @@ def test_verify_prices_the_cache(backend: str, tmp_path: Path) -> None:
 
 def test_verify_prices_all_that_decode_steps_lose(tmp_path: Path) -> None:
     path, kl = tmp_path / "rules.yaml", {}
-    codes, drafts = RULE.format(options="backend: native"), DRAFTS.format(options="draft: ngram, mode: adaptive, expert_budget: 4")
+    codes, drafts = (
+        RULE.format(options="backend: native"),
+        DRAFTS.format(options="draft: ngram, mode: adaptive, expert_budget: 4, max_draft: 1"),
+    )
     for rules in (codes, drafts, codes + drafts):
         path.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{rules}")
         model = optimize_and_load(demo_path(), path, dtype=torch.float32, progress=False, threads=1)
@@ -267,6 +270,7 @@ def test_verify_prices_all_that_decode_steps_lose(tmp_path: Path) -> None:
     assert found.decode_loss is not None
     assert "read in 8 bits by native and at most 4 experts of a layer verify a draft" in found.decode_loss
     assert kl[codes + drafts] != kl[drafts] and kl[codes + drafts] > 3 * kl[codes]
+    assert kl[codes + drafts] < 1.2 * kl[drafts], "the budget is that of a draft's passes, over two tokens"
 
 
 def test_codes_can_be_cropped_and_copied(load) -> None:  # type: ignore[no-untyped-def]
