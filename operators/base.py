@@ -270,6 +270,11 @@ class ModelOperator(InPlaceOperator):
             return f"{type(module).__name__} does not generate text"
         return "it has an encoder and a decoder" if module.config.is_encoder_decoder else None
 
+    @property
+    def operators(self) -> Sequence[ModelOperator]:
+        """The operators of the model: this one alone, if it does not stand for several."""
+        return (self,)
+
     def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
         """Check what depends on the other operators; called when all operators of the model are built, before weights are read.
 
@@ -322,6 +327,10 @@ class ModelOperators(ModelOperator):
     @classmethod
     def build(cls, module: nn.Module, options: Any, context: InjectionContext) -> NoReturn:
         raise AssertionError("rules name each of them")
+
+    @property
+    def operators(self) -> Sequence[ModelOperator]:
+        return self._operators
 
     def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
         for operator in self._operators:

@@ -181,8 +181,8 @@ class Storage(ABC):
         if self.is_croppable or not isinstance(of_model, ModelOperator) or not of_model.record_rounds(()):
             return None
         return (
-            f"rejected drafts cannot be removed from the cache of 'backend: {self.options.backend}': write 'backend: native', or remove "
-            "one of the rules quantized_kv_cache and speculative_draft"
+            f"rejected drafts cannot be removed from the cache of 'backend: {self.options.backend}': write 'backend: native', or draft "
+            "without quantized_kv_cache; 'match: {kind: model}' with 'class: default' behind your own rules leaves inherited ones out"
         )
 
     def wrong_device(self, device: torch.device) -> str | None:

@@ -203,16 +203,16 @@ def assign(rules: Sequence[Rule], modules: ModelModules, in_place: Collection[st
     lost: list[dict[int, list[str]]] = []
     for rule, took, fits in zip(rules, taken, fitting, strict=True):
         if "" in fits and not took:
-            owner[""] = next((index for index in of_model if rules[index].operator == rule.operator), of_model[0])
+            owner[""] = next((index for index in of_model if rules[index].operator == rule.operator), of_model[-1])
         lost.append({} if took else _by_owner(fits, owner))
     return Assignment(taken, lost, nested)
 
 
 def _rules_of_model(rules: Sequence[Rule], fitting: Sequence[Sequence[str]], in_place: Collection[str]) -> list[int]:
-    """Return the rules that take the model itself; after one that leaves it as it is, no other does."""
+    """Return the rules that take the model itself: the first for each operator, and none after the first of class `default`."""
     takers: dict[str | None, int] = {}
     for index, (rule, paths) in enumerate(zip(rules, fitting, strict=True)):
-        if "" in paths and None not in takers and (not takers or rule.operator in in_place):
+        if "" in paths and None not in takers and (not takers or rule.operator in (None, *in_place)):
             takers.setdefault(rule.operator, index)
     return list(takers.values())
 

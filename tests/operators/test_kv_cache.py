@@ -483,10 +483,11 @@ def test_a_model_has_the_first_operator_of_each_name(tmp_path: Path) -> None:
 
     assert planned(first + codes) == ["first", "codes"]
     assert planned(codes + first + norms)[:3] == ["codes", "first", "norms"]
+    assert planned(codes + keep) == ["codes"]
     for text, loser, owner in (
         (first + codes + again, "again", "first"),
         (codes + first + again, "again", "first"),
-        (first + keep + codes, "keep", "first"),
+        (first + keep + codes, "codes", "keep"),
         (keep + codes, "codes", "keep"),
         (first + closing + norms, "norms", "codes"),
     ):

@@ -31,8 +31,8 @@ class AlignedMemory {
   std::size_t size_ = 0;
 };
 
-// Lets malloc keep up to 128 MiB of freed memory, unless the environment configures it: a prompt frees its activations, some MiB each, and
-// allocates as many again. glibc returns them to the system by default, so that the system clears each page again.
+// Lets malloc keep up to 128 MiB of freed memory in each of its arenas, unless the environment configures it: a prompt frees its activations,
+// some MiB each, and allocates as many again. glibc returns them to the system by default, so that the system clears each page again.
 void keep_freed_memory();
 
 // Allocates consecutive arrays in one block of memory, each aligned to a cache line; without memory it only counts their bytes.

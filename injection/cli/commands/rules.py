@@ -285,7 +285,7 @@ def _write_table(explained: Explanation, meta_model: MetaModel, each: bool, term
         rows = [HEADER, *_rows(explained, explained.plan, each)]
         rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(explained.plan.rest_bytes)} cpu"))
         terminal.write("\n".join(columns(rows)) + "\n")
-        swaps = plural(len(explained.plan.swaps), "module")
+        swaps = plural(len({swap.module for swap in explained.plan.swaps}), "module")
         terminal.write(f"{meta_model.model_class}: {swaps} replaced; total {bytes_text(explained.plan.bytes_by_device)}\n")
     _write_findings(explained, terminal)
     if meta_model.unloadable is not None:
@@ -418,18 +418,19 @@ def _write(changes: list[Difference], before: tuple[str, Plan], after: tuple[str
         return
     groups: dict[tuple[str, str, str], list[str]] = {}
     for pair in changes:
-        key = (LAYER.sub(".{}.", pair.module, count=1), _text(pair.before), _text(pair.after))
+        stock = "(stock)" if pair.module else "-"  # the model may have other operators
+        key = (LAYER.sub(".{}.", pair.module, count=1), _text(pair.before, stock), _text(pair.after, stock))
         groups.setdefault(key, []).append(pair.module or "(the model)")
     rows = [("modules", before[0], after[0])]
     rows += [(" ".join(grouped(modules)), old, new) for (_, old, new), modules in groups.items()]
     rows.append(("total", bytes_text(before[1].bytes_by_device), bytes_text(after[1].bytes_by_device)))
-    terminal.write("\n".join(columns(rows)) + f"\n{plural(len(changes), 'module')} differ\n")
+    terminal.write("\n".join(columns(rows)) + f"\n{plural(len(changes), 'module')} differ{'s' if len(changes) == 1 else ''}\n")
 
 
-def _text(swap: Swap | None) -> str:
+def _text(swap: Swap | None, without: str) -> str:
     from moegraft.injection.planning import bytes_text, given_options
 
     if swap is None:
-        return "(stock)"
+        return without
     options = " ".join(given_options(swap.rule.kwargs, swap.options))
     return " ".join(part for part in (swap.operator, options, f"({bytes_text(swap.footprint.by_device)})") if part)

@@ -37,8 +37,10 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why requests for this model cannot be decoded together; None if they can."""
     injection = injection_of(model)
     operator = None if injection is None else injection.model_operator
-    if operator is not None and operator.batch_drafts() is None and not stores_codes(model):
-        return f"{operator.name} decodes one sequence at a time with these options"
+    for each in () if operator is None else operator.operators:
+        in_pages = stores_codes(model) and each.traits(each.options).cache_form is not None
+        if not in_pages and each.batch_drafts() is None:
+            return f"{each.name} decodes one sequence at a time with these options"
     if not {"position_ids", "attention_mask", CACHE} <= inspect.signature(model.forward).parameters.keys():
         return "the model's forward pass has no arguments for positions and an attention mask"
     asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]

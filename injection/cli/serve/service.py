@@ -130,8 +130,6 @@ class Service:
         coded = stores_codes(loaded.model)
         own_passes = limits.batch_invariant or shared_tokens == 0
         drafts = None if operator is None or own_passes else operator.batch_drafts()
-        if coded and operator is not None and drafts is None and not own_passes and operator.record_rounds(()):
-            logger.warning("serve: requests are decoded together, which with these options leaves no drafts to %s", operator.name)
         if shared_tokens == 0:
             if limits.batch_invariant:
                 raise OptionsError("--batch-invariant: rotary embeddings of the kind 'dynamic' depend on earlier, longer texts")
@@ -181,7 +179,7 @@ class Service:
             except UnbatchableError as error:
                 self.alone_because = str(error)
         if coded and operator is not None:
-            raise OptionsError(f"{operator.name} stores keys and values in pages, which this model cannot use: {self.alone_because}")
+            raise OptionsError(f"keys and values are stored as codes in pages, which this model cannot use: {self.alone_because}")
         if limits.batch_invariant and operator is not None:
             raise OptionsError(f"--batch-invariant: {operator.name} drafts at times that depend on its speed, and {self.alone_because}")
         level = logging.INFO if self._captured else logging.WARNING

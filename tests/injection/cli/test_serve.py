@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,20 @@ from moegraft.injection.cli.chat.answer import Answerer
 from moegraft.injection.cli.chat.conversation import Conversation
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.moegraft import app
-from moegraft.injection.cli.options import ModelOptions, SamplingOptions
+from moegraft.injection.cli.options import ModelOptions, OptionsError, SamplingOptions
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import sequential
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, grammars
 from moegraft.injection.cli.serve.job import Ask, Job, StopFilter
 from moegraft.injection.cli.serve.pages import open_pool
-from moegraft.injection.cli.serve.scheduler import Scheduler
+from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
 from moegraft.injection.cli.serve.service import Limits, Service
+from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import injection_of
+from moegraft.operators.base import ModelOperator
 from moegraft.operators.draft import DraftedRow
 from moegraft.operators.offload.devices.base import DeviceError
+from moegraft.operators.registry import load_registry
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 
@@ -370,13 +373,35 @@ def test_drafts_over_codes_change_no_answer_of_a_batch(tmp_path: Path) -> None:
         assert work["tokens_accepted"] > 20, "drafts were of use"
 
 
-def test_a_batch_over_codes_has_no_drafts_of_one_sequence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    service = Service(with_drafts(tmp_path, "mode: adaptive, tolerance: 0.3", CODES), Limits())
-    try:
-        assert service.alone_because is None
-        assert "leaves no drafts to speculative_draft and quantized_kv_cache" in caplog.text
-    finally:
-        service.close()
+@dataclass(frozen=True)
+class NoOptions:
+    pass
+
+
+def test_operators_that_decode_one_sequence_do_so_beside_others(tmp_path: Path) -> None:
+    class Own(ModelOperator):
+        name, options_type, summary = "own", NoOptions, "a plug-in"
+
+        @classmethod
+        def build(cls, module: Any, options: Any, context: Any) -> Own:
+            return cls(options)
+
+        def placement(self) -> str:
+            return self.name
+
+        def generate(self, model: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)
+
+    registry = load_registry().with_operators(Own)
+    own = "- {id: own, match: {kind: model}, replace: {class: own}}\n"
+    drafts = DRAFTING.format("draft: ngram").partition("rules:\n")[2]
+    for text, alone in ((CODES, ""), (own, "own"), (CODES + own, "own"), (drafts + own, "own"), (drafts + CODES, "")):
+        path = tmp_path / "rules.yaml"
+        path.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{text}")
+        model = optimize_and_load(demo_path(), path, progress=False, threads=1, registry=registry)
+        assert (batching_obstacle(model) or "") == (f"{alone} decodes one sequence at a time with these options" if alone else "")
+    with pytest.raises(OptionsError, match=r"stored as codes in pages, .*: speculative_draft decodes one sequence at a time"):
+        Service(with_drafts(tmp_path, "mode: adaptive, tolerance: 0.3", CODES), Limits())
 
 
 @cache

@@ -103,7 +103,7 @@ def test_a_server_answers_over_codes(coded: LoadedModel) -> None:
 
 def test_a_server_refuses_codes_that_its_model_does_not_read(coded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded.model.generation_config, "repetition_penalty", 1.2)
-    with pytest.raises(OptionsError, match=r"stores keys and values in pages, which this model cannot use: .*repetition_penalty"):
+    with pytest.raises(OptionsError, match=r"are stored as codes in pages, which this model cannot use: .*repetition_penalty"):
         Service(coded, Limits())
 
 
