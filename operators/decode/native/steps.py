@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
 from transformers.utils.generic import ModelOutput
 
 from moegraft.cpu_backend import Runtime
@@ -94,6 +94,8 @@ class NativePrograms(StepReplay):
         position = cache.get_seq_length() if layers else 0
         if position == 0 or any(getattr(layer, "record_past", False) for layer in layers):
             return None
+        if isinstance(cache, QuantizedCache):
+            return "keys and values of a quantised cache are restored in each step"
         buffers = _memory(cache)
         if buffers is None:
             named = f"an offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else f"a {type(cache).__name__}"
