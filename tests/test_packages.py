@@ -83,7 +83,7 @@ def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-c", f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})", cwd=tree)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+        opened.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from Python 3.11.4 on
     return folder / archive.name.removesuffix(".tar.gz")
 
 

@@ -655,7 +655,7 @@ def test_a_cache_that_no_program_appends_to(
     try:
         with layer_by_layer():
             expected = steps()
-    except (RuntimeError, ImportError, AssertionError) as error:  # the last: PyTorch without CUDA offloads nothing
+    except (RuntimeError, ImportError, AssertionError, ValueError) as error:  # PyTorch without CUDA offloads nothing; 5.17 has no fp8
         pytest.skip(f"transformers refuses it on this machine: {error}")
     caplog.set_level("INFO", logger=StepReplay.__module__)
     for _ in range(2):
