@@ -73,8 +73,7 @@ def measure(opened: Mapping[str, Opener], rounds: int, phases: Mapping[str, tupl
     Args:
         phases: a function of a provider's phases that returns a rate, and its arguments; a prompt's or a context's tokens come first.
     """
-    rows: list[dict[str, object]] = []
-    phase = ""
+    rows, phase = list[dict[str, object]](), ""
     (our_name, our_opener), (their_name, their_opener) = opened.items()
     try:
         with PeerProcess(our_name, *our_opener) as ours, PeerProcess(their_name, *their_opener) as theirs:
@@ -106,13 +105,15 @@ class Limits:
 
     def decode(self, context: int) -> float:
         """Return the rate after `context` tokens, of which the bandwidth allows to read weights and cache."""
-        return self.probe.median() / (self.weights.read(self.config.num_experts_per_tok) + cache_bytes(self.config, context))
+        chosen = self.config.num_experts_per_tok
+        return self.probe.median() / (self.weights.read(chosen, chosen) + cache_bytes(self.config, context))
 
     def prompt(self, tokens: int, experts: float) -> float:
         """Return the rate of a prompt whose tokens have so many different experts in a layer."""
         product, operations = self.products
         rate = operations / statistics.median(seconds(product) for _ in range(PRODUCTS))
-        return tokens / max(self.weights.read(experts) / self.probe.median(), 2 * tokens * self.weights.multiplied / rate)
+        reading_s = self.weights.read(experts, self.config.num_experts_per_tok) / self.probe.median()
+        return tokens / max(reading_s, 2 * tokens * self.weights.multiplied / rate)
 
 
 def figures(rates: Mapping[str, Sequence[float]]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,9 @@ from moegraft.operators.base import CACHE, Kind
 ROUTER_NAMES = ("gate", "router")
 MTP = "mtp"  # the submodule with a model's layers for multi-token prediction
 LIBRARIES = ("torch", "transformers", "moegraft", "builtins", "functools")
+# Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are. Experts on a GPU listen to
+# their routers, also while a step is captured, and those of chosen rows compute what is recorded.
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.offload.gpu_layer", "moegraft.operators.routing")
 SHARED_NAMES = ("shared_experts", "shared_expert", "shared_mlp")  # names of the experts that every token passes
 
 
@@ -47,6 +50,12 @@ def layers_before_mtp(model: nn.Module) -> int:
     if MTP not in model._modules or not hasattr(config, "get_text_config"):
         return 0
     return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def hooked(tables: Iterable[Mapping[int, Any]]) -> bool:
+    """Return whether any of modules' tables of hooks has one that may change what a pass computes, or sees it."""
+    modules = (getattr(hook, "__module__", "") for table in tables if table for hook in table.values())
+    return any(module not in _HARMLESS_HOOKS for module in modules) or bool(nn.modules.module._has_any_global_hook())
 
 
 def is_library(thing: Any) -> bool:

@@ -146,18 +146,18 @@ class TokenWeights:
     """The weights of a GGUF file that tokens read, without the rows of their embeddings.
 
     Attributes:
-        expert_bytes: of one expert in each layer.
+        expert_bytes: of one expert in each layer but the last, and in the last.
         other_bytes: of what every token reads.
-        multiplied: weights that each token of a prompt is multiplied with; only its last has logits.
+        multiplied: weights that each token of a prompt is multiplied with; only its last has logits, and what they need of the last layer.
     """
 
-    expert_bytes: float
+    expert_bytes: tuple[float, float]
     other_bytes: int
     multiplied: float
 
-    def read(self, experts: float) -> float:
-        """Return the bytes that tokens read together which have so many different experts in a layer."""
-        return self.other_bytes + experts * self.expert_bytes
+    def read(self, experts: float, last: float) -> float:
+        """Return the bytes that tokens read together which have so many different experts in a layer, and in the last one."""
+        return self.other_bytes + experts * self.expert_bytes[0] + last * self.expert_bytes[1]
 
 
 def token_weights(path: Path, config: PreTrainedConfig) -> TokenWeights:
@@ -165,17 +165,18 @@ def token_weights(path: Path, config: PreTrainedConfig) -> TokenWeights:
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
-    expert_bytes, other_bytes, multiplied = 0.0, 0, 0.0
+    expert_bytes, other_bytes, multiplied = [0.0, 0.0], 0, 0.0
     for name, tensor in tensors.items():
+        is_last = name.startswith(f"blk.{config.num_hidden_layers - 1}.")
         if "_exps." in name:
-            expert_bytes += int(tensor.n_bytes) / int(tensor.shape[-1])
-            multiplied += int(tensor.n_elements) / int(tensor.shape[-1]) * config.num_experts_per_tok
+            expert_bytes[is_last] += int(tensor.n_bytes) / int(tensor.shape[-1])
+            multiplied += 0 if is_last else int(tensor.n_elements) / int(tensor.shape[-1]) * config.num_experts_per_tok
         elif name in (head, "token_embd.weight"):
             other_bytes += int(tensor.n_bytes) if name == head else 0
         else:
             other_bytes += int(tensor.n_bytes) // (2 if name.endswith("ffn_gate_inp.weight") else 1)  # in bfloat16
-            multiplied += int(tensor.n_elements)
-    return TokenWeights(expert_bytes, other_bytes, multiplied)
+            multiplied += 0 if is_last and name.split(".")[2].startswith(("ffn_", "attn_output", "ssm_out")) else int(tensor.n_elements)
+    return TokenWeights((expert_bytes[0], expert_bytes[1]), other_bytes, multiplied)
 
 
 def cache_bytes(config: Any, context: int) -> int:

@@ -152,9 +152,7 @@ def ik_llama_cpp(folder: Path, *, repack: bool = False) -> AbstractContextManage
 @contextmanager
 def phases_of_engine(engine: LlamaCpp | IkLlamaCpp, sampling: Mapping[str, float] = SAMPLED) -> Iterator[Phases]:
     with engine as peer:
-        tokens = random_tokens(peer.vocab).tolist()
-
-        kept = 0  # tokens of the latest long context
+        tokens, kept = random_tokens(peer.vocab).tolist(), 0  # tokens of the latest long context
 
         def decode(count: int, context: int, sampled: bool) -> float:
             nonlocal kept

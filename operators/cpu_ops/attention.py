@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
@@ -34,6 +34,7 @@ from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, is_plain
 from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NoOptions, NotRecognisedError, answered, probe
 from moegraft.operators.custom_ops import attention, needs_gradient, register
+from moegraft.operators.decode.last_layer import LastLayer
 from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError
 from moegraft.operators.structure import source_of
 
@@ -79,6 +80,7 @@ class CpuAttention(CpuOperator):
         self.number = register(self)  # under which graphs of `torch.compile` call it
         self._logged: set[str] = set()  # reasons for falling back to PyTorch
         self._latents = ""  # how the module's latent cache is read, if it has one
+        self.last_layer: LastLayer | None = None  # of the model, if the module is in its last layer
 
     @classmethod
     def unsupported_reason(cls, module: nn.Module, options: NoOptions) -> str | None:
@@ -111,6 +113,15 @@ class CpuAttention(CpuOperator):
         module.__class__ = answered(cls, EXPAND)
         module.__dict__[OPERATOR] = self
         return {"config": config, OPERATOR: None}
+
+    def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        super().on_model_loaded(model, path)
+        found = LastLayer.of(model, model.get_submodule(path)) if self._stock_attributes and not self.on_gpu else None
+        if found is not None:
+            layer, self.last_layer = found
+            cls: Any = type(layer)  # mypy takes a module's __hash__ for that of its class
+            layer.__class__ = answered(cls, "forward")
+            layer.__dict__[OPERATOR] = self.last_layer
 
     def _self_test(self, module: nn.Module) -> None:
         """Compare the kernel with the module's own function on random tensors: the function may read sinks or caps of the module itself.
@@ -383,6 +394,24 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention as transformers' functions do: (B, T, heads, D of values) and no attention weights."""
     operator: CpuAttention = module.config._moegraft_attention  # type: ignore[union-attr,assignment] # `install` put it there
+    function = partial(_attend, operator, module)
+    if operator.last_layer is None or torch.compiler.is_compiling():
+        return function(query, key, value, attention_mask, **kwargs)
+    # As many new keys are appended to pages as there are queries, and what else a family passes on may have a row for each.
+    in_pages = hasattr(key.expansion.latents if type(key) is LatentStates else key, "pages")
+    whole = in_pages or any(isinstance(given, torch.Tensor) and name not in {*UNREAD_TENSORS, "s_aux"} for name, given in kwargs.items())
+    return operator.last_layer.attend(function, query, key, value, attention_mask, whole=whole, **kwargs)
+
+
+def _attend(
+    operator: CpuAttention,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if type(key) is LatentStates:
         expansion = key.expansion
         latents, rotary = expansion.latents, expansion.rotary

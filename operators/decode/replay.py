@@ -30,10 +30,11 @@ from transformers.utils.generic import ModelOutput
 
 from moegraft.operators.base import CACHE, Operator
 from moegraft.operators.decode.cache import adopt
+from moegraft.operators.decode.last_layer import last_token_alone
 from moegraft.operators.decode.pages import PagedCache
 from moegraft.operators.decode.rollback import CachedPasses
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.structure import is_library
+from moegraft.operators.structure import hooked, is_library
 from moegraft.operators.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,6 @@ Forward = Callable[..., Any]
 VERIFIED_STEPS = 2  # of each kind, computed both ways: what counts in Python may be right in the first
 MAX_KINDS = 32  # of which programs are kept, for each position in a group: a server's batch has two for each number of rows
 MAX_CHANGES = 8  # of the model in one text, after which its steps are not recorded
-# Once other outputs were asked for, transformers leaves hooks on the model, which do nothing while none are. Experts on a GPU listen to
-# their routers, also while a step is captured, and those of chosen rows compute what is recorded.
-_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "moegraft.operators.offload.gpu_layer", "moegraft.operators.routing")
 
 
 class FrozenModel:
@@ -80,7 +78,7 @@ class FrozenModel:
         of_others = [vars(module) for module in modules if not isinstance(module, Operator)]
         self._attributes += [(table, name, None) for table in of_others for name, value in table.items() if value is None]
         self._columns = tuple(zip(*self._attributes, strict=True))  # compared in every step, without a loop in Python
-        self.obstacle = "its modules have hooks" if self._hooked() else None
+        self.obstacle = "its modules have hooks" if hooked(self._hooks) else None
 
     def rely_on(self, constants: Iterable[torch.Tensor]) -> None:
         """Notice as well when an attribute of a module that is one of `constants`, or shares its memory, is replaced."""
@@ -95,10 +93,6 @@ class FrozenModel:
             ]
         self._columns = tuple(zip(*self._attributes, strict=True))
 
-    def _hooked(self) -> bool:
-        modules = (getattr(hook, "__module__", "") for table in self._hooks if table for hook in table.values())
-        return any(module not in _HARMLESS_HOOKS for module in modules) or _global_hooks()
-
     def changed(self) -> bool:
         try:
             same = self._tables == self._copies  # what was not replaced is not compared further
@@ -110,7 +104,7 @@ class FrozenModel:
             or not all(map(operator.is_, map(dict.get, tables, names), values))
             or [tensor.data_ptr() for tensor in self._tensors] != self._addresses
             or [tensor._version for tensor in self._editable] != self._versions
-            or ((self._hooks, _global_hooks()) != self._own_hooks and self._hooked() != (self.obstacle is not None))
+            or ((self._hooks, _global_hooks()) != self._own_hooks and hooked(self._hooks) != (self.obstacle is not None))
         )
 
 
@@ -232,7 +226,8 @@ class StepReplay(ABC):
             self._log(step)
         if not isinstance(step, Step) or self.lock.locked():  # another thread computes a step, which nothing waits for
             self._changes = 0
-            outputs = plain(*args, **arguments)
+            with last_token_alone(model, arguments):
+                outputs = plain(*args, **arguments)
             if arguments.get(CACHE) is None and not args:
                 _own_new(outputs)
             return outputs

@@ -89,7 +89,7 @@ def begun(pool: SequencePool, ids: list[int], most_tokens: int | None = None, sc
     sequence = pool.begin(ids, len(ids) + 40 if most_tokens is None else most_tokens, scope)
     with torch.inference_mode():
         if sequence.tokens < len(ids) - 1:
-            pool.forward([sequence], [ids[sequence.tokens : -1]])
+            pool.forward([sequence], [ids[sequence.tokens : -1]], logits_to_keep=1)  # as the server asks for a prompt's
     return sequence
 
 
