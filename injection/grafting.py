@@ -117,9 +117,6 @@ def graft(
     context.replay = _step_replay(plan, context)
     stock = isinstance(model, MetaModel) and model.source.gguf is None and model.source.quantised is None
     injection = Injection(plan, operators, context, folder if stock else None)
-    if injection.model_operator is not None:
-        injection.model_operator.check(skeleton, operators)
-
     checkpoint = None
     if isinstance(model, MetaModel):
         assert model.weights is not None, "checked above"

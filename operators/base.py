@@ -82,7 +82,9 @@ class Traits:
         undivided: why several processes cannot hold the experts together, of operators of the kind `experts`: a reason in the options,
             or an empty text where the operator does not join `InjectionContext.expert_group`; None where they can.
         mtp: whether the model gets the layers of its checkpoint for multi-token prediction.
+        drafts: whether the operator drafts, and removes from the cache what the model rejects.
         drafting: how experts run while they draft; None where they do not draft.
+        narrows: whether experts can be fewer while drafts ask for it (`InjectionContext.draft_switch`).
         decode_loss: what decode steps compute otherwise than prompts, at the cost of exactness; None where nothing.
         untrained: why a model with these options cannot be trained, not even adapters beside its frozen weights; None where it can.
         host_budget: returns the host memory in which all such operators of a model hold a part of their bytes on disk, given what is free;
@@ -98,7 +100,9 @@ class Traits:
     replays_steps: bool = True
     undivided: str | None = ""
     mtp: bool = False
+    drafts: bool = False
     drafting: DraftSettings | None = None
+    narrows: bool = False
     decode_loss: DecodeLoss | None = None
     untrained: str | None = None
     host_budget: Callable[[int], int] | None = None
@@ -275,16 +279,15 @@ class ModelOperator(InPlaceOperator):
         """The operators of the model: this one alone, if it does not stand for several."""
         return (self,)
 
-    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
-        """Check what depends on the other operators; called when all operators of the model are built, before weights are read.
+    @classmethod
+    def conflict(cls, model: nn.Module, options: Any, traits: Mapping[str, Sequence[Traits]]) -> str | None:
+        """Return why the operator cannot work beside the model's others, and what to do, or None where it can.
 
         Args:
             model: with the structure of the stock model.
-            operators: by the paths of the modules that they replace or work in.
-
-        Raises:
-            UnsupportedModelError: the operator cannot work beside the others.
+            traits: what the options of all operators mean, by the paths of the modules that they replace or work in.
         """
+        return None
 
     def new_cache(self, model: PreTrainedModel) -> Cache | None:
         """Return an empty key-value cache as `generate` creates it, for callers that fill it first; None for transformers' own."""
@@ -331,10 +334,6 @@ class ModelOperators(ModelOperator):
     @property
     def operators(self) -> Sequence[ModelOperator]:
         return self._operators
-
-    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
-        for operator in self._operators:
-            operator.check(model, operators)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         for operator in self._operators:

@@ -35,19 +35,17 @@ class DraftSwitch:
 
     Attributes:
         layers: how many layers of experts follow this switch.
-        sparse_layers: those of them that can leave neurons out.
         preparations: how many steps of the model were recorded, or computed twice to verify a recording. Later ones take less time.
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self.layers = self.sparse_layers = 0
+        self.layers = 0
         self.preparations = 0
 
-    def join(self, *, sparse: bool = False) -> None:
-        """Count one layer of experts that follows this switch; `sparse`: whether it can leave neurons out."""
+    def join(self) -> None:
+        """Count one layer of experts that follows this switch; its operator's `Traits.narrows` is true."""
         self.layers += 1
-        self.sparse_layers += sparse
 
     @property
     def settings(self) -> DraftSettings | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, Self
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from moegraft.operators.base import CACHE, DecodeLoss, ModelOperator, Operator, Traits, call_arguments
+from moegraft.operators.base import CACHE, DecodeLoss, ModelOperator, Traits, call_arguments
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
@@ -99,9 +99,10 @@ class QuantizedKvCache(ModelOperator):
         loss = DecodeLoss(f"keys and values are read in {options.bits} bits by {options.backend}", _READ_AT_ONCE)
         return Traits("", cache_form=lambda config: options.storage(config).form(), decode_loss=loss)
 
-    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
-        if (reason := self._storage.wrong_operators(model, operators)) is not None:
-            raise UnsupportedModelError(reason)
+    @classmethod
+    def conflict(cls, model: nn.Module, options: QuantizedKvCacheOptions, traits: Mapping[str, Sequence[Traits]]) -> str | None:
+        assert isinstance(model, PreTrainedModel), "others do not generate text"
+        return options.storage(model.config).conflict(model, traits)
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         if (reason := self._storage.wrong_device(model.device)) is not None:
@@ -175,10 +176,9 @@ class Storage(ABC):
             return f"{name_layers(layers, others, names)[0]}, {self.refusal}"
         return why_not_split(model, Cache(layers=layers), names)
 
-    def wrong_operators(self, model: nn.Module, operators: Mapping[str, Operator]) -> str | None:
-        """Return which operator cannot work with such a cache, and what to do, or None where all can."""
-        of_model = operators[""]
-        if self.is_croppable or not isinstance(of_model, ModelOperator) or not of_model.record_rounds(()):
+    def conflict(self, model: nn.Module, traits: Mapping[str, Sequence[Traits]]) -> str | None:
+        """Return which operator cannot work with such a cache, as `ModelOperator.conflict` does."""
+        if self.is_croppable or not any(each.drafts for each in traits[""]):
             return None
         return (
             f"rejected drafts cannot be removed from the cache of 'backend: {self.options.backend}': write 'backend: native', or draft "
@@ -222,8 +222,8 @@ class _Codes(Storage):
             return f"{named} scales queries by the number of tokens in the cache, of which pages have none for a whole batch"
         return super().unsupported_reason(model)
 
-    def wrong_operators(self, model: nn.Module, operators: Mapping[str, Operator]) -> str | None:
-        stock = (path for path, module in model.named_modules() if is_attention(module) and path not in operators)
+    def conflict(self, model: nn.Module, traits: Mapping[str, Sequence[Traits]]) -> str | None:
+        stock = (path for path, module in model.named_modules() if is_attention(module) and path not in traits)
         path = next(stock, None)
         if path is None:
             return None

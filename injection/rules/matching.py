@@ -15,7 +15,7 @@ from moegraft.injection.rules.document import Findings, MappingNode, Node, neare
 from moegraft.injection.rules.ktransformers import is_theirs
 from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs
-from moegraft.operators.base import Kind, Operator
+from moegraft.operators.base import Kind, ModelOperator, Operator, Traits
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.structure import MTP, kinds, layers_before_mtp
 from moegraft.operators.thresholds import sparsity_errors
@@ -354,9 +354,15 @@ def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module,
         for rule, taken in zip(rules, assignment.taken, strict=True)
         if taken and rule.operator is not None
     ]
+    traits_of: dict[str, list[Traits]] = {}
+    for rule, operator, taken in used:
+        for path in taken:
+            traits_of.setdefault(path, []).append(operator.traits(rule.options))
     drafts = (operator.traits(rule.options).draft_sparsity for rule, operator, _ in used)
     draft = next((share for share in drafts if share is not None), None)
     for rule, operator, taken in used:
+        if issubclass(operator, ModelOperator) and (conflict := operator.conflict(model, rule.options, traits_of)) is not None:
+            findings.error(rule.place("operator"), f"rule '{rule.id}': {conflict}")
         traits = operator.traits(rule.options)
         if traits.decode_loss is not None:
             message = f"rule '{rule.id}': lossy: {traits.decode_loss.text}; 'moegraft verify' measures what that costs"

@@ -261,6 +261,7 @@ class HybridExperts(Operator):
             devices=frozenset(options.gpu.split(",")) if on_gpu else frozenset(),
             slots=SharedSlots(gpu) if on_gpu and gpu is not None else None,
             sparsity=options.sparsity,
+            narrows=True,
             replays_steps=options.decode != "eager",
             undivided=undivided,
             untrained=untrained,
@@ -285,7 +286,7 @@ class HybridExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, options: HybridExpertsOptions, context: InjectionContext) -> Self:
         layout, draft, group = read_layout(module), context.draft_switch, context.expert_group
-        draft.join(sparse=options.sparsity is not None)
+        draft.join()
         sparsity = context.sparse_layers.join(options.sparsity, draft) if options.sparsity is not None else None
         experts = range(layout.num_experts) if group is None else group.shares.experts(layout.num_experts)
         warn = partial(context.warn_once, logger)

@@ -95,7 +95,7 @@ class SparseExperts(Operator):
     @classmethod
     def traits(cls, options: SparseExpertsOptions) -> Traits:
         untrained = "neurons that sparsity leaves out have no gradients; use hybrid_experts without it"
-        return Traits(f"{options.sparsity}", devices=frozenset({options.gpu}), sparsity=options.sparsity, untrained=untrained)
+        return Traits(f"{options.sparsity}", devices=frozenset({options.gpu}), sparsity=options.sparsity, narrows=True, untrained=untrained)
 
     @classmethod
     def footprint(cls, module: nn.Module, options: SparseExpertsOptions, dtype: torch.dtype) -> Footprint:
@@ -106,7 +106,7 @@ class SparseExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, options: SparseExpertsOptions, context: InjectionContext) -> Self:
         draft = context.draft_switch
-        draft.join(sparse=True)
+        draft.join()
         sparsity = context.sparse_layers.join(options.sparsity, draft)
         device = torch.device("cpu") if why_unavailable() else options.device  # kernels are interpreted on the CPU
         return cls(read_layout(module), options, draft, sparsity, device)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Operator, Traits
+from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.drafts import NGRAM, Drafter, Drafting, ExpertsDrafter, NgramDrafter, NgramIndex, Trace, no_trace
 from moegraft.operators.decode.loop import generate
@@ -277,7 +277,9 @@ class SpeculativeDraft(ModelOperator):
             identity = f"expert_budget {options.expert_budget}"
             text = f"at most {options.expert_budget} experts of a layer verify a draft of {options.max_draft} tokens"
             loss = DecodeLoss(text, options.max_draft + 1, options.verification)
-        return Traits(identity, draft_sparsity=options.draft_sparsity, mtp=options.draft == "mtp", drafting=drafting, decode_loss=loss)
+        return Traits(
+            identity, draft_sparsity=options.draft_sparsity, drafts=True, mtp=options.draft == "mtp", drafting=drafting, decode_loss=loss
+        )
 
     @classmethod
     def footprint(cls, module: nn.Module, options: SpeculativeOptions, dtype: torch.dtype) -> Footprint:
@@ -290,26 +292,25 @@ class SpeculativeDraft(ModelOperator):
     def build(cls, module: nn.Module, options: SpeculativeOptions, context: InjectionContext) -> Self:
         return cls(options, context)
 
-    def check(self, model: nn.Module, operators: Mapping[str, Operator]) -> None:
-        if self.options.draft == "experts" and not self._switch.layers:
-            raise UnsupportedModelError(
-                "speculative_draft drafts with fewer experts, and no rule replaces experts by an operator that can run fewer; "
-                "add a rule with 'match: {kind: experts}' and 'class: hybrid_experts', or write 'draft: ngram'"
-            )
-        if self.options.draft_sparsity is not None and not self._switch.sparse_layers:
-            raise UnsupportedModelError(
+    @classmethod
+    def conflict(cls, model: nn.Module, options: SpeculativeOptions, traits: Mapping[str, Sequence[Traits]]) -> str | None:
+        experts = [each for of_module in traits.values() for each in of_module]
+        if not any(each.narrows for each in experts):
+            fix = "no rule replaces experts by an operator that can run fewer; add one with 'kind: experts' and 'class: hybrid_experts'"
+            if options.draft == "experts":
+                return f"it drafts with fewer experts, and {fix}, or write 'draft: ngram'"
+            if options.expert_budget is not None:
+                return f"expert_budget limits the experts that verify a draft, and {fix}"
+        if options.draft_sparsity is not None and not any(each.sparsity is not None for each in experts):
+            return (
                 "draft_sparsity leaves neurons of experts out, and no rule gives experts a 'sparsity'; give them one, "
                 "such as 'sparsity: {target: 0, scope: routed}', which leaves neurons out only in drafts"
             )
-        if self.options.expert_budget is not None and not self._switch.layers:
-            raise UnsupportedModelError(
-                "expert_budget limits the experts that verify a draft, and no rule replaces experts by an operator that can run fewer; "
-                "add a rule with 'match: {kind: experts}' and 'class: hybrid_experts'"
-            )
-        if self.options.tolerance:
-            self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
+        return None
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
+        if self.options.tolerance:
+            self.warn_once("mode: adaptive changes the text that is generated; its statistics report by how much")
         if self.options.draft == "mtp":
             share_with_mtp(model)
         elif isinstance(self.options.draft, DraftHead):

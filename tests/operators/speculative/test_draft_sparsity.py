@@ -16,7 +16,6 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.injection.rules import RuleErrors
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.sparsity import LayerSparsity, SparseLayers
 from moegraft.operators.speculative.operator import SpeculativeOptions
@@ -171,7 +170,7 @@ def test_a_device_receives_both_thresholds_before_or_after_they_are_set() -> Non
 
 
 def test_wrong_options_are_refused_before_loading(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="target: 0, scope: routed"):
+    with pytest.raises(RuleErrors, match="target: 0, scope: routed"):
         load(tmp_path, "", "draft_sparsity: 0.8")
     with pytest.raises(RuleErrors, match=r"draft_sparsity 0\.5 is not above the target of sparsity, 0\.5"):
         load(tmp_path, "sparsity: {target: 0.5, scope: routed}", "draft_sparsity: 0.5")

@@ -13,9 +13,9 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.injection.meta_model import find_model
 from moegraft.injection.planning import plan
+from moegraft.injection.rules import RuleErrors
 from moegraft.injection.verify import verify
 from moegraft.operators.draft import keep_heaviest
-from moegraft.operators.errors import UnsupportedModelError
 
 BUDGET = {"mode": "adaptive", "max_draft": 4}
 
@@ -99,5 +99,5 @@ def test_it_needs_experts_that_can_run_fewer(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     options = "{draft: ngram, mode: adaptive, expert_budget: 4}"
     path.write_text(f"version: 1\nrules:\n- match: {{kind: model}}\n  replace: {{class: speculative_draft, kwargs: {options}}}\n")
-    with pytest.raises(UnsupportedModelError, match="expert_budget limits the experts that verify a draft"):
+    with pytest.raises(RuleErrors, match="expert_budget limits the experts that verify a draft"):
         optimize_and_load(build_model(case_of("qwen3_moe")), path, progress=False)

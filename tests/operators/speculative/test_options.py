@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from typing import Any
@@ -11,11 +10,12 @@ import pytest
 import torch
 from support.families import build_model, case_of, prompt
 
-from moegraft.injection import optimize_and_load
+from moegraft.injection import optimize_and_load, plan
+from moegraft.injection.rules import RuleErrors
 from moegraft.operators.decode.drafts import NGRAM, NgramIndex
 from moegraft.operators.decode.sampling import Adaptive, DraftToken, Greedy, Sampling, Scores
 from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
-from moegraft.operators.errors import RuleFileError, UnsupportedModelError
+from moegraft.operators.errors import RuleFileError
 from moegraft.operators.speculative.operator import SpeculativeOptions
 
 IDS = prompt(10)
@@ -90,8 +90,8 @@ def test_drafting_needs_experts_that_can_run_fewer(tmp_path: Any) -> None:
     text = "version: 1\nrules:\n- match: {kind: model}\n  replace: {class: speculative_draft, kwargs: {draft: experts}}\n"
     rules.write_text(text)
     model = build_model(case_of("qwen3_moe"))
-    with pytest.raises(UnsupportedModelError, match="class: hybrid_experts"):
-        optimize_and_load(copy.deepcopy(model), rules, progress=False)
+    with pytest.raises(RuleErrors, match=r"rules.yaml:4:20: error: .* 'class: hybrid_experts'"):
+        plan(model, rules)
     rules.write_text(text.replace("draft: experts", "draft: ngram"))
     expected = model.generate(IDS, max_new_tokens=20, do_sample=False)
     assert torch.equal(optimize_and_load(model, rules, progress=False).generate(IDS, max_new_tokens=20, do_sample=False), expected)
