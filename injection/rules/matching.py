@@ -153,8 +153,8 @@ def apply_rules(
             findings.error(requirement.position, f"this rule file is for models of type {wanted}, and {actual}")
     assignment = assign(rules.rules, modules, registry.in_place)
     _check_taken(rules.rules, assignment, modules, findings)
-    _check_operators(rules.rules, assignment, modules, registry, findings)
-    _check_uses(rules.rules, assignment, modules.model, registry, findings)
+    refused = _check_operators(rules.rules, assignment, modules, registry, findings)
+    _check_uses(rules.rules, assignment, modules.model, registry, refused, findings)
     if divided:
         _check_divided(rules.rules, assignment, registry, findings)
     findings.raise_errors()
@@ -323,8 +323,9 @@ def _warn_of_absent_layers(rule: Rule, modules: ModelModules, findings: Findings
 
 def _check_operators(
     rules: Sequence[Rule], assignment: Assignment, modules: ModelModules, registry: OperatorRegistry, findings: Findings
-) -> None:
-    """Report modules that an operator cannot replace, in one error for each rule and reason."""
+) -> list[Rule]:
+    """Report modules that an operator cannot replace, in one error for each rule and reason; return these rules."""
+    refusing = []
     for rule, taken in zip(rules, assignment.taken, strict=True):
         if rule.operator is None:
             continue
@@ -336,6 +337,8 @@ def _check_operators(
                 refused.setdefault(reason, []).append(path)
         for reason, paths in refused.items():
             findings.error(rule.place("operator"), f"rule '{rule.id}': {operator.name} cannot replace {_listed(paths)}: {reason}")
+            refusing.append(rule)
+    return refusing
 
 
 def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModules) -> str | None:
@@ -347,23 +350,30 @@ def _refusal(operator: type[Operator], rule: Rule, path: str, modules: ModelModu
     return operator.unsupported_reason(modules[path], rule.options)
 
 
-def _check_uses(rules: Sequence[Rule], assignment: Assignment, model: nn.Module, registry: OperatorRegistry, findings: Findings) -> None:
-    """Report the requirements of operators that the model, or the other operators, do not meet."""
+def _check_uses(
+    rules: Sequence[Rule],
+    assignment: Assignment,
+    model: nn.Module,
+    registry: OperatorRegistry,
+    refused: Sequence[Rule],
+    findings: Findings,
+) -> None:
+    """Report the requirements of operators that the model, or the other operators, do not meet; `refused`: rules with errors already."""
     used = [
-        (rule, registry[rule.operator], taken)
+        (rule, registry[rule.operator], taken, registry[rule.operator].traits(rule.options))
         for rule, taken in zip(rules, assignment.taken, strict=True)
         if taken and rule.operator is not None
     ]
     traits_of: dict[str, list[Traits]] = {}
-    for rule, operator, taken in used:
+    for _, _, taken, traits in used:
         for path in taken:
-            traits_of.setdefault(path, []).append(operator.traits(rule.options))
-    drafts = (operator.traits(rule.options).draft_sparsity for rule, operator, _ in used)
-    draft = next((share for share in drafts if share is not None), None)
-    for rule, operator, taken in used:
+            traits_of.setdefault(path, []).append(traits)
+    draft = next((traits.draft_sparsity for *_, traits in used if traits.draft_sparsity is not None), None)
+    for rule, operator, taken, traits in used:
+        if any(rule is each for each in refused):
+            continue
         if issubclass(operator, ModelOperator) and (conflict := operator.conflict(model, rule.options, traits_of)) is not None:
             findings.error(rule.place("operator"), f"rule '{rule.id}': {conflict}")
-        traits = operator.traits(rule.options)
         if traits.decode_loss is not None:
             message = f"rule '{rule.id}': lossy: {traits.decode_loss.text}; 'moegraft verify' measures what that costs"
             findings.notice(rule.place("operator"), message)

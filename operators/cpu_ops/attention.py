@@ -116,7 +116,7 @@ class CpuAttention(CpuOperator):
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         super().on_model_loaded(model, path)
-        found = LastLayer.of(model, model.get_submodule(path)) if self._stock_attributes and not self.on_gpu else None
+        found = LastLayer.of(model, model.get_submodule(path)) if self._stock_attributes else None
         if found is not None:
             layer, self.last_layer = found
             cls: Any = type(layer)  # mypy takes a module's __hash__ for that of its class
@@ -269,6 +269,8 @@ class CpuAttention(CpuOperator):
         latent: bool = False,
         **numbers: float,
     ) -> None:
+        if layer.ragged:
+            tensors, out = (tensors[0].transpose(0, 2), tensors[1].transpose(0, 2), tensors[2].transpose(0, 2)), out.transpose(0, 1)
         query, key, value = (as_array(tensor if tensor.stride(-1) == 1 else tensor.contiguous()) for tensor in tensors)
         self.runtime.paged_attention(
             query,

@@ -1,7 +1,8 @@
 """The last layer of a model in the pass of a prompt, computed for the one token whose logits are asked for.
 
-Later passes need the keys and values that all tokens have in this layer, and nothing else of it: attention, projections and experts of all
-tokens but the last are left out, by which a model of L layers saves almost 1/L of a prompt's time. llama.cpp does the same.
+Later passes need the keys and values that all tokens have in this layer, and nothing else of it: what follows the attention of all tokens
+but the last is left out, and their attention too where keys and values are not in pages. A model of L layers saves almost 1/L of a prompt's
+time. llama.cpp does the same.
 
 The layer runs twice. First with all tokens up to its attention function: by then the cache has the keys and values, and the last token's
 answer is kept. Then with the last token alone and without a cache, where the attention function returns that answer.
@@ -14,6 +15,7 @@ import inspect
 import re
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,10 +25,12 @@ import torch
 from torch import nn
 
 from moegraft.operators.base import CACHE
-from moegraft.operators.structure import hooked, source_of
+from moegraft.operators.structure import hooked, is_library, source_of
 
-LEAST_TOKENS = 4  # of a prompt; with fewer, reading attention's weights twice takes as long as the experts that are not read
-_SETTINGS = (bool, int, float, str, type(None))  # types of arguments that are no token's
+# Up to 8 tokens may be a step, in which experts of the layer before are added late (`offload/deferral.py`). Of less than 4, attention's
+# weights, read twice, take as long as the experts that are not read.
+LEAST_TOKENS = 9
+_SETTINGS = (bool, int, float, str, type(None))  # types of arguments that are the same for any tokens
 _READ_OUTPUTS = tuple(f"output_{name}" for name in ("hidden_states", "attentions", "router_logits"))
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -48,53 +52,74 @@ def last_token_alone(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         or any(getattr(each, name, False) for each in configs for name in _READ_OUTPUTS)
     )
     alone = type(kept) is int and kept == 1 and not all_read and not torch.is_grad_enabled()
-    token = _asking.set(model if alone else None)
+    before = _asking.get()
     try:
+        _asking.set(model if alone else None)
         yield
     finally:
-        _asking.reset(token)
+        _asking.set(before)
 
 
 class LastLayer:
     """Answers the calls of a decoder's last layer, which `of` has found to be of a form for which that is possible."""
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, layer: nn.Module) -> None:
-        self._is_of = id(model).__eq__  # a reference would keep the model alive
+    def __init__(self, model: nn.Module, decoder: nn.Module, layers: str) -> None:
+        self._model, self._decoder = weakref.ref(model), weakref.ref(decoder)
+        self._layers = layers
+        layer = getattr(decoder, layers)[-1]
         self._forward = type(layer).forward  # the family's own
         self._local = threading.local()  # `pending`: whether attention has to answer; `answer`: the one that it repeats
-        after = [child for child in decoder.children() if not isinstance(child, nn.ModuleList)]
-        inside = [module for module in layer.modules() if module is not layer]
-        above = [module for module in model.modules() if module is decoder or any(child is decoder for child in module.children())]
-        # What hooks before the layer see is as ever.
-        tables = [module._forward_pre_hooks for module in (*after, *inside)]
-        self._hooks = [*tables, *(module._forward_hooks for module in (*after, *inside, *above, layer) if module is not model)]
+        self._above = [weakref.ref(module) for module in model.modules() if any(child is decoder for child in module.children())]
 
     @staticmethod
     def of(model: nn.Module, attention: nn.Module) -> tuple[nn.Module, LastLayer] | None:
         """Return the last layer of a model, and what answers for it; None if `attention` is in another or if all tokens may be needed."""
+        owner: Any = type(model)  # mypy takes a module's __hash__ for that of its class
         decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-        if not isinstance(decoder, nn.Module):
+        # Classes of others may do more with the decoder's outputs than choose the tokens that the head gets.
+        if not all(map(is_library, owner.__mro__)) or "logits_to_keep" not in inspect.signature(owner.forward).parameters:
             return None
-        ends = [each[-1] for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each)]
-        layer = next((end for end in ends if attention in set(end.modules())), None)
+        lists = [(name, child) for name, child in decoder.named_children() if isinstance(child, nn.ModuleList) and len(child)]
+        name, layer = next(((name, child[-1]) for name, child in lists if attention in set(child[-1].modules())), ("", None))
         if layer is None:
             return None
-        cached = [module for module in layer.modules() if module is not layer and _reads_cache(module)]
+        inside = [module for module in layer.modules() if module is not layer]
+        cached = [module for module in inside if _reads_cache(module)]
         if len(cached) != 1 or cached[0] is not attention or not _only_appends(type(attention)) or not _reads_one(type(decoder)):
             return None
-        return layer, LastLayer(model, decoder, layer)
+        if any(getattr(module, "sparsity", None) is not None for module in inside):  # whose statistics compare the layers
+            return None
+        return layer, LastLayer(model, decoder, name)
+
+    def _is_watched(self, layer: nn.Module) -> bool:
+        """Return whether the layer is not the last one any more, or something sees more than its call and the model's."""
+        model, decoder = self._model(), self._decoder()
+        layers = list(getattr(decoder, self._layers, ()))
+        if decoder is None or [each for each in layers if each is layer] != layers[-1:]:
+            return True
+        children = list(decoder.children())
+        after = children[next(number for number, child in enumerate(children) if layer in set(child.children())) + 1 :]
+        modules = [*after, *(module for module in layer.modules() if module is not layer)]
+        above = [module for found in self._above if (module := found()) is not None and module is not model]
+        replaced = [vars(module)["forward"] for module in (layer, *modules) if "forward" in vars(module)]
+        tables = [module._forward_pre_hooks for module in modules]  # those in front of the layer see what they always do
+        tables += [module._forward_hooks for module in (*modules, *above, decoder, layer)]
+        return hooked(tables) or not all(map(is_library, replaced))
 
     def answer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer returns for the last token of each sequence, (B, 1, H); None for a call that the layer answers itself."""
-        x = args[0] if len(args) == 1 else None
-        if type(x) is not torch.Tensor or x.dim() != 3 or x.shape[1] < LEAST_TOKENS or not self._is_of(id(_asking.get())):
+        x, asking = args[0] if len(args) == 1 else None, _asking.get()
+        if type(x) is not torch.Tensor or not x.is_cpu or x.dim() != 3 or x.shape[1] < LEAST_TOKENS:
+            return None
+        if asking is None or asking is not self._model():
             return None
         last = _of_last_token(kwargs, x.shape[1])
-        if last is None or hooked(self._hooks):
+        if last is None or self._is_watched(layer):
             return None
+        vars(self._local).pop("answer", None)  # of a pass that was interrupted
         try:
             self._local.pending = True
-            return self._forward(layer, x, **kwargs)  # attention is another's, as while operators are set aside
+            return self._forward(layer, x, **kwargs)  # of all tokens: the attention function is not the operator's at the moment
         except _AttendedError as attended:
             self._local.answer = attended.args[0]
         finally:

@@ -253,6 +253,7 @@ class LayerInPages(CacheLayerMixin):
         table, held: of the sequences of the current pass, as in `PagePool`.
         window: tokens that a query attends to; 0: all.
         gathers: whether keys and values are gathered from the pages, as no operator has taken the states of this layer yet.
+        ragged: whether the tokens of the pass are one row, (1, KV heads, T, D), and each has a row of the table.
     """
 
     data: torch.Tensor
@@ -260,6 +261,7 @@ class LayerInPages(CacheLayerMixin):
     table: torch.Tensor
     held: torch.Tensor
     gathers: bool
+    ragged = False
 
     def __init__(self, window: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -312,6 +314,10 @@ class PagedLayer(LayerInPages):
     @property
     def held(self) -> torch.Tensor:  # type: ignore[override]
         return self.pool.held
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        return self._owner.ragged
 
     @property
     def _owner(self) -> PagedCache:
@@ -386,6 +392,7 @@ class PagedCache(Cache):
         serial: that no other cache has.
         offers_pages: whether an operator may take the states of a layer that gathers, and then has to in all later passes.
         longest: tokens of the longest sequence before the current pass.
+        ragged: whether the current pass has any number of tokens of each sequence, in one row.
         unread: layers whose states an operator has to read in this pass.
 
     Args:
@@ -400,6 +407,7 @@ class PagedCache(Cache):
         self.serial = next(_serials)
         self.offers_pages = offers_pages
         self.longest = self._tokens = 0
+        self.ragged = False
         self.unread: set[int] = set()
         adopt(self)
         self._sequences: list[PagedSequence] = []
@@ -431,6 +439,7 @@ class PagedCache(Cache):
         tokens: int,
         *,
         held: Sequence[int] | None = None,
+        ragged: bool = False,
         copies: bool = False,
         keeps_past: bool = False,
     ) -> None:
@@ -438,6 +447,8 @@ class PagedCache(Cache):
 
         Args:
             held: tokens of each before these; by default all that it has.
+            ragged: whether the pass has one row, of as many tokens as there are `sequences`, of which each may be several of them. Without
+                recurrent states, in layers that an operator reads.
             copies: whether the pass has copies of recurrent states, so that the sequences keep theirs if it fails.
             keeps_past: whether the pass keeps the states after each token, for `StatePool.return_to`.
 
@@ -445,7 +456,7 @@ class PagedCache(Cache):
             NoPagesError: the pool is full.
             LostStatesError: an earlier pass over a sequence has failed.
         """
-        self._sequences, self._tokens = list(sequences), tokens
+        self._sequences, self._tokens, self.ragged = list(sequences), tokens, ragged
         pool = self.pool
         lengths = [sequence.tokens for sequence in self._sequences] if held is None else list(held)
         for sequence, length in zip(self._sequences, lengths, strict=True):
@@ -486,7 +497,8 @@ class PagedCache(Cache):
         """Return what the model needs beside the tokens of the prepared pass: positions, and a mask if gathered rows are padded."""
         held = self.pool.held[: len(self._sequences), None]
         shifts = torch.tensor([[sequence.position_shift] for sequence in self._sequences])
-        found = {"position_ids": held + shifts + torch.arange(self._tokens)}
+        positions = held + shifts + torch.arange(self._tokens)
+        found = {"position_ids": positions.T if self.ragged else positions}
         if self.gathers and bool((held != self.longest).any()):
             found["attention_mask"] = (torch.arange(self.longest + self._tokens) >= self.longest - held).long()
         return found

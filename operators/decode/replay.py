@@ -226,7 +226,7 @@ class StepReplay(ABC):
             self._log(step)
         if not isinstance(step, Step) or self.lock.locked():  # another thread computes a step, which nothing waits for
             self._changes = 0
-            with last_token_alone(model, arguments):
+            with last_token_alone(model, arguments if not args else {}):
                 outputs = plain(*args, **arguments)
             if arguments.get(CACHE) is None and not args:
                 _own_new(outputs)

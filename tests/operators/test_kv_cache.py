@@ -16,6 +16,7 @@ import torch
 from support import import_benchmark
 from support.families import build_model, case_of, prompt
 from support.rule_support import findings_of, write
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
@@ -496,6 +497,17 @@ def test_a_model_has_the_first_operator_of_each_name(tmp_path: Path) -> None:
         (found,) = (each for each in findings_of(lambda text=text: planned(text)) if lost in each.message)  # type: ignore[misc]
         assert f"taken or closed by rule '{owner}'" in found.message
         assert loser == "norms" or "a model can have each operator once: keep one of the rules" in found.message
+
+
+@pytest.mark.parametrize("backend", ["native", "fp8"])
+def test_a_module_that_has_no_cache_is_the_only_error_of_its_rule(backend: str, tmp_path: Path) -> None:
+    text = f"- {{match: {{name: 'model.layers.0.mlp$'}}, replace: {{class: quantized_kv_cache, kwargs: {{backend: {backend}}}}}}}\n"
+    rules = write(tmp_path, f"version: 1\nrules:\n{text}")
+    errors = [each for each in findings_of(lambda: plan(stock(), rules)) if each.severity == "error"]
+    assert len(errors) == 1 and "quantized_kv_cache cannot replace model.layers.0.mlp" in errors[0].message
+    rules = write(tmp_path, "version: 1\nrules:\n" + text.replace("name: 'model.layers.0.mlp$'", "kind: model"))
+    errors = [each for each in findings_of(lambda: plan(nn.Sequential(nn.Linear(2, 2)), rules)) if each.severity == "error"]
+    assert len(errors) == 1 and "quantized_kv_cache cannot replace the model" in errors[0].message
 
 
 @pytest.mark.parametrize("first", [True, False])

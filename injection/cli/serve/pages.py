@@ -35,6 +35,7 @@ LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its en
 MOST_CHECKPOINTS = 8  # of a sequence
 # Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
+MOST_RAGGED = 64  # tokens of prompts that are computed in a pass of decoding
 PAST_SHARE = 8  # of the memory, for the states after each token of a draft, at most
 IntArray = NDArray[np.int64]
 
@@ -88,6 +89,7 @@ class SequencePool:
     Attributes:
         streams: the MTP layers, if they draft.
         files: the prefixes on disk, if any; they are read if they share more tokens with a prompt than the prefixes in memory.
+        most_ragged: tokens of a pass by `forward_ragged`, beside one of each sequence; 0 where the model has no such passes.
 
     Args:
         prefix_bytes: for the prefixes, checkpoints included.
@@ -108,6 +110,7 @@ class SequencePool:
         self._stepped: list[PagedSequence] = []  # the rows of the last step
         self._passes: Any = None  # that may follow the last step, from `passes` of `_steps`
         self.files: PrefixFiles | None = None
+        self.most_ragged = 0
 
     @property
     def memory(self) -> CacheMemory:
@@ -332,6 +335,23 @@ class SequencePool:
         logits: torch.Tensor = output.logits
         return logits
 
+    def forward_ragged(self, sequences: Sequence[PagedSequence], token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Compute next tokens of sequences, any number of each; return the logits after the last of each, (B, V) float32.
+
+        A sequence is unchanged if that fails.
+        """
+        self._stepped, self._passes = [], None
+        grown = list(zip(sequences, token_ids, strict=True))
+        rows = [sequence for sequence, ids in grown for _ in ids]
+        held = [sequence.tokens + at for sequence, ids in grown for at in range(len(ids))]
+        self._make_room(sum(pages_of(each.tokens + len(ids)) - len(each.pages) for each, ids in grown))
+        self._cache.begin(rows, 1, held=held, ragged=True)
+        ids, ends = torch.tensor([[token for ids in token_ids for token in ids]]), torch.tensor(list(map(len, token_ids))).cumsum(0) - 1
+        given = {**self._cache.arguments(), CACHE: self._cache, "use_cache": True}
+        logits: torch.Tensor = self._model(input_ids=ids, logits_to_keep=ends, **given).logits[0]
+        self._cache.finish()
+        return logits.float()
+
     def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False, keeps_past: bool = False) -> None:
         self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
         self._cache.begin(sequences, tokens, copies=copies, keeps_past=keeps_past)
@@ -528,10 +548,10 @@ def open_pool(
             raise ValueError("the limit has no room for a page")
         places = {"running": running, "checkpoints": checkpoints, "past_rows": past_rows, "past_tokens": verified}
         states = StatePool(example, **places) if state_bytes else None
-        most_tokens = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS)
+        most_tokens, rows = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS), most + MOST_RAGGED
         stored = Cache(layers=layers)
         own = range(body, len(layers))
-        memory = PagePool(stored, pages, most_sequences=most, most_tokens=most_tokens, coded=coded, states=states, cleared=own)
+        memory = PagePool(stored, pages, most_sequences=rows, most_tokens=most_tokens, coded=coded, states=states, cleared=own)
     except torch.AcceleratorError:
         raise
     except (ValueError, RuntimeError) as error:  # the latter: there is not enough memory
@@ -563,6 +583,8 @@ def open_pool(
             each.offers_pages = False
         if any(each.gathers for each in caches):
             logger.info("serve: keys and values are gathered from their pages, as not all of the model's attention reads pages")
+        elif states is None and streams is None and _computes_ragged(model, pool, expected, noise):
+            pool.most_ragged = MOST_RAGGED
         return pool
     raise UnbatchableError(f"it cannot compute sequences of several lengths together ({reason})")
 
@@ -634,6 +656,22 @@ def _check(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, n
     off = _off(computed, expected)
     if not off <= max(4 * noise, _tolerance(model, pool)):
         raise ValueError(f"logits over pages differ by {off:.1e} from the model's own")
+
+
+@torch.inference_mode()
+def _computes_ragged(model: PreTrainedModel, pool: SequencePool, expected: torch.Tensor, noise: float) -> bool:
+    """Return whether a pass over different numbers of tokens of both probes has the logits `expected`."""
+    prompts = _probes(model)
+    sequences = [pool.begin(prompt, len(prompt)) for prompt in prompts]
+    try:
+        pool.forward(sequences[:1], [prompts[0][:1]])
+        off = _off(pool.forward_ragged(sequences, [prompts[0][1:], prompts[1]]), expected)
+        return off <= max(4 * noise, _tolerance(model, pool))
+    except Exception:  # noqa: BLE001 # the model's own code may need rows of one sequence
+        return False
+    finally:
+        for sequence in sequences:
+            pool.end(sequence)
 
 
 def _tolerance(model: PreTrainedModel, pool: SequencePool) -> float:

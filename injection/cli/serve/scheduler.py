@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,6 +65,7 @@ def rotary_limit(model: PreTrainedModel) -> int | None:
 
 SHORT_SHARE = 8  # a prompt of at most this part of a chunk is short
 LONGEST_WAIT = 3  # times that a short prompt takes, for which another one waits for a chunk
+MOST_RAGGED_KEYS = 1 << 16  # of a prompt's tokens together in a pass of decoding, where each reads those of the tokens before it by itself
 LEAST_CHUNK = 32  # tokens, below which a chunk would read the weights for too few
 REMEMBERED = 32  # chunks for which short prompts are expected after the last one
 
@@ -109,6 +111,9 @@ class ChunkSize:
 
 class Scheduler:
     """Computes several requests in one forward pass, and at most one chunk of prompts between two passes of decoding.
+
+    Short prompts, or what a prefix leaves of longer ones, are computed in a pass of decoding (Sarathi: Agrawal et al. 2023,
+    arXiv:2308.16369), so that the weights are read once for both and no answer waits for a pass of theirs alone.
 
     A chunk is shared by prompts that are equally far from its end: alternately the shortest rest and the oldest prompt lead, and others
     join with as many tokens. So a short prompt waits for one chunk of a long one, and a long one for no more than every second step.
@@ -194,12 +199,15 @@ class Scheduler:
         self._prefilling.append(job)
 
     def step(self) -> None:
-        """Decode a token of each answer, then compute a chunk of prompts."""
+        """Decode a token of each answer, with short prompts in the same pass, then compute a chunk of the other prompts."""
         for job in self.jobs:
             if job.cancelled:
                 job.finish("cancelled")
                 self._retire(job)
-        if self._decoding and self._separate:
+        short = self._short_prompts() if self._decoding else []
+        if short and self._decode_with(short):
+            pass
+        elif self._decoding and self._separate:
             for job in list(self._decoding):
                 self._decode([job], alone=True)
         elif self._decoding:
@@ -268,6 +276,51 @@ class Scheduler:
         for job in jobs:
             if job.ending is not None:
                 self._retire(job)
+
+    def _short_prompts(self) -> list[Job]:
+        """Return the prompts whose rests can be computed in a pass of decoding, the oldest first."""
+        left = min(self._pool.most_ragged, self._chunk.tokens or sys.maxsize)
+        if not left or self._drafts is not None or self._separate:
+            return []
+        found = []
+        for job in self._prefilling:
+            rest = len(job.token_ids) - self._sequences[job].tokens
+            if rest <= left and rest * len(job.token_ids) <= MOST_RAGGED_KEYS and self._images(job) is None and not _scores_prompt(job.ask):
+                found.append(job)
+                left -= rest
+        return found
+
+    def _decode_with(self, prompts: Sequence[Job]) -> bool:
+        """Compute a token of each answer, and prompts, in one pass; return False where that fails and nothing has changed."""
+        answers = list(self._decoding)
+        jobs = [*answers, *prompts]
+        sequences = [self._sequences[job] for job in jobs]
+        rests = [job.token_ids[sequence.tokens :] for job, sequence in zip(jobs, sequences, strict=True)]
+        began = time.perf_counter()
+        try:
+            logits = self._pool.forward_ragged(sequences, rests)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # which of them has caused it is not known
+            text = "serve: a pass of %d answers and %d prompts failed; prompts have passes of their own from now on"
+            logger.warning(text, len(answers), len(prompts), exc_info=True)
+            self._pool.most_ragged = 0
+            return False
+        self._chunk.took(time.perf_counter() - began, len(rests[-1]), prompts=len(prompts), whole=True)
+        for job, rest, row in zip(jobs, rests, logits, strict=True):
+            with job.failing_alone():
+                if job in prompts:
+                    self._go_on(job, row[None], len(rest))
+        try:
+            _accept(answers, [], logits[: len(answers), None])
+        except Exception as error:
+            logger.exception("serve: the next tokens of %d answers cannot be chosen; they end", len(answers))
+            for job in answers:
+                job.fail(error)
+        for job in jobs:
+            if job.ending is not None:
+                self._retire(job)
+        return True
 
     def _draft(self, jobs: Sequence[Job], sequences: Sequence[PagedSequence]) -> list[Draft]:
         """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""

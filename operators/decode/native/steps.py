@@ -87,6 +87,7 @@ class NativePrograms(StepReplay):
             or not 0 < ids.shape[1] <= MAX_TOKENS
             or not ids.is_cpu
             or not isinstance(cache, Cache)
+            or getattr(cache, "ragged", False)
             or torch._C._len_torch_dispatch_stack()  # something else is watching
         ):
             return None

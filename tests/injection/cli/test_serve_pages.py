@@ -160,6 +160,35 @@ def test_prompts_of_several_lengths_are_computed_together(models: Models, family
         assert_close(found[row : row + 1], expected(model, ids[: read + 1], read), tolerance=tolerance)
 
 
+@pytest.mark.parametrize(("kind", "family"), [*(("native", family) for family in FAMILIES), *CODES[:4]])
+def test_a_pass_takes_any_number_of_tokens_of_each_sequence(models: Models, kind: str, family: str) -> None:
+    """Past windows of 16 tokens, over the ends of pages, and with native steps after it."""
+    model = models(family, kind)
+    pool = opened(model)
+    texts = [prompt(length, seed=length)[0].tolist() for length in (70, 33, 12, 41, 2)]
+    some = [pool.begin(ids, 120) for ids in texts]
+    tolerance = CODED_CLOSE if kind == "coded" else CLOSE
+    with torch.inference_mode():
+        for sequence, ids, start in zip(some, texts, (69, 20, 0, 40, 1), strict=True):
+            if start:
+                pool.forward([sequence], [ids[:start]])
+        found = pool.forward_ragged(some, [ids[each.tokens :] for each, ids in zip(some, texts, strict=True)])
+        assert [each.tokens for each in some] == [len(ids) for ids in texts]
+        steps = [found]
+        for _ in range(6):
+            for ids, row in zip(texts, steps[-1], strict=True):
+                ids.append(int(row.argmax()))
+            steps.append(pool.step(some, [ids[-1] for ids in texts]))
+    for row, ids in enumerate(texts):
+        assert_close(torch.stack([step[row] for step in steps]), expected(model, ids, len(ids) - 7), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("gathered", "olmoe"), ("mixed", "mixtral"), ("native", "qwen3_next"), ("native", "zaya")])
+def test_rows_of_one_length_are_needed_by_gathered_keys_and_states(models: Models, kind: str, family: str) -> None:
+    assert opened(models(family, kind)).most_ragged == 0
+    assert opened(models("qwen3_moe", "native")).most_ragged == 64
+
+
 def test_a_sequence_without_numbers_leaves_the_others(qwen: PreTrainedModel) -> None:
     """Also the shorter ones, which are padded to its length, and the next one in its pages."""
     pool = opened(qwen, prefixes=0)
@@ -324,6 +353,10 @@ def test_a_failed_pass_leaves_sequences_as_they_were(qwen: PreTrainedModel) -> N
     try:
         with torch.inference_mode(), pytest.raises(RuntimeError, match="inner"):
             pool.step([sequence], [ids[-1]])
+        other = pool.begin(ids, 60)
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="inner"):
+            pool.forward_ragged([sequence, other], [ids[-1:], ids])
+        assert (sequence.tokens, other.tokens) == (29, 0)
     finally:
         hook.remove()
     with torch.inference_mode():

@@ -29,7 +29,8 @@ from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import scheduler
 from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Ask, Job
-from moegraft.injection.cli.serve.pages import open_pool
+from moegraft.injection.cli.serve.pages import SequencePool, open_pool
+from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 
 SHORT = 16  # tokens of a prompt beside which a chunk is long
@@ -59,6 +60,72 @@ def job(loaded: LoadedModel, tokens: int = 4, *, prompt: int = 5, client: str = 
 
 def wait(*jobs: Job) -> None:
     until(lambda: all(each.ending is not None for each in jobs))
+
+
+@contextmanager
+def scheduled(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Scheduler, SequencePool, list[tuple[int, int]]]]:
+    """A scheduler, its pool, and the shapes of the tokens in each pass of the model."""
+    shapes: list[tuple[int, int]] = []
+    pool = open_pool(loaded.model, limit=1 << 22, prefix_bytes=0, most=8, context=1024)
+    hook = loaded.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        with torch.inference_mode():
+            yield Scheduler(loaded.model, pool, most=8, **{"prefill_chunk": 128, **options}), pool, shapes
+    finally:
+        hook.remove()
+
+
+def assert_answers_are_the_models_own(loaded: LoadedModel, jobs: list[Job]) -> None:
+    for each in jobs:
+        ids, count = torch.tensor([each.ask.token_ids]), each.ask.max_tokens
+        own = loaded.model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        assert each.ending == "length" and each.token_ids == own[0, : len(each.token_ids)].tolist()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_short_prompts_are_computed_in_passes_of_decoding(
+    loaded: LoadedModel, fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scheduled(loaded) as (scheduler, pool, shapes):
+        first, short, other, middle, long = (job(loaded, 30, prompt=tokens, temperature=0) for tokens in (40, 11, 25, 40, 300))
+        scheduler.admit(first)
+        scheduler.step()
+        if fails:
+            monkeypatch.setattr(pool, "forward_ragged", lambda *args: 1 / 0)
+        for each in (short, long, other, middle):  # the last with 65 tokens beside the two
+            scheduler.admit(each)
+        shapes.clear()
+        scheduler.step()
+        assert shapes == ([(1, 1), (4, 11)] if fails else [(1, 1 + 11 + 25), (2, 40)])
+        assert [each.completion_tokens for each in (first, short, other, middle, long)] == ([2, 1, 0, 0, 0] if fails else [2, 1, 1, 1, 0])
+        while scheduler.jobs:
+            scheduler.step()
+        assert caplog.text.count("prompts have passes of their own from now on") == fails
+    assert_answers_are_the_models_own(loaded, [first, short, other, middle, long])
+
+
+@pytest.mark.parametrize("how", ["own passes", "scores", "long texts", "chunks"])
+def test_prompts_have_passes_of_their_own_where_they_need_them(loaded: LoadedModel, how: str) -> None:
+    options: dict[str, Any] = {
+        "own passes": {"own_passes": True},
+        "long texts": {"shared_tokens": 45},
+        "chunks": {"prefill_chunk": 8},
+    }.get(how, {})
+    with scheduled(loaded, **options) as (scheduler, _, shapes):
+        first = job(loaded, 12, prompt=40, temperature=0)
+        second = job(loaded, 12, prompt=11, temperature=0, **{"echo": True, "logprobs": 1} if how == "scores" else {})
+        scheduler.admit(first)
+        for _ in range(8):
+            scheduler.step()
+        scheduler.admit(second)
+        shapes.clear()
+        scheduler.step()
+        assert shapes == [(1, 1), (1, 8 if how == "chunks" else 11)]
+        while scheduler.jobs:
+            scheduler.step()
+    assert_answers_are_the_models_own(loaded, [first, second])
 
 
 @pytest.mark.usefixtures("slowly")

@@ -6,16 +6,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 from support.families import FamilyCase, build_model, case_of, family_cases, prompt
 from torch import nn
-from transformers import PreTrainedModel, StaticCache
+from transformers import MixtralForCausalLM, PreTrainedModel, StaticCache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.injection.cli.serve.pages import open_pool
+from moegraft.operators.decode import last_layer
+from moegraft.operators.offload.deferral import DECODE_TOKENS
 
 TOLERANCE = 1e-5  # relative, in float32
 APPLIED = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4v_moe", "gpt_oss", "granitemoe"}
@@ -34,17 +37,16 @@ def tokens_of_last_block(model: PreTrainedModel) -> Iterator[list[int]]:
     layer: Any = model.get_decoder().layers[-1]
     names = [name for name, child in layer.named_children() if "mlp" in name or "moe" in name or "feed" in name or "experts" in name]
     block, calls = getattr(layer, names[0]), list[int]()
-    forward = block.forward
+    forward = type(block).forward
 
-    def counting(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(x.shape[:-1].numel())
-        return forward(x, *args, **kwargs)
+    def counting(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self is block:
+            calls.append(x.shape[:-1].numel())
+        return forward(self, x, *args, **kwargs)
 
-    block.forward = counting
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # of the class: a module with a `forward` of its own gets all tokens
+        patch.setattr(type(block), "forward", counting)
         yield calls
-    finally:
-        del block.forward
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -74,7 +76,7 @@ def test_prompts_of_every_family_have_the_logits_of_a_whole_pass(case: FamilyCas
         assert error(alone.logits[:, -1], whole.logits[:, -1]) < TOLERANCE
         if not given:
             caches = whole.past_key_values, alone.past_key_values
-            following = [model(prompt(6, batch=2), past_key_values=cache, logits_to_keep=1).logits for cache in caches]
+            following = [model(prompt(10, batch=2), past_key_values=cache, logits_to_keep=1).logits for cache in caches]
             assert error(following[1], following[0]) < TOLERANCE
     assert counted == ([2] * 3 if case.model_type in APPLIED else [])
 
@@ -146,12 +148,13 @@ def test_passes_whose_outputs_are_read_compute_all_tokens() -> None:
         assert whole(model, **{"logits_to_keep": 1, **arguments} if arguments else {}) == [12], arguments
     with torch.enable_grad():
         assert whole(model, logits_to_keep=1) == [12]
-    for config in (model.config,):
-        config.output_router_logits = True
-        assert whole(model, logits_to_keep=1) == [12]
-        config.output_router_logits = False
+    model.config.output_router_logits = True
+    assert whole(model, logits_to_keep=1) == [12]
+    model.config.output_router_logits = False
     assert whole(model, logits_to_keep=1) == [1]
-    assert model(prompt(3), logits_to_keep=1).logits.shape[:2] == (1, 1)
+    with tokens_of_last_block(model) as calls:
+        assert model(prompt(8), logits_to_keep=1).logits.shape[:2] == (1, 1)  # which may be a step
+    assert calls == [8]
 
 
 @pytest.mark.parametrize("path", ["model", "model.norm", "model.layers.2", "model.layers.2.self_attn", "model.layers.2.mlp"])
@@ -171,21 +174,77 @@ def test_hooks_see_all_tokens(path: str) -> None:
 
 
 @torch.no_grad()
-def test_an_interrupted_pass_leaves_nothing_behind() -> None:
+def test_an_interrupted_pass_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded("qwen3_moe")
     layer, ids = model.get_decoder().layers[-1], prompt(12)
     expected = model(ids).logits[:, -1]
     for broken in (layer.mlp, layer.self_attn.o_proj, layer.self_attn.q_proj, layer.input_layernorm):
-        broken.forward = interrupt
-        with pytest.raises(KeyboardInterrupt):
+        forward = type(broken).forward
+
+        def interrupt(self: nn.Module, *args: Any, broken: nn.Module = broken, forward: Any = forward) -> Any:
+            if self is broken:
+                raise KeyboardInterrupt
+            return forward(self, *args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(broken), "forward", interrupt)
             model(ids, logits_to_keep=1)
-        del broken.forward
         assert error(model(ids, logits_to_keep=1).logits[:, -1], expected) < TOLERANCE
         assert whole(model) == [12]
+        assert model.model(ids).last_hidden_state.shape[1] == 12
 
 
-def interrupt(*args: Any, **kwargs: Any) -> NoReturn:
-    raise KeyboardInterrupt
+@torch.no_grad()
+def test_changed_modules_get_all_tokens() -> None:
+    model, seen = loaded("mixtral"), list[int]()
+    layers, norm, attention = model.model.layers, model.model.norm, model.model.layers[-1].self_attn
+    seeing: Any = lambda module, args, output: seen.append(args[0].shape[1])  # noqa: E731
+    attention.o_proj = nn.Sequential(attention.o_proj)  # as an adapter may wrap it
+    attention.o_proj.register_forward_hook(seeing)
+    model(prompt(12), logits_to_keep=1)
+    attention.o_proj = attention.o_proj[0]
+    model.model.norm = nn.Sequential(norm)
+    model.model.norm.register_forward_hook(seeing)
+    model(prompt(12), logits_to_keep=1)
+    model.model.norm = norm
+    forward = layers[-1].mlp.forward
+    layers[-1].mlp.forward = lambda x: (seen.append(x.shape[1]), forward(x))[1]
+    model(prompt(12), logits_to_keep=1)
+    del layers[-1].mlp.forward
+    assert seen == [12, 12, 12]
+    assert whole(model, logits_to_keep=1) == [1]
+    layers[0], layers[-1] = layers[-1], layers[0]
+    expected = model(prompt(12), use_cache=False).logits[:, -1:]
+    assert error(model(prompt(12), use_cache=False, logits_to_keep=1).logits, expected) < TOLERANCE
+
+
+class Summing(MixtralForCausalLM):
+    """A head that reads the states of all tokens, whatever it is asked for."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(args[0])
+        return MoeCausalLMOutputWithPast(logits=self.lm_head(output.last_hidden_state.mean(1, keepdim=True)))
+
+
+@torch.no_grad()
+def test_models_of_others_compute_all_tokens() -> None:
+    stock = build_model(case_of("mixtral")).eval()
+    own = Summing(stock.config).eval()
+    own.load_state_dict(stock.state_dict())
+    ids, expected = prompt(12), own(prompt(12)).logits
+    model = optimize_and_load(own, "cpu-exact", progress=False, threads=1)
+    assert error(model(ids, logits_to_keep=1).logits, expected) < TOLERANCE
+
+
+def test_tokens_whose_experts_may_be_deferred_to_the_last_layer_are_all_computed() -> None:
+    assert last_layer.LEAST_TOKENS > DECODE_TOKENS
+
+
+@torch.no_grad()
+def test_positional_arguments_are_not_read() -> None:
+    model = loaded("mixtral")
+    router_logits = model(prompt(12), None, None, None, None, None, None, True, logits_to_keep=1).router_logits
+    assert {each.shape[0] for each in router_logits} == {12}
 
 
 def test_threads_and_models_do_not_disturb_each_other() -> None:
