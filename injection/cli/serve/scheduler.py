@@ -307,14 +307,14 @@ class Scheduler:
             self._pool.most_ragged = 0
             return False
         self._chunk.took(time.perf_counter() - began, len(rests[-1]), prompts=len(prompts), whole=True)
-        for job, rest, row in zip(jobs, rests, logits, strict=True):
+        count = len(answers)
+        for job, rest, row in zip(prompts, rests[count:], logits[count:], strict=True):
             with job.failing_alone():
-                if job in prompts:
-                    self._go_on(job, row[None], len(rest))
+                self._go_on(job, row[None], len(rest))
         try:
-            _accept(answers, [], logits[: len(answers), None])
+            _accept(answers, [], logits[:count, None])
         except Exception as error:
-            logger.exception("serve: the next tokens of %d answers cannot be chosen; they end", len(answers))
+            logger.exception("serve: the next tokens of %d answers cannot be chosen; they end", count)
             for job in answers:
                 job.fail(error)
         for job in jobs:
