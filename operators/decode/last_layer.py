@@ -116,18 +116,16 @@ class LastLayer:
         last = _of_last_token(kwargs, x.shape[1])
         if last is None or self._is_watched(layer):
             return None
-        vars(self._local).pop("answer", None)  # of a pass that was interrupted
+        local = self._local
         try:
-            self._local.pending = True
-            return self._forward(layer, x, **kwargs)  # of all tokens: the attention function is not the operator's at the moment
-        except _AttendedError as attended:
-            self._local.answer = attended.args[0]
-        finally:
-            self._local.pending = False
-        try:
+            try:
+                local.pending = True
+                return self._forward(layer, x, **kwargs)  # of all tokens: the attention function is not the operator's at the moment
+            except _AttendedError as attended:
+                local.pending, local.answer = False, attended.args[0]
             return self._forward(layer, x[:, -1:].contiguous(), **last)
         finally:
-            del self._local.answer
+            vars(local).clear()
 
     def attend(
         self,

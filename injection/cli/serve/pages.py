@@ -665,9 +665,9 @@ def _computes_ragged(model: PreTrainedModel, pool: SequencePool, expected: torch
     sequences = [pool.begin(prompt, len(prompt)) for prompt in prompts]
     try:
         pool.forward(sequences[:1], [prompts[0][:1]])
-        off = _off(pool.forward_ragged(sequences, [prompts[0][1:], prompts[1]]), expected)
-        return off <= max(4 * noise, _tolerance(model, pool))
-    except Exception:  # noqa: BLE001 # the model's own code may need rows of one sequence
+        return _off(pool.forward_ragged(sequences, [prompts[0][1:], prompts[1]]), expected) <= max(4 * noise, _tolerance(model, pool))
+    except Exception as error:  # noqa: BLE001 # the model's own code may need rows of one sequence
+        logger.info("serve: prompts have passes of their own, as a pass over prompts and answers failed: %s", error)
         return False
     finally:
         for sequence in sequences:
