@@ -98,7 +98,8 @@ def test_a_model_with_several_operators(run: Run, run_json: RunJson, rules: Writ
         rule.format("drafts", "speculative_draft", "draft: ngram"),
         rule.format("codes", "quantized_kv_cache", "backend: native"),
     )
-    one, both = rules(drafts, "one.yaml"), rules(drafts + codes, "both.yaml")
+    reads = "- {id: reads, match: {kind: attention}, replace: {class: cpu_attention}}\n"
+    one, both = rules(reads + drafts, "one.yaml"), rules(reads + drafts + codes, "both.yaml")
     found = fates(run_json("explain", both, "--model", config_folder, "--module", ""))
     assert found["drafts"] == ("won", "the first rule that matches")
     assert found["codes"] == ("won", "the first rule that matches for its operator")
