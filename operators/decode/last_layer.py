@@ -101,10 +101,10 @@ class LastLayer:
         after = children[next(number for number, child in enumerate(children) if layer in set(child.children())) + 1 :]
         modules = [*after, *(module for module in layer.modules() if module is not layer)]
         above = [module for found in self._above if (module := found()) is not None and module is not model]
-        replaced = [vars(module)["forward"] for module in (layer, *modules) if "forward" in vars(module)]
+        replaced = any("forward" in vars(module) for module in (decoder, layer, *above, *modules))  # as by accelerate
         tables = [module._forward_pre_hooks for module in modules]  # those in front of the layer see what they always do
         tables += [module._forward_hooks for module in (*modules, *above, decoder, layer)]
-        return hooked(tables) or not all(map(is_library, replaced))
+        return replaced or hooked(tables)
 
     def answer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer returns for the last token of each sequence, (B, 1, H); None for a call that the layer answers itself."""

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support.emulated  # noqa: F401 # the device `emulated`
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from support.families import FamilyCase, build_model, case_of, family_cases, prompt
 from torch import nn
-from transformers import MixtralForCausalLM, PreTrainedModel, StaticCache
+from transformers import MixtralForCausalLM, MixtralForTokenClassification, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.injection.cli.serve.pages import open_pool
-from moegraft.operators.decode import last_layer
-from moegraft.operators.offload.deferral import DECODE_TOKENS
 
 TOLERANCE = 1e-5  # relative, in float32
 APPLIED = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4v_moe", "gpt_oss", "granitemoe"}
@@ -218,6 +218,45 @@ def test_changed_modules_get_all_tokens() -> None:
     assert error(model(prompt(12), use_cache=False, logits_to_keep=1).logits, expected) < TOLERANCE
 
 
+@torch.no_grad()
+def test_hooks_of_accelerate_see_all_tokens() -> None:
+    model, seen = loaded("mixtral"), list[int]()
+
+    class Seeing(ModelHook):
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            seen.append(output.shape[1])
+            return output
+
+    for module in (model.model.layers[-1].self_attn.o_proj, model.model.layers[-1], model.model.norm):
+        add_hook_to_module(module, Seeing())
+    model(prompt(12), logits_to_keep=1)
+    assert seen == [12, 12, 12]
+
+
+@torch.no_grad()
+def test_a_layer_that_is_shared_computes_all_tokens() -> None:
+    stock = build_model(case_of("mixtral")).eval()
+    stock.model.layers[0] = stock.model.layers[-1]
+    model = optimize_and_load(stock, "cpu-exact", progress=False, threads=1)
+    expected = model(prompt(12), use_cache=False).logits[:, -1:]
+    assert error(model(prompt(12), use_cache=False, logits_to_keep=1).logits, expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_heads_without_logits_to_keep_read_all_tokens() -> None:
+    config = build_model(case_of("mixtral")).config
+    model = optimize_and_load(MixtralForTokenClassification(config).eval(), "cpu-exact", progress=False, threads=1)
+    assert model(prompt(12), logits_to_keep=1).logits.shape[1] == 12
+
+
+@torch.no_grad()
+def test_statistics_of_sparsity_have_all_tokens(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    options = "{weights: stored, sparsity: {target: 0, scope: routed}}"
+    rules.write_text(f"extends: cpu-exact\nrules:\n- {{match: {{kind: experts}}, replace: {{class: hybrid_experts, kwargs: {options}}}}}\n")
+    assert whole(loaded("mixtral", rules), logits_to_keep=1) == [12]
+
+
 class Summing(MixtralForCausalLM):
     """A head that reads the states of all tokens, whatever it is asked for."""
 
@@ -236,8 +275,15 @@ def test_models_of_others_compute_all_tokens() -> None:
     assert error(model(ids, logits_to_keep=1).logits, expected) < TOLERANCE
 
 
-def test_tokens_whose_experts_may_be_deferred_to_the_last_layer_are_all_computed() -> None:
-    assert last_layer.LEAST_TOKENS > DECODE_TOKENS
+@pytest.mark.parametrize("tokens", [8, 9])
+@torch.no_grad()
+def test_experts_that_are_deferred_to_the_last_layer_are_added(tokens: int, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    experts = "{match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {gpu: emulated, defer: 1, cache: {ratio: 0.5}}}}"
+    rules.write_text(f"version: 1\nrules:\n- {experts}\n- {{match: {{kind: attention}}, replace: {{class: cpu_attention}}}}\n")
+    model = loaded("granitemoe", rules)
+    expected, found = (model(prompt(tokens), logits_to_keep=kept).logits[:, -1] for kept in (0, 1))
+    assert error(found, expected) < TOLERANCE
 
 
 @torch.no_grad()
