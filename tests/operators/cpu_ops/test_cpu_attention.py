@@ -68,7 +68,8 @@ def test_the_kernel_computes_every_call_and_tokens_equal_stock(
     with counted(monkeypatch) as calls:
         assert torch.equal(generated(model, cache_implementation=cache), expected)
     assert layers > 0
-    last = 9 if calls[layers - 1] == 9 else 1  # the last layer may compute the last token alone (test_last_layer.py)
+    # The last layer computes the last token alone, but where Gemma shares keys, and of static caches that have no mask for a window.
+    last = 9 if model_type == "gemma4_text" or (cache == "static" and model_type in ("qwen3_moe", "deepseek_v3")) else 1
     assert calls == [9] * (layers - 1) + [last] + [1] * layers * 19
 
 
