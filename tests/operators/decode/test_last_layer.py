@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import support.emulated  # noqa: F401 # the device `emulated`
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from support.families import FamilyCase, build_model, case_of, family_cases, prompt
 from torch import nn
 from transformers import MixtralForCausalLM, MixtralForTokenClassification, PreTrainedModel, StaticCache
@@ -220,15 +219,16 @@ def test_changed_modules_get_all_tokens() -> None:
 
 @torch.no_grad()
 def test_hooks_of_accelerate_see_all_tokens() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
     model, seen = loaded("mixtral"), list[int]()
 
-    class Seeing(ModelHook):
+    class Seeing(hooks.ModelHook):
         def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
             seen.append(output.shape[1])
             return output
 
     for module in (model.model.layers[-1].self_attn.o_proj, model.model.layers[-1], model.model.norm):
-        add_hook_to_module(module, Seeing())
+        hooks.add_hook_to_module(module, Seeing())
     model(prompt(12), logits_to_keep=1)
     assert seen == [12, 12, 12]
 
