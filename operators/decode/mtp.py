@@ -388,16 +388,16 @@ class PagedStreams:
             assert latest[-1].shape[0] >= more, "only tokens of the latest pass are removed"
             latest[-1] = latest[-1][:-more]
 
-    def note(self, sequences: Sequence[PagedSequence], token_ids: Sequence[Sequence[int]], states: torch.Tensor) -> None:
-        """Take the hidden states (B, T, H) of a pass over tokens (B, T) of some sequences."""
+    def note(self, sequences: Sequence[PagedSequence], token_ids: Sequence[Sequence[int]], states: Sequence[torch.Tensor]) -> None:
+        """Take the hidden states of a pass over tokens of some sequences: T tokens and (T, H) of each."""
         streams = [self._streams[sequence] for sequence in sequences]
         many = [each for each, stream in zip(sequences, streams, strict=True) if len(stream.ids) - stream.fed[0] >= MOST_WAITING_OF_ONE]
         self._settle([(each, self._streams[each].ids) for each in many])  # before the new ones, of which some may be removed
         for stream, ids, new in zip(streams, token_ids, states, strict=True):
             stream.ids += ids
             stream.waiting[0].append(new)
-        if states.shape[1] > self.longest + 1:  # part of a prompt
-            self._settle([(sequence, stream.ids) for sequence, stream in zip(sequences, streams, strict=True)])
+        given = zip(sequences, streams, token_ids, strict=True)
+        self._settle([(sequence, stream.ids) for sequence, stream, ids in given if len(ids) > self.longest + 1])  # parts of prompts
 
     def logits(self, sequences: Sequence[PagedSequence], texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits (B, V) float32 after texts: a sequence's tokens, one that is not computed, and equally many of a draft.

@@ -128,8 +128,8 @@ def _run(
     import uvicorn
 
     from moegraft.injection.cli.serve.app import make_app, server_config
-    from moegraft.injection.cli.serve.pages import mib
     from moegraft.injection.cli.serve.service import MAX_BATCH
+    from moegraft.operators.errors import human_bytes
 
     class Server(uvicorn.Server):
         """Ends on its first signal, when answers have ended, and exits at once on the second."""
@@ -149,7 +149,7 @@ def _run(
     address = f"http://{host}:{listening.getsockname()[1]}"
     if options.host not in LOOPBACK and options.api_key is None:
         terminal.notice("anyone who can reach this address may use the model: --api-key sets a key", style="yellow")
-    terminal.notice(f"answers may hold {mib(service.engine.memory.limit)} of keys and values together (--kv-memory)")
+    terminal.notice(f"answers may hold {human_bytes(service.engine.memory.limit)} of keys and values together (--kv-memory)")
     terminal.notice(f"{service.model_id} at {address}/v1 with a chat page at {address}/; Ctrl-C stops the server")
     # On another address, clients use names that are not known here.
     app = make_app(service, options.api_key, LOOPBACK_NAMES if options.host in LOOPBACK else None, options.allow_origin or ())

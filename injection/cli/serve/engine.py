@@ -13,7 +13,8 @@ import torch
 
 from moegraft.injection.cli.images import MOST_PREPARED_BYTES
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
-from moegraft.injection.cli.serve.pages import CacheMemory, mib
+from moegraft.injection.cli.serve.pages import CacheMemory
+from moegraft.operators.errors import human_bytes
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.metrics import Metrics
@@ -151,8 +152,8 @@ class Engine:
             if waiting >= self._max_queue:
                 self.rejected += 1
                 raise QueueFullError(
-                    f"{waiting} requests are waiting, of at most {self._max_queue}, and {mib(memory.free)} of {mib(memory.limit)} for keys "
-                    "and values are free"
+                    f"{waiting} requests are waiting, of at most {self._max_queue}, and {human_bytes(memory.free)} of "
+                    f"{human_bytes(memory.limit)} for keys and values are free"
                 )
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -165,7 +166,8 @@ class Engine:
         """
         memory = self.memory
         needed = max(map(self._decoder.needed_bytes, jobs))
-        numbers = f"{mib(needed)} of keys and values; the limit is {mib(memory.limit)}, of which {mib(memory.free)} are free"
+        limit, free = human_bytes(memory.limit), human_bytes(memory.free)
+        numbers = f"{human_bytes(needed)} of keys and values; the limit is {limit}, of which {free} are free"
         with self._wake:
             self._drop_cancelled()
             if not self.alive:
@@ -190,7 +192,8 @@ class Engine:
                 if prepared > MOST_PREPARED_BYTES:
                     self.rejected += 1
                     raise QueueFullError(
-                        f"with the images of other requests, this one's take {mib(prepared)}, of at most {mib(MOST_PREPARED_BYTES)}"
+                        f"with the images of other requests, this one's take {human_bytes(prepared)}, of at most "
+                        f"{human_bytes(MOST_PREPARED_BYTES)}"
                     )
             self._queues.setdefault(client, deque()).extend(jobs)
             self._wake.notify()

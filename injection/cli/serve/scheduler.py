@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.serve.job import Ask, Job, TokenScore
-from moegraft.injection.cli.serve.pages import CacheMemory, SequencePool
+from moegraft.injection.cli.serve.pages import MOST_RAGGED, CacheMemory, SequencePool
 from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
 from moegraft.injection.injected import injection_of
 from moegraft.operators.base import CACHE
@@ -122,7 +121,8 @@ class Scheduler:
 
     With `drafts`, a step may draft several tokens of each answer and verify those of all in one pass. Each token is chosen from the
     full model's logits with the answer's next random number, as without drafts; a draft only decides for how many tokens these logits
-    are known. So an answer does not depend on what was drafted, nor on when drafts pay.
+    are known. So an answer does not depend on what was drafted, nor on when drafts pay. Where a pass can have any number of tokens of each
+    sequence, drafts of different lengths are verified without padding, of which each token would need experts of its own.
 
     What a kernel gives one row depends, by rounding, on the number of rows: other products of matrices are fastest for more. If answers
     must not depend on that, each sequence has passes of its own, prompts have the same chunks whatever else is computed, and a request
@@ -244,15 +244,15 @@ class Scheduler:
             drafts = [] if alone else self._draft(jobs, sequences)
             drafted_s = time.perf_counter()
             longest = max((len(draft.tokens) for draft in drafts), default=0)
-            if longest or alone:
-                rows = [job.token_ids[-1:] for job in jobs]
-                for row, draft in zip(rows, drafts, strict=False):
-                    row += draft.tokens
-                # A shorter draft is followed by any token, which is dropped with the rejected ones.
-                logits = self._pool.forward(sequences, [row + row[-1:] * (longest + 1 - len(row)) for row in rows], drafted=longest > 0)
+            rows: Sequence[int] = range(len(jobs))
+            if longest:
+                tokens = [job.token_ids[-1:] + draft.tokens for job, draft in zip(jobs, drafts, strict=True)]
+                logits, rows = self._pool.verify(sequences, tokens)
+            elif alone:
+                logits = self._pool.forward(sequences, [job.token_ids[-1:] for job in jobs])[:, -1]
             else:
-                logits = self._pool.step(sequences, [job.token_ids[-1] for job in jobs])[:, None]
-            accepted = _accept(jobs, drafts, logits)
+                logits = self._pool.step(sequences, [job.token_ids[-1] for job in jobs])
+            accepted = _accept(jobs, drafts, logits, rows)
             if longest:
                 for job, sequence in zip(jobs, sequences, strict=True):
                     self._pool.crop(sequence, len(job.token_ids) - 1)
@@ -279,9 +279,9 @@ class Scheduler:
 
     def _short_prompts(self) -> list[Job]:
         """Return the prompts whose rests can be computed in a pass of decoding, the oldest first."""
-        left = min(self._pool.most_ragged, self._chunk.tokens or sys.maxsize)
-        if not left or self._drafts is not None or self._separate:
+        if not self._pool.ragged or self._separate:
             return []
+        left = min(MOST_RAGGED, self._chunk.tokens or MOST_RAGGED)
         found = []
         for job in self._prefilling:
             rest = len(job.token_ids) - self._sequences[job].tokens
@@ -298,13 +298,13 @@ class Scheduler:
         rests = [job.token_ids[sequence.tokens :] for job, sequence in zip(jobs, sequences, strict=True)]
         began = time.perf_counter()
         try:
-            logits = self._pool.forward_ragged(sequences, rests)
+            logits = self._pool.forward_ragged(sequences, rests, [1] * len(jobs))
         except torch.AcceleratorError:
             raise
         except Exception:  # which of them has caused it is not known
             text = "serve: a pass of %d answers and %d prompts failed; prompts have passes of their own from now on"
             logger.warning(text, len(answers), len(prompts), exc_info=True)
-            self._pool.most_ragged = 0
+            self._pool.ragged = False
             return False
         self._chunk.took(time.perf_counter() - began, len(rests[-1]), prompts=len(prompts), whole=True)
         count = len(answers)
@@ -312,7 +312,7 @@ class Scheduler:
             with job.failing_alone():
                 self._go_on(job, row[None], len(rest))
         try:
-            _accept(answers, [], logits[:count, None])
+            _accept(answers, [], logits[:count], range(count))
         except Exception as error:
             logger.exception("serve: the next tokens of %d answers cannot be chosen; they end", count)
             for job in answers:
@@ -444,24 +444,25 @@ def _scores_prompt(ask: Ask) -> bool:
     return ask.echo and ask.logprobs is not None
 
 
-def _accept(jobs: Sequence[Job], drafts: Sequence[Draft], logits: torch.Tensor) -> list[int]:
-    """Extend each answer by the model's choices from its logits (B, T, V) for as long as these are its draft's tokens, and by one more.
+def _accept(jobs: Sequence[Job], drafts: Sequence[Draft], logits: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    """Extend each answer by the model's choices for as long as these are its draft's tokens, and by one more.
+
+    Args:
+        logits: (N, V), those after an answer's own last token and then after its draft's in consecutive rows from its place in `rows` on.
 
     Returns:
         How many tokens of each draft were accepted.
     """
     accepted = [0] * len(jobs)
-    going = list(range(len(jobs)))  # rows whose next logits follow their own tokens
-    for place in range(logits.shape[1]):
-        now = logits[:, place] if len(going) == len(jobs) else logits[going, place]
-        tokens = extend([jobs[row] for row in going], now.float())
+    going = list(range(len(jobs)))  # answers whose next logits follow their own tokens
+    while going:
+        now = logits if len(going) == len(logits) else logits[[rows[each] + accepted[each] for each in going]]
+        tokens = extend([jobs[each] for each in going], now.float())
         going = [
-            row
-            for row, token in zip(going, tokens, strict=True)
-            if jobs[row].ending is None and drafts and drafts[row].tokens[place : place + 1] == [token]
+            each
+            for each, token in zip(going, tokens, strict=True)
+            if jobs[each].ending is None and drafts and drafts[each].tokens[accepted[each] : accepted[each] + 1] == [token]
         ]
-        if not going:
-            break
-        for row in going:
-            accepted[row] += 1
+        for each in going:
+            accepted[each] += 1
     return accepted

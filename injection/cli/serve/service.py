@@ -36,8 +36,9 @@ from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.limits import Limits
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
+from moegraft.injection.cli.serve.open_pool import UnbatchableError, default_limit, open_pool
 from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
-from moegraft.injection.cli.serve.pages import SequencePool, UnbatchableError, default_limit, mib, open_pool
+from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
 from moegraft.injection.cli.serve.protocol import Request, RequestError
@@ -236,7 +237,7 @@ class Service:
             files = PrefixFiles(folder, key, prefix_limit(folder) if limits.prefix_cache_disk is None else limits.prefix_cache_disk)
         except OSError as error:
             raise OptionsError(f"--prefix-cache-dir {folder}: {error.strerror}; give a folder that can be written") from error
-        logger.info("serve: %s has %s of prefixes, of at most %s", folder, mib(files.size), mib(files.limit))
+        logger.info("serve: %s has %s of prefixes, of at most %s", folder, human_bytes(files.size), human_bytes(files.limit))
         return files
 
     def _probe(self) -> ImageInputs | None:

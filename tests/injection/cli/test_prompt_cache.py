@@ -14,7 +14,7 @@ from support.families import FamilyCase, build_model, prompt, served_cases
 
 from moegraft.injection import new_cache, optimize_and_load
 from moegraft.injection.cli.chat.prompt_cache import PromptCache, read_ahead, why_not_appendable
-from moegraft.injection.cli.serve.pages import UnbatchableError, open_pool
+from moegraft.injection.cli.serve.open_pool import UnbatchableError, open_pool
 from moegraft.operators.decode.rollback import unsupported_model_reason
 
 GUIDE = Path(__file__).parents[3] / "rules" / "guide" / "families.md"

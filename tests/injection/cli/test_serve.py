@@ -46,7 +46,7 @@ from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import sequential
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, grammars
 from moegraft.injection.cli.serve.job import Ask, Job, StopFilter
-from moegraft.injection.cli.serve.pages import open_pool
+from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
 from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.demo import demo_path

@@ -21,7 +21,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve import scheduler as scheduling
 from moegraft.injection.cli.serve.job import Ask, Job
-from moegraft.injection.cli.serve.pages import open_pool
+from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
 from moegraft.operators.decode.mtp import MOST_WAITING
 from moegraft.operators.draft import BatchDrafts
@@ -207,13 +207,14 @@ def test_drafts_are_those_of_a_text_alone(
     expected = drafts_alone(model, monkeypatch)
     rounds = iter(range(10**6))
     server, found = Server(loaded, model, wanted=lambda: next(rounds) % 4), {}
+    assert server.pool.ragged == (not extra)
     jobs: list[Job] = []
     accept = scheduling._accept
 
-    def recorded(given: Sequence[Job], drafts: Any, logits: torch.Tensor) -> list[int]:
+    def recorded(given: Sequence[Job], drafts: Any, *logits: Any) -> list[int]:
         for job, draft in zip(given, drafts, strict=False):
             found[jobs.index(job), len(job.token_ids)] = list(draft.tokens)
-        return accept(given, drafts, logits)
+        return accept(given, drafts, *logits)
 
     monkeypatch.setattr(scheduling, "_accept", recorded)
     for ids, tokens in ASKED:

@@ -22,7 +22,8 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import OptionsError
-from moegraft.injection.cli.serve.pages import SequencePool, open_pool
+from moegraft.injection.cli.serve.open_pool import open_pool
+from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.operators.decode.pages import PAGE_TOKENS

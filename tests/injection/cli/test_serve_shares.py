@@ -29,7 +29,8 @@ from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import scheduler
 from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Ask, Job
-from moegraft.injection.cli.serve.pages import SequencePool, open_pool
+from moegraft.injection.cli.serve.open_pool import open_pool
+from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 
@@ -184,7 +185,7 @@ def test_what_never_fits_is_refused_with_the_numbers(loaded: LoadedModel) -> Non
     with serving(loaded, Limits(kv_memory=1024 * TOKEN_BYTES)) as server:
         with pytest.raises(openai.BadRequestError) as refused:
             ask(server, "hello", max_tokens=4000)
-        assert "4008 tokens need 1.0 MiB of keys and values; the limit is 0.2 MiB, of which 0.2 MiB are free" in str(refused.value)
+        assert "4008 tokens need 1008.0 KiB of keys and values; the limit is 256.0 KiB, of which 256.0 KiB are free" in str(refused.value)
         status = json.loads(server.get("/v1/status"))["memory"]
         assert status["limit"] == 1024 * TOKEN_BYTES and status["promised"] == 0
         assert ask(server, "hello").usage.completion_tokens == 12
@@ -199,7 +200,7 @@ def test_a_full_queue_reports_the_numbers(loaded: LoadedModel) -> None:
         until(lambda: engine.running == 1)
         engine.submit(jobs[1:2])
         engine.submit(jobs[2:])
-        with pytest.raises(QueueFullError, match=r"2 requests are waiting, of at most 2; this one needs .* MiB .* limit is .* free"):
+        with pytest.raises(QueueFullError, match=r"2 requests are waiting, of at most 2; this one needs .* KiB .* limit is .* free"):
             engine.submit([job(loaded, client="d")])
 
 

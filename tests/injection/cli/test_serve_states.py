@@ -16,7 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.serve.job import Ask, Job
-from moegraft.injection.cli.serve.pages import MOST_CHECKPOINTS, SequencePool, open_pool
+from moegraft.injection.cli.serve.open_pool import open_pool
+from moegraft.injection.cli.serve.pages import MOST_CHECKPOINTS, SequencePool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
 from moegraft.operators.decode.pages import PagedSequence
 from moegraft.operators.decode.state_pool import LostStatesError

@@ -17,7 +17,7 @@ from transformers import MixtralForCausalLM, MixtralForTokenClassification, PreT
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moegraft.injection import new_cache, optimize_and_load
-from moegraft.injection.cli.serve.pages import open_pool
+from moegraft.injection.cli.serve.open_pool import open_pool
 
 TOLERANCE = 1e-5  # relative, in float32
 APPLIED = {"mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4v_moe", "gpt_oss", "granitemoe"}
