@@ -204,10 +204,12 @@ def _forms(schema: Any, regex: str | None, choices: list[str] | None, grammar: s
     """Yield each as a JSON Schema or a grammar."""
     yield schema
     if regex is not None:
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL).replace("\n", r"\n")
+        written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+        escaped = re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), regex, flags=re.DOTALL)
         yield f"start: /{escaped}/"
     if choices is not None:
-        yield "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
+        # Lark has no literal with a raw DEL, which JSON leaves as it is.
+        yield "start: " + " | ".join(json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in choices)
     yield grammar or None
 
 

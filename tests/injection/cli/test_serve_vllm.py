@@ -66,8 +66,8 @@ def test_what_contradicts_itself_is_refused(server: Server, options: dict[str, A
 
 # The text of each is one whole match; a `::=` within it is no rule of GBNF.
 FORMS: dict[str, tuple[Any, str]] = {
-    "regex": (r"[0-9]{2}/[A-Z] ::= \/\.\n", r"[0-9]{2}/[A-Z] ::= /\.\n"),
-    "choice": (['yes "1"', "no ::= é\n"], 'yes "1"|no ::= é\n'),
+    "regex": (r"[0-9]{2}/[A-Z] ::= \/\.\n" "\n\\\n", r"[0-9]{2}/[A-Z] ::= /\.\n\n\n"),
+    "choice": (['yes "1"', "no ::= é\n\x7f"], 'yes "1"|no ::= é\n\x7f'),
     "grammar": ('root ::= "A" [0-9] "B"', "A[0-9]B"),
 }
 
