@@ -147,7 +147,8 @@ class Choice:
                 "tokens": texts,
                 "token_logprobs": [score.logprob for score in scores],
                 "top_logprobs": [
-                    None if score.logprob is None else {**dict(top), score.text: score.logprob}
+                    # Of several with one text, such as parts of characters, the likeliest, which comes first in `top`.
+                    None if score.logprob is None else dict(top) | dict(reversed(top)) | {score.text: score.logprob}
                     for score, top in zip(scores, tops, strict=True)
                 ],
                 "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],

@@ -211,6 +211,18 @@ def test_a_token_is_among_the_likeliest_ones_of_its_place(loaded: LoadedModel) -
                 assert top[token] == value and asked <= len(top) <= asked + 1
 
 
+def test_of_tokens_with_one_text_the_likeliest_is_reported(stock: LoadedModel) -> None:
+    """Tokens that are parts of characters have the same text in completions, which name the likeliest tokens by their texts."""
+    letter, *parts = stock.tokenizer.convert_tokens_to_ids(["a", *stock.tokenizer.tokenize("é")])
+    pieces: list[Piece] = []
+    job = Job(Ask([letter], 1, logprobs=3), stock.tokenizer, pieces.append)
+    job.take(letter, TokenScore(letter, -4.0, ((parts[0], -1.0), (parts[1], -2.0), (letter, -4.0))))
+    job.report_end()
+    choice = Choice("text", 0, job, stock.tokenizer, None, "")
+    choice.add(pieces)
+    assert choice.whole()["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0, "a": -4.0}]
+
+
 @pytest.mark.parametrize("way", ["together", "one by one"])
 def test_penalties_and_biases_apply(loaded: LoadedModel, stock: LoadedModel, way: str) -> None:
     if way == "one by one":
