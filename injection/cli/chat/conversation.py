@@ -212,8 +212,9 @@ class TemplatedChat:
                 for message in messages
             ]
         form |= {"add_generation_prompt": self.prompted and not self.continued, "continue_final_message": self.continued}
-        if taken := sorted(self.variables.keys() & inspect.signature(given.apply_chat_template).parameters.keys()):
-            raise PromptRefusedError(f"{', '.join(taken)}: no variable of a chat template has this name")
+        names = {"messages", "conversations", *inspect.signature(given.apply_chat_template).parameters}  # set by transformers
+        if taken := sorted(self.variables.keys() & names):
+            raise PromptRefusedError(f"{', '.join(taken)}: no variable that a request can set")
         try:
             return given.apply_chat_template(messages, tools=self.tools or None, **form, **self.variables)
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:

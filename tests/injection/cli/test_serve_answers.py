@@ -319,6 +319,12 @@ def test_what_a_template_cannot_take_is_refused(loaded: LoadedModel) -> None:
             server.client().chat.completions.create(model="scripted", messages=turns, max_tokens=5)
 
 
+@pytest.mark.parametrize("name", ["messages", "conversations", "chat_template", "tokenize"])
+def test_what_a_template_is_given_anyway_is_no_variable(server: Server, name: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{name}: no variable that a request can set"):
+        ask(server, "hello", extra_body={"chat_template_kwargs": {name: "x"}})
+
+
 WROTE = '{"city": "Rome", "degrees": 7}'
 LOOK_UP = copy.deepcopy(WEATHER)
 LOOK_UP["function"] = {
