@@ -301,7 +301,7 @@ def read_chat(path: Path, model: PreTrainedModel) -> SavedChat:
     except SavedChatError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise SavedChatError(f"{path}: this saved chat is damaged ({error})") from error
+        raise SavedChatError(f"{path}: damaged ({error}), or not a chat; give a file that /save NAME{SUFFIX} wrote") from error
 
 
 def _message(entry: Any) -> Message:

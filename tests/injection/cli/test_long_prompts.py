@@ -290,6 +290,9 @@ def test_a_saved_chat_of_another_model_or_a_damaged_one_is_refused(loaded: Loade
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:-100])
     with pytest.raises(SavedChatError, match="damaged"):
         open_chat(loaded).resume(tmp_path / "cut.safetensors")
+    (tmp_path / "chat.json").write_text('[{"role": "user", "content": "hello"}]')  # as /save chat.json writes it
+    with pytest.raises(SavedChatError, match="give a file that /save NAME"):
+        open_chat(loaded).resume(tmp_path / "chat.json")
     save_file(load_file(path), tmp_path / "other.safetensors")
     with pytest.raises(SavedChatError, match="not a chat"):
         open_chat(loaded).resume(tmp_path / "other.safetensors")
