@@ -473,7 +473,7 @@ def test_a_draft_without_numbers_ends_no_answer(tmp_path: Path) -> None:
 
 
 def test_a_text_near_its_end_leaves_the_drafts_of_others(tmp_path: Path) -> None:
-    """Also where memory is for no more than their own tokens and those of a draft: a pass has as many of each text."""
+    """Also where memory is for no more than their own tokens and those of a draft; the pass has no padding."""
     loaded = with_drafts(tmp_path, "draft_top_k: 1, confidence: 0, max_draft: 4, schedule: fixed")
     drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
     ids = [*loaded.tokenizer("Who are the kings of England? " * 4)["input_ids"]][:30]
@@ -498,7 +498,7 @@ def test_a_text_near_its_end_leaves_the_drafts_of_others(tmp_path: Path) -> None
             while jobs[0].ending is None:
                 decoder.step()
         assert [job.ending for job in jobs] == ["length"] * 2
-    assert seen == 2 * [*4 * [(1, 1)], (2, 5)]
+    assert seen == 2 * [*4 * [(1, 1)], (1, 5 + 1)]
 
 
 def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
