@@ -116,7 +116,7 @@ def graft(
         context.gpu_engines_in_use.cache = replace(kv_cache(skeleton), form=plan.cache_form(skeleton.config))
     context.replay = _step_replay(plan, context)
     stock = isinstance(model, MetaModel) and model.source.gguf is None and model.source.quantised is None
-    injection = Injection(plan, operators, context, folder if stock else None)
+    injection = Injection(plan, operators, context, folder.absolute() if stock else None)  # the working directory may change
     checkpoint = None
     if isinstance(model, MetaModel):
         assert model.weights is not None, "checked above"

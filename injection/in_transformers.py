@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -218,6 +218,7 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         UnsupportedModelError: the model has no stock checkpoint, or `options` ask for something else to be saved.
         CheckpointError: the folder holds other weights, or cannot be written.
     """
+    from moegraft.injection.meta_model import read_config
     from moegraft.operators.thresholds import FILE_NAME
 
     unknown = sorted(name for name, value in options.items() if value is not None and name not in OF_FILES | OF_HUB)
@@ -236,7 +237,12 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
             f"this injected model cannot be saved: {', '.join(injection.new_head)} are not in its checkpoint, whose weights are "
             "saved; train adapters by PEFT, with the head among its modules_to_save, and save these"
         )
-    sizes = [getattr(config.get_text_config(), "vocab_size", None) for config in (AutoConfig.from_pretrained(stock), model.config)]
+    if not stock.is_dir():
+        raise CheckpointError(f"{stock}: it was moved after the model was loaded, and has the weights to save: load the model from there")
+    # Saving runs the code that a folder brings only where loading did.
+    trusted = TRANSFORMERS_DYNAMIC_MODULE_NAME in {cls.__module__.partition(".")[0] for cls in (type(model), type(model.config))}
+    configs = (read_config(stock, trust_remote_code=trusted), model.config)
+    sizes = [getattr(config.get_text_config(), "vocab_size", None) for config in configs]
     if sizes[0] != sizes[1]:
         raise UnsupportedModelError(
             f"this injected model cannot be saved: its embeddings were resized from {sizes[0]} to {sizes[1]} tokens; what is saved is its "
@@ -245,7 +251,7 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if packed:
-            _write_packed(injection, stock, folder)
+            _write_packed(injection, stock, folder, trusted=trusted)
         else:
             _link_weights(stock, folder)
         if (stock / FILE_NAME).is_file() and stock.resolve() != folder.resolve():
@@ -283,14 +289,14 @@ def _link_weights(stock: Path, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_packed(injection: Injection, stock: Path, folder: Path) -> None:
+def _write_packed(injection: Injection, stock: Path, folder: Path, *, trusted: bool) -> None:
     from moegraft.injection.checkpoint.packed import PackedModule, write_packed
     from moegraft.injection.loading import keys_taken
     from moegraft.injection.meta_model import build_meta_model
     from moegraft.operators.thresholds import weights_hash
 
     _refuse_others(folder, [*folder.glob("*.safetensors")])
-    meta = build_meta_model(stock, weights=True, trust_remote_code=True)
+    meta = build_meta_model(stock, weights=True, trust_remote_code=trusted)
     weights = (meta.with_mtp if injection.plan.mtp else meta).weights
     assert weights is not None, "asked for"
     modules = []

@@ -233,9 +233,11 @@ def check_no_pointer(path: Path) -> None:
 
 
 def _open_file(path: Path) -> dict[str, LazyTensor]:
+    if not path.is_file():
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a link to {path.readlink()}, where no file is; bring the file back, or download it again")
+        raise CheckpointError(f"{path}: the file is missing; download it again")
     try:
-        if not path.is_file():
-            raise CheckpointError(f"{path}: the file is missing; download it again")
         handle = safe_open(path, framework="pt")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -345,6 +345,57 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_written(folder: Path, tm
         model.save_pretrained(tmp_path / "file")
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["recipe", "packed"])
+def test_saving_finds_the_weights_from_another_working_directory(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the same name there has other weights, and without one the name might be taken for an id of the hub."""
+    for place, seed in (("here", 0), ("there", 1)):
+        tiny_model("qwen3_moe", seed=seed).save_pretrained(tmp_path / place / "stock")
+    monkeypatch.chdir(tmp_path / "here")
+    model = reference(Path("stock"), "cpu-exact")
+    monkeypatch.chdir(tmp_path / "there")
+    model.save_pretrained("saved", packed=packed)
+    assert torch.equal(logits(reference(Path("saved"))), logits(model))
+    (tmp_path / "here" / "stock").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="stock: it was moved after the model was loaded"):
+        model.save_pretrained("again", packed=packed)
+    assert not Path("again").exists()
+
+
+def test_a_link_whose_file_was_moved_is_named_with_its_target(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "stock")
+    load(tmp_path / "stock", "cpu").save_pretrained(tmp_path / "saved")
+    (tmp_path / "stock").rename(tmp_path / "moved")
+    for loading in (load, reference):
+        with pytest.raises(CheckpointError, match=r"stock-model\.safetensors: a link to .*stock/model\.safetensors, where no"):
+            loading(tmp_path / "saved")
+
+
+OWN_CODE = """
+import pathlib
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+pathlib.Path({ran!r}).touch()
+class OwnConfig(Qwen3MoeConfig):
+    model_type = {model_type!r}
+class OwnModel(Qwen3MoeForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["recipe", "packed"])
+@pytest.mark.parametrize("trusted", [False, True], ids=["untrusted", "trusted"])
+def test_saving_runs_a_folders_code_only_where_loading_did(trusted: bool, packed: bool, tmp_path: Path) -> None:
+    folder, ran = tmp_path / "stock", tmp_path / "ran"
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    own = {"model_type": "own_moe" if trusted else "qwen3_moe"}  # which transformers has not, and has
+    code = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | own | code))
+    (folder / "own.py").write_text(OWN_CODE.format(ran=str(ran), **own))
+    model = reference(folder, "cpu-exact", trust_remote_code=trusted)
+    model.save_pretrained(tmp_path / "saved", packed=packed)
+    assert ran.exists() is trusted
+    assert torch.equal(logits(reference(tmp_path / "saved", trust_remote_code=trusted)), logits(model))
+
+
 def save_packed(folder: Path, rules: Any, out: Path, **options: Any) -> PreTrainedModel:
     model = reference(folder, rules, **options)
     model.save_pretrained(out, packed=True)
