@@ -64,6 +64,8 @@ def lora_config(model: PreTrainedModel, **options: Any) -> LoraConfig:
             if module is not head and (isinstance(module, nn.Linear) or (name in packed and packed[name].kind == "linear"))
         ]
     config = _with_packed_layers(LoraConfig(**options), packed)
+    if config.bias != "none":
+        raise UnsupportedModelError(f"bias: {config.bias} changes the model's own biases, which packed layers do not train; set bias: none")
     kept = _packed_whole(config, packed)
     if kept is not None:
         raise UnsupportedModelError(f"modules_to_save: the rules pack {kept}, which cannot be trained: leave this layer out of the rules")

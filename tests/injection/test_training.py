@@ -390,6 +390,9 @@ class TestAdapters:
         for options, name in (({"use_dora": True}, "DoRA"), ({"init_lora_weights": "pissa"}, "pissa")):
             with pytest.raises(UnsupportedModelError, match=f"{name}.* needs the weights"):
                 lora_config(model, target_modules=["q_proj"], **options)
+        for bias in ("all", "lora_only"):
+            with pytest.raises(UnsupportedModelError, match=f"bias: {bias} .* set bias: none"):
+                lora_config(model, target_modules=["q_proj"], bias=bias)
         with pytest.raises(UnsupportedModelError, match="modules_to_save: the rules pack o_proj, which cannot be trained"):
             lora_config(model, target_modules=["q_proj"], modules_to_save=["norm", "o_proj"])
         with pytest.raises(UnsupportedModelError, match="quantized_linear cannot be copied or pickled: leave its module out of the rules"):
