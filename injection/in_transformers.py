@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moegraft.operators.autoload import METHOD
