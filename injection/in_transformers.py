@@ -297,8 +297,14 @@ def _write_packed(injection: Injection, stock: Path, folder: Path, *, trusted: b
 
     _refuse_others(folder, [*folder.glob("*.safetensors")])
     meta = build_meta_model(stock, weights=True, trust_remote_code=trusted)
-    weights = (meta.with_mtp if injection.plan.mtp else meta).weights
+    meta = meta.with_mtp if injection.plan.mtp else meta
+    weights = meta.weights
     assert weights is not None, "asked for"
+    if injection.replacing.keys() - dict(meta.skeleton.named_modules()).keys():
+        raise UnsupportedModelError(
+            f"packed=True saves the model of the checkpoint, {meta.model_class}, of which this is a part: load it by that class, or save "
+            "without packed"
+        )
     modules = []
     for path, operator in injection.replacing.items():
         held = operator.packed_weights()

@@ -402,6 +402,13 @@ def save_packed(folder: Path, rules: Any, out: Path, **options: Any) -> PreTrain
     return model
 
 
+def test_a_part_of_a_model_is_not_packed(tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(demo_path(), quantization_config=MoegraftConfig("cpu-exact"))
+    with pytest.raises(UnsupportedModelError, match="of which this is a part: load it by that class, or save without packed"):
+        model.save_pretrained(tmp_path, packed=True)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("rules", sorted(shipped_rules()))
 def test_a_packed_folder_gives_equal_logits(rules: str, tmp_path: Path) -> None:
     model = save_packed(demo_path(), rules, tmp_path)
