@@ -501,6 +501,35 @@ def test_a_text_near_its_end_leaves_the_drafts_of_others(tmp_path: Path) -> None
     assert seen == 2 * [*4 * [(1, 1)], (1, 5 + 1)]
 
 
+@pytest.mark.parametrize("draft", ["ngram", "experts", "mtp"])
+def test_short_prompts_are_computed_in_steps_of_a_model_that_drafts(draft: str, tmp_path: Path) -> None:
+    loaded = with_drafts(tmp_path, f"draft: {draft}, max_draft: 4, schedule: fixed")
+    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
+    pool = open_pool(loaded.model, limit=1 << 23, prefix_bytes=0, most=4, context=512, drafts=drafts)
+    decoder = Scheduler(loaded.model, pool, most=4, prefill_chunk=64, drafts=drafts)
+    ids = [*loaded.tokenizer("Who are the kings of England? " * 4)["input_ids"]]
+    jobs = [Job(Ask(ids[:size], 24, temperature=0), loaded.tokenizer) for size in (20, 9, 33)]
+    seen: list[tuple[int, int]] = []
+    with torch.inference_mode():
+        decoder.admit(jobs[0])
+        decoder.step()
+        decoder.step()
+        hook = loaded.model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        for job in jobs[1:]:
+            decoder.admit(job)
+        decoder.step()
+        hook.remove()
+        while decoder.jobs:
+            decoder.step()
+    assert seen == [(1, 1 + 9 + 33)]
+    loaded.model.generation_config.eos_token_id = None
+    for job in jobs:
+        own = loaded.model.generate(torch.tensor([job.ask.token_ids]), max_new_tokens=24, do_sample=False)
+        assert job.token_ids == own[0].tolist()
+
+
 def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch, and where the answer alone is computed by `generate`."""
     import llguidance
