@@ -130,8 +130,8 @@ class BatchDrafts(ABC):
         """Return whether to draft one more token of a text after those with these probabilities."""
 
     @abstractmethod
-    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
-        """Learn from a round of all texts; one without drafts is a plain step."""
+    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float, *, alone: bool = True) -> None:
+        """Learn from a round of all texts; one without drafts is a plain step. `alone`: nothing else was computed in its pass."""
 
 
 def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

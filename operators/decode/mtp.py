@@ -329,6 +329,9 @@ class _Stream:
     fed: list[int]
     made: torch.Tensor | None = None
 
+    def copied(self) -> _Stream:
+        return _Stream(self.ids[:], [each[:] for each in self.waiting], self.fed[:], self.made)
+
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
@@ -389,15 +392,20 @@ class PagedStreams:
             latest[-1] = latest[-1][:-more]
 
     def note(self, sequences: Sequence[PagedSequence], token_ids: Sequence[Sequence[int]], states: Sequence[torch.Tensor]) -> None:
-        """Take the hidden states of a pass over tokens of some sequences: T tokens and (T, H) of each."""
+        """Take the hidden states of a pass over tokens of some sequences: T tokens and (T, H) of each. If that fails, nothing changes."""
         streams = [self._streams[sequence] for sequence in sequences]
         many = [each for each, stream in zip(sequences, streams, strict=True) if len(stream.ids) - stream.fed[0] >= MOST_WAITING_OF_ONE]
-        self._settle([(each, self._streams[each].ids) for each in many])  # before the new ones, of which some may be removed
-        for stream, ids, new in zip(streams, token_ids, states, strict=True):
-            stream.ids += ids
-            stream.waiting[0].append(new)
-        given = zip(sequences, streams, token_ids, strict=True)
-        self._settle([(sequence, stream.ids) for sequence, stream, ids in given if len(ids) > self.longest + 1])  # parts of prompts
+        parts = [each for each, ids in zip(sequences, token_ids, strict=True) if len(ids) > self.longest + 1]  # of prompts
+        before = [stream.copied() for stream in streams] if many or parts else []
+        try:
+            self._settle([(each, self._streams[each].ids) for each in many])  # before the new ones, of which some may be removed
+            for stream, ids, new in zip(streams, token_ids, states, strict=True):
+                stream.ids += ids
+                stream.waiting[0].append(new)
+            self._settle([(each, self._streams[each].ids) for each in parts])
+        except BaseException:
+            self._streams.update(zip(sequences, before, strict=True))
+            raise
 
     def logits(self, sequences: Sequence[PagedSequence], texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits (B, V) float32 after texts: a sequence's tokens, one that is not computed, and equally many of a draft.

@@ -27,7 +27,8 @@ class Round:
         compared: number of draft tokens that were compared with the full model's choice: all up to the first rejected one.
         accepted: number of compared tokens that were accepted.
         generated: number of tokens by which the text grew; of several texts, their mean.
-        prepared: whether a program was prepared for a step of the round, so that the next such round takes less time.
+        prepared: whether the next such round takes less time, as a program was prepared for a step of this one, or its pass computed
+            prompts as well.
     """
 
     confidences: Sequence[float]

@@ -166,10 +166,10 @@ class ScheduledBatchDrafts(BatchDrafts):
     def continues(self, confidences: Sequence[float]) -> bool:
         return confidences[-1] >= self._options.confidence and self._current.continues(confidences)
 
-    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
-        prepared, self._preparations = self._preparations != self._switch.preparations, self._switch.preparations
+    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float, *, alone: bool = True) -> None:
+        prepared, self._preparations = not alone or self._preparations != self._switch.preparations, self._switch.preparations
         generated = sum(row.generated for row in rows)
-        # The pass was as long as the longest draft, of which the schedule learns one, alternately.
+        # The schedule learns of one of the longest drafts, alternately.
         longest = max(len(row.confidences) for row in rows)
         examples = [row for row in rows if len(row.confidences) == longest]
         self._rounds += 1

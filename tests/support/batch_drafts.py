@@ -34,5 +34,5 @@ class ChangedDrafts(BatchDrafts):
     def continues(self, confidences: Sequence[float]) -> bool:
         return self._drafts.continues(confidences)
 
-    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float) -> None:
-        self._drafts.record(rows, draft_ms, verify_ms)
+    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float, *, alone: bool = True) -> None:
+        self._drafts.record(rows, draft_ms, verify_ms, alone=alone)

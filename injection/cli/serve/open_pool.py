@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from moegraft.injection.cli.images import ImageInputs
-from moegraft.injection.cli.serve.pages import MOST_CHECKPOINTS, MOST_RAGGED, SequencePool
+from moegraft.injection.cli.serve.pages import MOST_CHECKPOINTS, SequencePool
 from moegraft.injection.injected import injection_of
 from moegraft.operators.base import CACHE
 from moegraft.operators.cache_form import layer_types
@@ -26,6 +26,7 @@ from moegraft.operators.machine import probe_machine
 from moegraft.operators.structure import counts_cached_tokens
 
 logger = logging.getLogger(__name__)
+MOST_RAGGED = 64  # tokens of prompts in a pass of decoding
 PAST_SHARE = 8  # of the memory, for the states after each token of a draft, at most
 
 
@@ -104,7 +105,7 @@ def open_pool(
             raise ValueError("the limit has no room for a page")
         places = {"running": running, "checkpoints": checkpoints, "past_rows": past_rows, "past_tokens": verified}
         states = StatePool(example, **places) if state_bytes else None
-        most_tokens, rows = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS), max(most + MOST_RAGGED, most * verified)
+        most_tokens, rows = min(context or pages * PAGE_TOKENS, pages * PAGE_TOKENS), most * max(1, verified) + MOST_RAGGED
         stored = Cache(layers=layers)
         own = range(body, len(layers))
         memory = PagePool(stored, pages, most_sequences=rows, most_tokens=most_tokens, coded=coded, states=states, cleared=own)
@@ -226,10 +227,14 @@ def _computes_ragged(model: PreTrainedModel, pool: SequencePool, expected: torch
         with _begun(model, pool) as (sequences, prompts):
             pool.forward(sequences[:1], [prompts[0][:1]])
             computed = pool.forward_ragged(sequences, [prompts[0][1:], prompts[1]], [1, 1])
-        return _off(computed, expected) <= max(4 * noise, _tolerance(model, pool))
+        off = _off(computed, expected)
+        if off <= max(4 * noise, _tolerance(model, pool)):
+            return True
+        reason: object = f"its logits differ by {off:.1e} from the model's own"
     except Exception as error:  # noqa: BLE001 # the model's own code may need rows of one sequence
-        logger.info("serve: prompts have passes of their own, as a pass over prompts and answers failed: %s", error)
-        return False
+        reason = error
+    logger.info("serve: passes have equally many tokens of each sequence, as one with different numbers failed: %s", reason)
+    return False
 
 
 def _tolerance(model: PreTrainedModel, pool: SequencePool) -> float:

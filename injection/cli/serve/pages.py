@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,14 @@ LEAST_CHECKED_PROMPT = 256  # tokens, from which on a prompt has one near its en
 MOST_CHECKPOINTS = 8  # of a sequence
 # Tokens of a prompt's part in a model with states: one alone is a step of decoding, which may round otherwise (cli/chat/prompt_cache.py).
 LEAST_STATE_PART = 2
-MOST_RAGGED = 64  # tokens of prompts in a pass of decoding
-# Keys whose reading takes less time than the experts of a token that pads a draft (8 of Qwen3-30B-A3B: as long as 9k of 2 KiB in 4 bits),
-# of which others in the pass use a part as well.
+# Keys whose reading takes as long as what a token that pads a draft costs: 8 experts of Qwen3-30B-A3B in 4 bits have the bytes of 9,216
+# keys with their values, and other tokens of the pass need about half of these experts anyway.
 KEYS_OF_PADDING = 4096
 IntArray = NDArray[np.int64]
+
+
+class RaggedPassError(Exception):
+    """A pass over different numbers of tokens failed; another can compute equally many of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,19 +317,33 @@ class SequencePool:
         self._begin(sequences, len(token_ids[0]), copies=keep and not drafted and len(sequences) > 1, keeps_past=drafted)
         return self._compute(sequences, token_ids, torch.tensor(token_ids), extra)
 
-    def verify(self, sequences: Sequence[PagedSequence], token_ids: Sequence[list[int]]) -> tuple[torch.Tensor, Sequence[int]]:
-        """Compute the last token of sequences and their drafts; `crop` follows for each, which may drop all but the first of its tokens.
+    def verify(
+        self, sequences: Sequence[PagedSequence], token_ids: Sequence[list[int]], wanted: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Compute next tokens of sequences, any number of each; `crop` may follow for each, and drop all but the first of them.
+
+        Args:
+            wanted: of the last tokens of each, the number after which logits are needed; fewer than all only if `ragged`.
 
         Returns:
-            The logits after each token, (N, V), and the row of the first one of each sequence.
+            Logits (N, V), and the row of the first ones of each sequence.
+
+        Raises:
+            RaggedPassError: a ragged pass failed; `ragged` is false from then on, and the sequences are unchanged.
         """
         lengths = list(map(len, token_ids))
         most = max(lengths)
         padding = most * len(lengths) - sum(lengths)
-        # Keys that are read again, as each token of a ragged pass reads those of its sequence by itself.
-        again = sum((length - 1) * sequence.tokens for sequence, length in zip(sequences, lengths, strict=True))
-        if self.ragged and again < KEYS_OF_PADDING * padding:
-            return self.forward_ragged(sequences, token_ids, lengths), [0, *itertools.accumulate(lengths[:-1])]
+        # Each token of a ragged pass reads the keys of its sequence by itself, the first one's once more for each other token.
+        keys_again = sum((length - 1) * sequence.tokens for sequence, length in zip(sequences, lengths, strict=True))
+        if self.ragged and (list(wanted) != lengths or keys_again < KEYS_OF_PADDING * padding):
+            try:
+                return self.forward_ragged(sequences, token_ids, wanted), [0, *itertools.accumulate(wanted[:-1])]
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                self.ragged = False
+                raise RaggedPassError from error
         # A shorter draft is followed by any token, which is dropped with the rejected ones.
         logits = self.forward(sequences, [ids + ids[-1:] * (most - len(ids)) for ids in token_ids], drafted=True)
         return logits.flatten(0, 1), range(0, most * len(lengths), most)
@@ -340,7 +357,7 @@ class SequencePool:
         grown = list(zip(sequences, token_ids, strict=True))
         rows = [sequence for sequence, ids in grown for _ in ids]
         held = [sequence.tokens + at for sequence, ids in grown for at in range(len(ids))]
-        self._make_room(sum(pages_of(each.tokens + len(ids)) - len(each.pages) for each, ids in grown))
+        self._make_room_for((each, each.tokens + len(ids)) for each, ids in grown)
         self._cache.begin(rows, 1, held=held, ragged=True)
         ends = itertools.accumulate(map(len, token_ids))
         kept = torch.tensor([at for end, count in zip(ends, wanted, strict=True) for at in range(end - count, end)])
@@ -356,15 +373,17 @@ class SequencePool:
         if self.streams is not None:
             given["output_hidden_states"] = asked_states(self._model)
         output = self._model(**given, use_cache=True, **{CACHE: self._cache})
-        self._cache.finish()
         if self.streams is not None:
             states = read_states(self._model, output).flatten(0, 1).split(list(map(len, token_ids)))
+            if len(ids) != len(sequences):  # an answer's, which may wait for many passes, would keep those of prompts as well
+                states = [each.clone() for each in states]
             self.streams.note(sequences, token_ids, states)
+        self._cache.finish()
         logits: torch.Tensor = output.logits
         return logits
 
     def _begin(self, sequences: Sequence[PagedSequence], tokens: int, *, copies: bool = False, keeps_past: bool = False) -> None:
-        self._make_room(sum(pages_of(each.tokens + tokens) - len(each.pages) for each in sequences))
+        self._make_room_for((each, each.tokens + tokens) for each in sequences)
         self._cache.begin(sequences, tokens, copies=copies, keeps_past=keeps_past)
 
     def step(self, sequences: Sequence[PagedSequence], tokens: list[int]) -> torch.Tensor:
@@ -374,11 +393,11 @@ class SequencePool:
             self._begin(sequences, 1)
             continued: torch.Tensor | None = passes.follow(tokens)
             if continued is not None:
+                if self.streams is not None:
+                    self.streams.note(sequences, [[token] for token in tokens], passes.hidden_states)
                 self._cache.finish()
                 self._passes = passes
                 self._steps.continued(len(tokens))
-                if self.streams is not None:
-                    self.streams.note(sequences, [[token] for token in tokens], passes.hidden_states)
                 return continued.clone()
             self._cache.abandon()
         logits = self.forward(sequences, [[token] for token in tokens], keep=False)[:, -1].float()
@@ -401,7 +420,7 @@ class SequencePool:
         if self.streams is None:
             return self.step(sequences, [text[-1] for text in texts])
         most = [sequence.tokens + 1 + self.streams.longest for sequence in sequences]
-        self._make_room(sum(pages_of(tokens) - len(each.pages) for each, tokens in zip(sequences, most, strict=True)))
+        self._make_room_for(zip(sequences, most, strict=True))
         for sequence, tokens in zip(sequences, most, strict=True):
             self._pool.grow(sequence, tokens)
         return self.streams.logits(sequences, texts)
@@ -473,6 +492,10 @@ class SequencePool:
 
     def _prefix_pages(self) -> int:
         return len({page for prefix in list(self._prefixes) for page in prefix.sequence.pages})
+
+    def _make_room_for(self, lengths: Iterable[tuple[PagedSequence, int]]) -> None:
+        """Let sequences grow to so many tokens, of which some have more pages already."""
+        self._make_room(sum(max(0, pages_of(tokens) - len(sequence.pages)) for sequence, tokens in lengths))
 
     def _make_room(self, pages: int) -> None:
         while self._prefixes and self._pool.free < pages:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.serve.job import Ask, Job, TokenScore
-from moegraft.injection.cli.serve.pages import MOST_RAGGED, CacheMemory, SequencePool
+from moegraft.injection.cli.serve.open_pool import MOST_RAGGED
+from moegraft.injection.cli.serve.pages import CacheMemory, RaggedPassError, SequencePool
 from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, usable
 from moegraft.injection.injected import injection_of
 from moegraft.operators.base import CACHE
@@ -204,13 +205,10 @@ class Scheduler:
             if job.cancelled:
                 job.finish("cancelled")
                 self._retire(job)
-        short = self._short_prompts() if self._decoding else []
-        if short and self._decode_with(short):
-            pass
-        elif self._decoding and self._separate:
+        if self._separate:
             for job in list(self._decoding):
                 self._decode([job], alone=True)
-        elif self._decoding:
+        elif self._decoding and not self._decode(list(self._decoding), self._short_prompts()):
             self._decode(list(self._decoding))
         if self._prefilling:
             self._prefill()
@@ -235,51 +233,72 @@ class Scheduler:
             tokens = min(tokens, len(job.ask.token_ids)) // chunk * chunk if chunk else 0
         self._pool.end(self._sequences.pop(job), job.cache_ids[:tokens], job.scope)
 
-    def _decode(self, jobs: Sequence[Job], *, alone: bool = False) -> None:
-        """Compute the next tokens of some answers in one pass: one of each, and as many of its draft as the model chooses."""
+    def _decode(self, answers: Sequence[Job], prompts: Sequence[Job] = (), *, alone: bool = False) -> bool:
+        """Compute the next tokens of some answers in one pass: one of each, as many of its draft as the model chooses, and whole prompts.
+
+        Returns:
+            Whether that was done; False where another pass can do it without the prompts, and nothing has changed.
+        """
+        jobs, count = [*answers, *prompts], len(answers)
         sequences = [self._sequences[job] for job in jobs]
-        before = [job.completion_tokens for job in jobs]
+        before = [job.completion_tokens for job in answers]
+        rows: Sequence[int] = range(count)
+        logits: torch.Tensor | None = None
         started_s = time.perf_counter()
         try:
-            drafts = [] if alone else self._draft(jobs, sequences)
+            drafts = [] if alone else self._draft(answers, sequences[:count])
             drafted_s = time.perf_counter()
-            longest = max((len(draft.tokens) for draft in drafts), default=0)
-            rows: Sequence[int] = range(len(jobs))
-            if longest:
-                tokens = [job.token_ids[-1:] + draft.tokens for job, draft in zip(jobs, drafts, strict=True)]
-                logits, rows = self._pool.verify(sequences, tokens)
+            tokens = [job.token_ids[sequence.tokens :] for job, sequence in zip(jobs, sequences, strict=True)]
+            for ids, draft in zip(tokens, drafts, strict=False):
+                ids += draft.tokens
+            drafted = any(draft.tokens for draft in drafts)
+            if drafted or prompts:
+                logits, rows = self._pool.verify(sequences, tokens, [*map(len, tokens[:count]), *(1 for _ in prompts)])
             elif alone:
-                logits = self._pool.forward(sequences, [job.token_ids[-1:] for job in jobs])[:, -1]
+                logits = self._pool.forward(sequences, tokens)[:, -1]
             else:
-                logits = self._pool.step(sequences, [job.token_ids[-1] for job in jobs])
-            accepted = _accept(jobs, drafts, logits, rows)
-            if longest:
-                for job, sequence in zip(jobs, sequences, strict=True):
+                logits = self._pool.step(sequences, [ids[-1] for ids in tokens])
+            computed_s = time.perf_counter()
+            accepted = _accept(answers, drafts, logits, rows)
+            if drafted:
+                for job, sequence in zip(answers, sequences, strict=False):
                     self._pool.crop(sequence, len(job.token_ids) - 1)
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
+        except RaggedPassError:  # which of them has caused it is not known
+            text = "serve: a pass of %d answers and %d prompts failed; passes have equally many tokens of each from now on"
+            logger.warning(text, count, len(prompts), exc_info=True)
+            return False
         except Exception as error:  # any error must leave other prompts and waiting requests running
-            logger.exception("serve: a forward pass failed; the %d answers in it end", len(jobs))
-            for job in jobs:
+            logger.exception("serve: a forward pass failed; the %d answers in it end", count)
+            for job in answers:
                 job.fail(error)
         else:
             if self._drafts is not None and not alone:
-                confidences = [draft.confidences for draft in drafts] or [[]] * len(jobs)
+                confidences = [draft.confidences for draft in drafts] or [[]] * count
                 done = [
-                    DraftedRow(shares, min(count + 1, len(shares)) if job.ending is None else count, count, job.completion_tokens - old)
-                    for job, shares, count, old in zip(jobs, confidences, accepted, before, strict=True)
+                    DraftedRow(shares, min(places + 1, len(shares)) if job.ending is None else places, places, job.completion_tokens - old)
+                    for job, shares, places, old in zip(answers, confidences, accepted, before, strict=True)
                 ]
+                took_ms = 1e3 * (drafted_s - started_s), 1e3 * (time.perf_counter() - drafted_s)
                 try:
-                    self._drafts.record(done, 1e3 * (drafted_s - started_s), 1e3 * (time.perf_counter() - drafted_s))
+                    self._drafts.record(done, *took_ms, alone=not prompts)
                 except Exception:  # statistics must not end answers
                     logger.exception("serve: a round of drafts cannot be recorded")
+        if prompts and logits is not None:
+            whole = any(len(ids) == len(job.ask.token_ids) - job.cached_tokens for job, ids in zip(prompts, tokens[count:], strict=True))
+            self._chunk.took(computed_s - drafted_s, len(tokens[-1]), prompts=len(prompts), whole=whole)
+            for job, ids, row in zip(prompts, tokens[count:], rows[count:], strict=True):
+                with job.failing_alone():
+                    self._go_on(job, logits[row : row + 1], len(ids))
         for job in jobs:
             if job.ending is not None:
                 self._retire(job)
+        return True
 
     def _short_prompts(self) -> list[Job]:
         """Return the prompts whose rests can be computed in a pass of decoding, the oldest first."""
-        if not self._pool.ragged or self._separate:
+        if not self._pool.ragged:
             return []
         left = min(MOST_RAGGED, self._chunk.tokens or MOST_RAGGED)
         found = []
@@ -289,38 +308,6 @@ class Scheduler:
                 found.append(job)
                 left -= rest
         return found
-
-    def _decode_with(self, prompts: Sequence[Job]) -> bool:
-        """Compute a token of each answer, and prompts, in one pass; return False where that fails and nothing has changed."""
-        answers = list(self._decoding)
-        jobs = [*answers, *prompts]
-        sequences = [self._sequences[job] for job in jobs]
-        rests = [job.token_ids[sequence.tokens :] for job, sequence in zip(jobs, sequences, strict=True)]
-        began = time.perf_counter()
-        try:
-            logits = self._pool.forward_ragged(sequences, rests, [1] * len(jobs))
-        except torch.AcceleratorError:
-            raise
-        except Exception:  # which of them has caused it is not known
-            text = "serve: a pass of %d answers and %d prompts failed; prompts have passes of their own from now on"
-            logger.warning(text, len(answers), len(prompts), exc_info=True)
-            self._pool.ragged = False
-            return False
-        self._chunk.took(time.perf_counter() - began, len(rests[-1]), prompts=len(prompts), whole=True)
-        count = len(answers)
-        for job, rest, row in zip(prompts, rests[count:], logits[count:], strict=True):
-            with job.failing_alone():
-                self._go_on(job, row[None], len(rest))
-        try:
-            _accept(answers, [], logits[:count], range(count))
-        except Exception as error:
-            logger.exception("serve: the next tokens of %d answers cannot be chosen; they end", count)
-            for job in answers:
-                job.fail(error)
-        for job in jobs:
-            if job.ending is not None:
-                self._retire(job)
-        return True
 
     def _draft(self, jobs: Sequence[Job], sequences: Sequence[PagedSequence]) -> list[Draft]:
         """Return a draft for each answer, perhaps without tokens; none at all for a plain step."""

@@ -24,6 +24,7 @@ from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle
 from moegraft.operators.decode.mtp import MOST_WAITING
+from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.draft import BatchDrafts
 
 if not hasattr(getattr(transformers.modeling_layers, "MtpModel", None), "forward_layer"):
@@ -225,6 +226,66 @@ def test_drafts_are_those_of_a_text_alone(
     assert len({number for number, _ in both}) == len(ASKED) - 1  # one answer has no room for a draft
     assert len(both) > 15
     assert {place: found[place] for place in both} == {place: expected[place] for place in both}
+
+
+@pytest.mark.parametrize("name", ["three layers", "deepseek_v3", "eagle-3"])
+@pytest.mark.parametrize("where", ["body", "layers that draft"])
+def test_a_failed_pass_of_answers_and_prompts_changes_nothing(
+    name: str, where: str, checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of each are computed in another pass."""
+    folder, stock = checkpoints(name)
+    model = load(folder)
+    drafting = [True]
+    server = Server(loaded, model, wanted=lambda: drafting[0])
+    jobs = [server.begin(ids_of(30), 30)]
+    server.step(3)
+    jobs += [server.begin(ids_of(size, seed=size), 20) for size in (20, 22, 2)]
+    place, method = (model.model.layers[1], "forward") if where == "body" else (mtp_layers(model), "forward_layer")
+    compute, failed = getattr(place, method), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("inner")
+        return compute(*args, **kwargs)
+
+    drafting[0] = False
+    with monkeypatch.context() as patched:
+        patched.setattr(place, method, fail)
+        server.step()
+    drafting[0] = True
+    assert failed and not server.pool.ragged
+    expected = [greedy(stock, torch.tensor([job.ask.token_ids]), max_new_tokens=job.ask.max_tokens)[0].tolist() for job in jobs]
+    assert server.run(jobs) == expected
+    server.assert_free()
+
+
+def test_waiting_states_keep_no_others_of_their_pass(checkpoints: Folders, loaded: LoadedModel) -> None:
+    server = Server(loaded, load(checkpoints("deepseek_v3")[0]), wanted=lambda: False)
+    server.begin(ids_of(30), 30)
+    server.step(2)
+    server.begin(ids_of(40, seed=1), 20)
+    server.step()
+    assert server.pool.streams is not None
+    (first, _) = server.pool.streams._streams.values()
+    (*_, latest) = first.waiting[0]
+    assert latest.untyped_storage().nbytes() == latest.nbytes
+
+
+def test_pages_that_wait_for_a_draft_hide_no_need_of_others(checkpoints: Folders, loaded: LoadedModel) -> None:
+    """A draft has pages for its longest form, and may end before it needs them; the next pass evicts a prefix for another answer."""
+    drafting = [False]
+    model = load(checkpoints("deepseek_v3")[0], confidence=0.999)
+    page = Server(loaded, model).pool._pool.page_bytes
+    server = Server(loaded, model, limit=5 * page, most=2, wanted=lambda: drafting[0])
+    server.run([server.begin(ids_of(40, seed=1), 1)])  # leaves a prefix of two pages
+    jobs = [server.begin(ids_of(28, seed=2), 8)]
+    server.step()
+    jobs += [server.begin(ids_of(31, seed=3), 3)]
+    server.step(2)
+    drafting[0] = True
+    server.run(jobs)
 
 
 def test_sampled_answers_are_those_without_drafts(checkpoints: Folders, loaded: LoadedModel) -> None:

@@ -199,7 +199,8 @@ def test_drafts_of_different_lengths_are_verified_in_one_pass(
     hook = model.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
     try:
         with torch.inference_mode():
-            logits, rows = pool.verify(some, [[ids[-1], *draft] for ids, draft in zip(texts, drafts, strict=True)])
+            tokens = [[ids[-1], *draft] for ids, draft in zip(texts, drafts, strict=True)]
+            logits, rows = pool.verify(some, tokens, [*map(len, tokens)])
     finally:
         hook.remove()
     assert shapes == [(1, 4 + sum(sizes)) if kind != "gathered" and length < 1500 else (4, 8)]

@@ -103,7 +103,7 @@ def test_short_prompts_are_computed_in_passes_of_decoding(
         assert [each.completion_tokens for each in (first, short, other, middle, long)] == ([2, 1, 0, 0, 0] if fails else [2, 1, 1, 1, 0])
         while scheduler.jobs:
             scheduler.step()
-        assert caplog.text.count("prompts have passes of their own from now on") == fails
+        assert caplog.text.count("passes have equally many tokens of each from now on") == fails
     assert_answers_are_the_models_own(loaded, [first, short, other, middle, long])
 
 
