@@ -233,11 +233,11 @@ def check_no_pointer(path: Path) -> None:
 
 
 def _open_file(path: Path) -> dict[str, LazyTensor]:
-    if not path.is_file():
-        if path.is_symlink():
-            raise CheckpointError(f"{path}: a link to {path.readlink()}, where no file is; bring the file back, or download it again")
-        raise CheckpointError(f"{path}: the file is missing; download it again")
     try:
+        if not path.is_file():  # an OSError for a name that is too long
+            if path.is_symlink():
+                raise CheckpointError(f"{path}: a link to {path.readlink()}, where no file is; bring the file back, or download it again")
+            raise CheckpointError(f"{path}: the file is missing; download it again")
         handle = safe_open(path, framework="pt")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -247,6 +247,8 @@ def _open_file(path: Path) -> dict[str, LazyTensor]:
             begin, end = header[key]["data_offsets"]
             tensors[key] = LazyTensor(key, path, handle.get_slice(key), 8 + length + begin, end - begin)
         return tensors
+    except CheckpointError:
+        raise
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         check_no_pointer(path)
         raise CheckpointError(f"{path}: damaged or truncated safetensors file ({error}); download it again") from error
