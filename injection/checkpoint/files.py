@@ -285,7 +285,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     more = _open_file(folder / MTP_FILE) if (folder / MTP_FILE).is_file() else {}
     # The single file first, as in transformers: its `save_pretrained` leaves the index of earlier shards in the folder.
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).is_file() or (folder / SINGLE).is_symlink():  # a link to a file that was moved is named as such
         return Checkpoint(folder, _joined(_open_file(folder / SINGLE), more))
     if (folder / INDEX).is_file():
         return Checkpoint(folder, _joined(_open_shards(folder / INDEX), more))

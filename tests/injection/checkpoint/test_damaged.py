@@ -146,6 +146,15 @@ def test_an_index_names_only_files_of_its_folder(form: str, whole: Path, tmp_pat
         str(caught.value).encode()
 
 
+def test_a_link_to_weights_that_were_moved_is_named(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    shutil.copy(whole / "config.json", folder)
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors: a link to .*gone.safetensors, where no file is; bring the file back"):
+        optimize_and_load(folder, "cpu-exact", progress=False)
+
+
 def test_links_and_folders_within_the_folder_are_followed(whole: Path, tmp_path: Path) -> None:
     """The cache of the hub holds links to files beside the folder."""
     folder = shutil.copytree(whole, tmp_path / "model")

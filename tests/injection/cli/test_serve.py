@@ -530,6 +530,18 @@ def test_short_prompts_are_computed_in_steps_of_a_model_that_drafts(draft: str, 
         assert job.token_ids == own[0].tolist()
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_time_of_a_pass_with_prompts_is_no_estimate_of_drafts(alone: bool, tmp_path: Path) -> None:
+    """Drafts begin when plain steps were timed, which these are not."""
+    loaded = with_drafts(tmp_path, "draft: ngram, max_draft: 4, schedule: marginal")
+    drafts = injection_of(loaded.model).model_operator.batch_drafts()  # type: ignore[union-attr]
+    for _ in range(20):
+        if drafts.plan(2, 8):
+            break
+        drafts.record([DraftedRow([], 0, 0, 1)] * 2, 0.0, 10.0, alone=alone)
+    assert bool(drafts.plan(2, 8)) == alone
+
+
 def test_a_draft_whose_tokens_make_a_grammar_too_large_fails_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch, and where the answer alone is computed by `generate`."""
     import llguidance
