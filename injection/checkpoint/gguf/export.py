@@ -340,7 +340,7 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
     dense = [layer for layer in getattr(config, "mlp_only_layers", None) or () if layer < config.num_hidden_layers]
     if dense or getattr(config, "decoder_sparse_step", 1) != 1:
         return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
-    for field, only in family.requires.items():
+    for field, only in {"hidden_act": "silu", **family.requires}.items():
         value = getattr(config, field, only)
         if (tuple(value) if isinstance(value, list) else value) != only:
             return f"{field} is {getattr(config, field)} in the config, and llama.cpp computes {only} in {name} models"
@@ -356,6 +356,9 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"in {name} models every n-th layer has full attention in llama.cpp, and layer_types has another order"
     if family.ignores_windows and getattr(config, "sliding_window", None) is not None:
         return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {name} models"
+    used = config.num_experts_per_tok
+    if isinstance(used, list) and len(set(used)) > 1:
+        return f"layers choose {min(used)} to {max(used)} experts, and the same number in all layers in llama.cpp"
     sizes = [getattr(config, f"linear_{kind}_head_dim", None) for kind in ("key", "value")]
     if sizes[0] != sizes[1]:
         return f"heads of keys and values have {sizes[0]} and {sizes[1]} dimensions (linear_key_head_dim), and the same in llama.cpp"
@@ -371,11 +374,11 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
 
 def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
     name, rope = config.model_type, _rope(config)
-    kinds = getattr(config, "mlp_layer_types", None)
+    kinds, last = getattr(config, "mlp_layer_types", None), config.num_hidden_layers - 1
+    if getattr(config, "moe_layer_end_index", last) != last:
+        return f"llama.cpp does not support layers without experts after layers with experts (moe_layer_end_index) in {name} models"
     if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
         return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {name} models"
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"hidden_act is {config.hidden_act} in the config, and llama.cpp computes silu in {name} models"
     if getattr(config, "topk_method", None) == "group_limited_greedy" and _groups(config) > 1:
         return "llama.cpp chooses groups of experts by their two best, and topk_method: group_limited_greedy by their best"
     if not FAMILIES[name].is_latent:
@@ -404,7 +407,9 @@ def _dense_layers(config: PretrainedConfig) -> int:
     kinds = getattr(config, "mlp_layer_types", None)
     if hasattr(config, "num_dense_layers"):
         return int(config.num_dense_layers)
-    return int(getattr(config, "first_k_dense_replace", 0)) if kinds is None else [*kinds, "sparse"].index("sparse")
+    if kinds is not None:
+        return [*kinds, "sparse"].index("sparse")
+    return int(getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0)))
 
 
 def _groups(config: PretrainedConfig) -> int:
@@ -456,12 +461,15 @@ def describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    used = config.num_experts_per_tok
+    writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
     each = getattr(config, family.expert_size, None)
     if each:
         writer.add_expert_feed_forward_length(each)
     sizes = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
     shared = next((size for name in sizes if (size := getattr(config, name, None))), None)
+    if getattr(config, "moe_num_shared_experts", None):
+        shared = config.moe_num_shared_experts * config.moe_intermediate_size
     if shared:
         writer.add_expert_shared_feed_forward_length(shared)
     if getattr(config, "moe_latent_size", None):
@@ -477,9 +485,11 @@ def describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
         writer.add_leading_dense_block_count(_dense_layers(config))
         if hasattr(config, "n_shared_experts"):
             writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_expert_weights_scale(float(config.routed_scaling_factor))
+        if hasattr(config, "moe_layer_interval"):
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_expert_weights_scale(float(getattr(config, "routed_scaling_factor", 1.0)))
         softmax = family.gating == "softmax"
-        writer.add_expert_weights_norm(not softmax and bool(config.norm_topk_prob))
+        writer.add_expert_weights_norm(not softmax and bool(getattr(config, "norm_topk_prob", True)))
         writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
         if _groups(config) > 1:
             writer.add_expert_group_count(_groups(config))

@@ -52,6 +52,7 @@ DECAY_RATES = Change(store=lambda values: -values.exp(), load=lambda values: val
 DECAY_RATES_COLUMN = replace(DECAY_RATES, shape=COLUMN.shape)
 # The norm of Mamba-2's output is one of each group.
 GROUPED = Change(shape=lambda config, shape: (_mamba_groups(config), shape[0] // _mamba_groups(config)))
+CONVOLUTIONS = Change(parts=lambda config, count: {f"ssm_conv1d_{letter}": count // 3 for letter in "qkv"})
 GATE_AND_UP = Change(parts=lambda config, count: {"ffn_gate_shexp": count // 2, "ffn_up_shexp": count // 2})
 
 
@@ -167,6 +168,8 @@ class Family:
     changes: Mapping[str, Change] = field(default_factory=dict)
 
 
+_NO_OUTPUT_BIAS = {"attention_bias": False}  # llama.cpp loads those of queries, keys and values alone
+_NO_WINDOWS = "its keys for sliding windows in some layers are not known here"
 _GLM = {"llama-bpe": "glm4"}  # the same, without a token at the beginning of a text
 _QWEN3_NEXT = {
     "linear_attn.norm.weight": UNCHANGED,
@@ -207,12 +210,19 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family("deepseek2", is_latent=True, gating="sigmoid"),
     "glm4_moe_lite": Family("deepseek2", is_latent=True, gating="sigmoid", splits=_GLM),
     "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM, mtp=True),
+    "solar_open": Family("glm4moe", gating="sigmoid"),
+    "dots1": Family("dots1", gating="sigmoid", needs_equal_heads=True, requires=_NO_OUTPUT_BIAS),
+    "ernie4_5_moe": Family("ernie4_5-moe", gating="softmax", requires={"use_bias": False, "moe_layer_interval": 1}),
+    "minimax_m2": Family("minimax-m2", gating="sigmoid", expert_size="intermediate_size"),
+    "hunyuan_v1_moe": Family("hunyuan-moe", expert_size="intermediate_size", requires=_NO_OUTPUT_BIAS),
+    "granitemoe": Family("granitemoe", changes=NEIGHBOURS),
+    "granitemoeshared": Family("granitemoe", changes={**NEIGHBOURS, ".shared_mlp.input_linear.weight": GATE_AND_UP}),
     "qwen3_next": Family(
         "qwen3next",
         normalises=True,
         recurrent="linear_attention",
         has_interval=True,
-        requires={"hidden_act": "silu", "attention_bias": False},
+        requires={"attention_bias": False},
         changes=_QWEN3_NEXT,
     ),
     "qwen3_5_moe_text": Family(
@@ -221,7 +231,7 @@ FAMILIES: Mapping[str, Family] = {
         has_interval=True,
         mtp=True,
         rotates_sections=True,
-        requires={"hidden_act": "silu", "attention_bias": False},
+        requires={"attention_bias": False},
         changes=_QWEN3_5,
     ),
     "lfm2_moe": Family(
@@ -235,9 +245,22 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(
         "granitehybrid",
         recurrent="linear_attention",
-        requires={"hidden_act": "silu", "mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
+        requires={"mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
         changes=_GRANITE_HYBRID,
     ),
+    "gemma4_text": Family("gemma4", unwritten=_NO_WINDOWS),
+    "exaone_moe": Family("exaone-moe", unwritten=_NO_WINDOWS),
+    "afmoe": Family("afmoe", unwritten=_NO_WINDOWS),
+    "mimo_v2_flash": Family("mimo2", unwritten=_NO_WINDOWS),
+    "mistral4": Family("mistral4", unwritten="its keys for queries that grow with their position are not known here"),
+    "glm_moe_dsa": Family("glm-dsa", unwritten="its keys for the indexer of sparse attention are not known here"),
+    "kimi_linear": Family(
+        "kimi-linear",
+        unwritten="its keys for Kimi delta attention are not known here",
+        changes={".A_log": DECAY_RATES, ".conv1d.weight": CONVOLUTIONS},
+    ),
+    "jamba": Family("jamba", changes=_MAMBA, unwritten="its keys for Mamba-1 are not known here"),
+    "phimoe": Family("phimoe", unwritten="its experts' weights are those of SparseMixer, and llama.cpp computes a softmax"),
     # Neighbouring columns are rotated in transformers as well.
     "llama4_text": Family("llama4", unwritten="its keys for chunks of attention and for layers without positions are not known here"),
     # Without rotary embeddings, rows of queries and keys that a converter reorders alike change no product.

@@ -269,8 +269,12 @@ COMPUTED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")
 
 # Names that llama.cpp's converter changes before it looks them up.
 RENAMED = {
+    ".gate.moe_statics.e_score_correction_bias": ".moe_statics.e_score_correction.bias",
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".sinks": ".sinks.weight",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.proj.scale",
+    ".router.per_expert_scale": ".experts.down_proj.scale",
     ".expert_bias": ".expert_bias.bias",
     ".dt_bias": ".dt_proj.bias",
     ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
@@ -298,8 +302,9 @@ class Names:
         for end, other in RENAMED.items():
             if parameter.endswith(end):
                 parameter = parameter.removesuffix(end) + other
-        parameter = parameter.replace("model.language_model.", "model.").replace("model.layers.", self._layers)
-        name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        for end, other in (("model.language_model.", "model."), ("model.layers.", self._layers), (".forget_gate.", ".")):
+            parameter = parameter.replace(end, other)
+        name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias", ".scale"))
         return name
 
     def parts(self, parameter: str, rows: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.gguf_files import BlockType, gguf, tensors_of, write_gguf
-from transformers import AutoModelForCausalLM, OlmoeConfig, PhimoeConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, FlexOlmoConfig, OlmoeConfig, PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf.files import open_file
@@ -334,11 +334,9 @@ def test_a_vocabulary_alone(folder: Path) -> None:
 
 
 def test_a_family_that_is_not_mapped(tmp_path: Path, model: PreTrainedModel) -> None:
-    PhimoeConfig(**SIZES, vocab_size=101, num_local_experts=4, architectures=["PhimoeForCausalLM"]).save_pretrained(tmp_path)
+    FlexOlmoConfig(**SIZES, vocab_size=101, num_experts=4, architectures=["FlexOlmoForCausalLM"]).save_pretrained(tmp_path)
     write_gguf(tmp_path / "model.gguf", model)
-    assert "model type 'phimoe' cannot be loaded from GGUF files; supported are deepseek_v2" in refusal(
-        tmp_path, kind=UnsupportedModelError
-    )
+    assert "model type 'flex_olmo' cannot be loaded from GGUF files; supported are afmoe" in refusal(tmp_path, kind=UnsupportedModelError)
 
 
 def test_a_model_in_memory(folder: Path, model: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import ROOT
 from support.families import SMALL_TEXT, build_config, build_model, case_of, prompt
 from support.gguf_files import BlockType, gguf
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
@@ -23,10 +25,12 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.checkpoint.gguf import export
 from moegraft.injection.checkpoint.gguf.export import ExportPlan, plan_export, read_types, write_export
 from moegraft.injection.checkpoint.gguf.families import FAMILIES as ROWS
+from moegraft.injection.checkpoint.gguf.families import change_of
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
 from moegraft.injection.importance import measure_importance
 from moegraft.injection.meta_model import MetaModel, build_meta_model
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+from moegraft.operators.layout import read_layout, why_unsupported
 from moegraft.operators.weight_formats import ENCODED, GGUF_TYPES, fitting_type
 
 SQNR = {name: form.encoding.least_db for name, form in GGUF_TYPES.items() if form.encoding is not None}
@@ -171,7 +175,15 @@ FAMILIES = (
     "lfm2_moe",
     "granitemoehybrid",
     "nemotron_h",
+    "solar_open",
+    "dots1",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "hunyuan_v1_moe",
+    "granitemoe",
+    "granitemoeshared",
 )
+ONLY_READ = [model_type for model_type, row in ROWS.items() if row.unwritten is not None]
 
 
 def family(model_type: str) -> PreTrainedModel:
@@ -193,9 +205,20 @@ def family(model_type: str) -> PreTrainedModel:
         more["q_lora_rank"] = None  # as in DeepSeek-V2-Lite
     if model_type == "glm4_moe":
         more |= {"use_qk_norm": True, "attention_bias": True}
-    if model_type == "olmoe":
+    if model_type == "hunyuan_v1_moe":
+        more["moe_topk"] = [2, 2, 2]
+    if model_type in ("olmoe", "dots1"):
         more["num_key_value_heads"] = case.text.get("num_attention_heads", SMALL_TEXT["num_attention_heads"])
     return build_model(dataclasses.replace(case, text={**case.text, **more}))
+
+
+def test_every_family_is_tried_and_documented() -> None:
+    assert {*FAMILIES, *ONLY_READ} == set(ROWS)
+    guide = " ".join((ROOT / "rules" / "guide" / "families.md").read_text().split())
+    written, loaded = guide.partition("GGUF files (`--gguf`)")[2].partition("Of models")[0].split("They are loaded, and not")
+    assert sorted(FAMILIES) == re.findall(r"`(\w+)`", written.partition("model types:")[2])
+    assert sorted(ONLY_READ) == re.findall(r"`(\w+)`", loaded)
+    assert f"GGUF files of {len(ROWS)} model types" in (ROOT / "README.md").read_text()
 
 
 def qwen3(**changes: Any) -> PreTrainedModel:
@@ -241,6 +264,70 @@ def test_a_family_loads_as_it_was(model_type: str, tmp_path: Path) -> None:
     loaded = optimize_and_load(tmp_path, rules, gguf=tmp_path / "model.gguf", dtype="float32", progress=False)
     ids = prompt(24)
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ONLY_READ)
+def test_a_family_that_is_not_written_loads(model_type: str, tmp_path: Path) -> None:
+    """Tensors with the names of the package gguf and, as in newer files of llama.cpp's converter, gate and up in one."""
+    model = family(model_type)
+    weights = saved(model, tmp_path).weights
+    assert weights is not None
+    names, values = export.Names(model.config), dict(model.state_dict())
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", ROWS[model_type].architecture)
+    writer.add_block_count(model.config.num_hidden_layers)
+    for path, module in model.named_modules():
+        if why_unsupported(module) is not None:
+            continue
+        source, layout = weights.source(path, "experts"), read_layout(module)
+        experts = {part: torch.stack([source.read(part, expert) for expert in range(layout.num_experts)]) for part in layout.parts()}
+        both = torch.cat([experts["gate"], experts["up"]], dim=1)
+        writer.add_tensor(export.experts_name(names.layer(path), "gate", fused=True), both.numpy())
+        writer.add_tensor(export.experts_name(names.layer(path), "down"), experts["down"].numpy())
+        values = {name: value for name, value in values.items() if not name.startswith(f"{path}.")}
+    for name, value in values.items():
+        change = change_of(model.config, name)
+        shape = tuple(value.shape) if change.shape is None else change.shape(model.config, tuple(value.shape))
+        stored = names.stored(name)
+        if stored is not None and stored.endswith("attn_kv_b.weight"):
+            halves = value.reshape(model.config.num_attention_heads, -1, value.shape[-1]).split(
+                [model.config.qk_nope_head_dim, model.config.v_head_dim], dim=1
+            )
+            writer.add_tensor(stored.replace("kv_b", "k_b"), halves[0].transpose(1, 2).contiguous().numpy())
+            writer.add_tensor(stored.replace("kv_b", "v_b"), halves[1].contiguous().numpy())
+        elif parts := names.parts(name, len(value)):
+            for part, rows in zip(parts, value.split(list(parts.values())), strict=True):
+                writer.add_tensor(part, rows.numpy())
+        elif name not in model.all_tied_weights_keys:
+            assert stored is not None, f"there is no tensor for {name}"
+            writer.add_tensor(stored, (value if change.store is None else change.store(value)).reshape(shape).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(FLOAT_RULES)
+    loaded = optimize_and_load(tmp_path, rules, gguf=tmp_path / "model.gguf", dtype="float32", progress=False)
+    ids = prompt(24)
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parameter", "tensor"),
+    [
+        ("gemma4_text", "model.layers.1.layer_scalar", "blk.1.layer_output_scale.weight"),
+        ("gemma4_text", "model.layers.1.router.scale", "blk.1.ffn_gate_inp.scale"),
+        ("gemma4_text", "model.layers.1.router.per_expert_scale", "blk.1.ffn_down_exps.scale"),
+        ("mimo_v2_flash", "model.layers.1.self_attn.sinks", "blk.1.attn_sinks.weight"),
+        ("afmoe", "model.layers.1.mlp.expert_bias", "blk.1.exp_probs_b.bias"),
+        ("ernie4_5_moe", "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias", "blk.1.exp_probs_b.bias"),
+        ("jamba", "model.layers.0.mamba.A_log", "blk.0.ssm_a"),
+        ("kimi_linear", "model.layers.0.self_attn.forget_gate.dt_bias", "blk.0.ssm_dt.bias"),
+        ("kimi_linear", "model.layers.0.self_attn.forget_gate.A_log", "blk.0.ssm_a"),
+    ],
+)
+def test_names_are_those_of_llama_cpps_converter(model_type: str, parameter: str, tensor: str) -> None:
+    config = build_config(case_of(model_type))
+    assert export.Names(config).stored(parameter) == tensor
 
 
 @pytest.mark.parametrize("types", ["gate=Q4_K,up=Q4_K,down=Q6_K,down@1=Q3_K,attention=F32,output=F32,embedding=F32", "Q5_K,down=IQ4_XS"])
@@ -351,12 +438,13 @@ def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], m
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is false"),
         ("glm4_moe_lite", {"attention_bias": True}, "llama.cpp has no such biases in glm4_moe_lite models"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "layers without experts after layers with experts"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "layers without experts after layers with experts (moe_layer_end_index)"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, "layers choose 1 to 2 experts, and the same number in all layers in llama.cpp"),
+        ("granitemoe", {"hidden_act": "gelu"}, "hidden_act is gelu in the config, and llama.cpp computes silu"),
         ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is gelu in the config, and llama.cpp computes silu"),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_refused(
-    model_type: str, changes: dict[str, Any], message: str
-) -> None:
+def test_what_llama_cpp_computes_otherwise_in_one_family_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
     config = build_config(case_of(model_type))
     assert export.why_not_exportable(config) is None
     for name, value in changes.items():
@@ -375,6 +463,10 @@ def test_what_llama_cpp_computes_otherwise_in_deepseeks_and_glms_families_is_ref
         ("granitemoehybrid", "mamba_proj_bias", True),
         ("granitemoehybrid", "time_step_limit", (0.0, 0.1)),
         ("nemotron_h", "time_step_limit", [0.0, 0.1]),
+        ("dots1", "attention_bias", True),
+        ("hunyuan_v1_moe", "attention_bias", True),
+        ("ernie4_5_moe", "use_bias", True),
+        ("ernie4_5_moe", "moe_layer_interval", 2),
         ("nemotron_h", "mlp_hidden_act", "silu"),
     ],
 )
@@ -399,8 +491,10 @@ def test_an_order_of_layers_that_llama_cpp_has_not_is_refused() -> None:
 
 
 def test_other_families_are_refused() -> None:
-    case = case_of("phimoe")
-    assert "'phimoe' cannot be written to GGUF files; supported are qwen3_moe" in str(export.why_not_exportable(build_model(case).config))
+    case = case_of("flex_olmo")
+    assert "'flex_olmo' cannot be written to GGUF files; supported are qwen3_moe" in str(
+        export.why_not_exportable(build_model(case).config)
+    )
     reason = export.why_not_exportable(build_config(case_of("llama4_text")))
     assert reason is not None and "is loaded from GGUF files, and not written to them: its keys" in reason
 
