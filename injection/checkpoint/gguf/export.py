@@ -6,6 +6,7 @@ Names, orders of dimensions and keys are those of llama.cpp's converter, so that
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 from collections import Counter
@@ -323,9 +324,6 @@ def _role(name: str, *, tied: bool) -> str | None:
     return "dense" if re.fullmatch(r"ffn_(gate|up|down|latent_up|latent_down)(_shexp)?|nextn\.eh_proj", kind) else None
 
 
-_ROPE_TYPES = ("default", "linear", "yarn")
-
-
 def why_not_exportable(config: PretrainedConfig) -> str | None:
     """Return why no GGUF file of a model can be written that llama.cpp computes as transformers does; None if one can."""
     name = config.model_type
@@ -366,10 +364,18 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         reason = _why_not_of_deepseek_kind(config)
         if reason is not None:
             return reason
-    rope = str(_rope(config).get("rope_type", "default"))
-    return (
-        None if rope in _ROPE_TYPES else f"rotary embeddings of the type {rope} cannot be described; supported are {', '.join(_ROPE_TYPES)}"
-    )
+    rope = _rope(config)
+    kind = str(rope.get("rope_type", "default"))
+    # Of latents, llama.cpp scales the scores as well if rotary embeddings are linear.
+    supported = ("default", "yarn") if family.is_latent else ("default", "yarn", "linear")
+    if kind not in supported:
+        return f"rotary embeddings of the type {kind} cannot be described in {name} models; supported are {', '.join(supported)}"
+    if kind == "yarn":
+        computed = 1.0 if family.is_latent else 0.1 * math.log(rope["factor"]) + 1.0
+        factor = rope.get("attention_factor") or computed
+        if not math.isclose(factor, computed, rel_tol=1e-4):
+            return f"attention_factor of the rotary embeddings is {factor}, and llama.cpp computes {computed:.4g} in {name} models"
+    return None
 
 
 def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:

@@ -144,7 +144,7 @@ class Family:
         mtp: whether its converter writes MTP layers, after the body's.
         unwritten: why no files are written; None where they are.
         rotates_sections: whether files state the sections of rotary embeddings that a position's time, height and width rotate.
-        requires: fields of the config that it computes all models with one value of.
+        requires: fields of the config that it computes all models with one value of, beside `hidden_act`, which is silu.
         changes: what its converter does to parameters, by the end of their name; the first that fits counts.
     """
 
@@ -170,6 +170,7 @@ class Family:
 
 _NO_OUTPUT_BIAS = {"attention_bias": False}  # llama.cpp loads those of queries, keys and values alone
 _NO_WINDOWS = "its keys for sliding windows in some layers are not known here"
+_UNTIED = {"tie_word_embeddings": False}  # it loads no files without a tensor of the head
 _GLM = {"llama-bpe": "glm4"}  # the same, without a token at the beginning of a text
 _QWEN3_NEXT = {
     "linear_attn.norm.weight": UNCHANGED,
@@ -201,19 +202,24 @@ _GRANITE_HYBRID = {
 }
 # By transformers' model type. Families whose parameters llama.cpp's converter changes in another way must not be listed.
 FAMILIES: Mapping[str, Family] = {
-    "qwen3_moe": Family("qwen3moe", normalises=True),
-    "qwen2_moe": Family("qwen2moe", normalises=False, changes={".shared_expert_gate.weight": SQUEEZED}),
-    "olmoe": Family("olmoe", normalises=False, needs_equal_heads=True),
+    "qwen3_moe": Family("qwen3moe", normalises=True, requires={"attention_bias": False}),
+    "qwen2_moe": Family("qwen2moe", normalises=False, requires=_UNTIED, changes={".shared_expert_gate.weight": SQUEEZED}),
+    "olmoe": Family("olmoe", normalises=False, needs_equal_heads=True, requires={**_UNTIED, "attention_bias": False}),
     "mixtral": Family("llama", ignores_windows=True, changes=NEIGHBOURS),
-    "gpt_oss": Family("gpt-oss", alternates=True, expert_size="intermediate_size"),
+    "gpt_oss": Family(
+        "gpt-oss",
+        alternates=True,
+        expert_size="intermediate_size",
+        requires={**_UNTIED, "attention_bias": True, "swiglu_limit": 7.0},
+    ),
     "deepseek_v2": Family("deepseek2", is_latent=True, gating="softmax"),
     "deepseek_v3": Family("deepseek2", is_latent=True, gating="sigmoid"),
     "glm4_moe_lite": Family("deepseek2", is_latent=True, gating="sigmoid", splits=_GLM),
     "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM, mtp=True),
     "solar_open": Family("glm4moe", gating="sigmoid"),
-    "dots1": Family("dots1", gating="sigmoid", needs_equal_heads=True, requires=_NO_OUTPUT_BIAS),
+    "dots1": Family("dots1", gating="sigmoid", needs_equal_heads=True, requires={**_UNTIED, **_NO_OUTPUT_BIAS}),
     "ernie4_5_moe": Family("ernie4_5-moe", gating="softmax", requires={"use_bias": False, "moe_layer_interval": 1}),
-    "minimax_m2": Family("minimax-m2", gating="sigmoid", expert_size="intermediate_size"),
+    "minimax_m2": Family("minimax-m2", gating="sigmoid", expert_size="intermediate_size", requires=_UNTIED),
     "hunyuan_v1_moe": Family("hunyuan-moe", expert_size="intermediate_size", requires=_NO_OUTPUT_BIAS),
     "granitemoe": Family("granitemoe", changes=NEIGHBOURS),
     "granitemoeshared": Family("granitemoe", changes={**NEIGHBOURS, ".shared_mlp.input_linear.weight": GATE_AND_UP}),
@@ -245,7 +251,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": Family(
         "granitehybrid",
         recurrent="linear_attention",
-        requires={"mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
+        requires={"mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_expand": 2, "time_step_limit": (0.0, math.inf)},
         changes=_GRANITE_HYBRID,
     ),
     "gemma4_text": Family("gemma4", unwritten=_NO_WINDOWS),

@@ -417,6 +417,10 @@ def test_importance_is_in_the_order_of_the_stored_columns(tmp_path: Path) -> Non
             "does not support these layer_types in qwen3_moe models: linear_attention",
         ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "the type dynamic cannot be described"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor": 0.7}},
+            "attention_factor of the rotary embeddings is 0.7, and llama.cpp computes 1.139",
+        ),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -436,6 +440,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], m
             "mscale and mscale_all_dim of the rotary",
         ),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is false"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "the type linear cannot be described in deepseek_v3"),
         ("glm4_moe_lite", {"attention_bias": True}, "llama.cpp has no such biases in glm4_moe_lite models"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "layers without experts after layers with experts"),
         ("ernie4_5_moe", {"moe_layer_end_index": 1}, "layers without experts after layers with experts (moe_layer_end_index)"),
@@ -455,6 +460,15 @@ def test_what_llama_cpp_computes_otherwise_in_one_family_is_refused(model_type: 
 @pytest.mark.parametrize(
     ("model_type", "field", "value"),
     [
+        ("qwen3_moe", "hidden_act", "gelu"),
+        ("qwen3_moe", "attention_bias", True),
+        ("qwen2_moe", "tie_word_embeddings", True),
+        ("olmoe", "tie_word_embeddings", True),
+        ("olmoe", "attention_bias", True),
+        ("gpt_oss", "tie_word_embeddings", True),
+        ("gpt_oss", "attention_bias", False),
+        ("gpt_oss", "swiglu_limit", 2.0),
+        ("granitemoehybrid", "mamba_conv_bias", False),
         ("qwen3_next", "attention_bias", True),
         ("qwen3_5_moe_text", "hidden_act", "gelu"),
         ("lfm2_moe", "routed_scaling_factor", 2.5),
