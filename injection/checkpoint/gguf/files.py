@@ -425,7 +425,7 @@ def merge(files: Sequence[GgufFile]) -> dict[str, BlockTensor]:
 
 def _check_part(file: GgufFile, position: int, parts: int) -> None:
     count, number = (file.integer(key) or 0 for key in (Keys.Split.LLM_KV_SPLIT_COUNT, Keys.Split.LLM_KV_SPLIT_NO))
-    header = f"{file.path}: this is part {number + 1} of {count} by its header"
+    header = f"{file.path}: this is {f'part {number + 1} of {count}' if count else 'a whole model'} by its header"
     if parts > 1 and (count, number) != (parts, position):
         raise CheckpointError(f"{header} and part {position + 1} of {parts} by its name; download it again")
     if parts == 1 and count > 1:

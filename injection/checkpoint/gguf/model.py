@@ -381,13 +381,13 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
     """
     architecture = family_of(config).architecture
     files = [open_file(part) for part in find_parts(path)]
+    tensors = merge(files)
     found = files[0].fields.get(Keys.General.ARCHITECTURE)
     if found != architecture:
         raise CheckpointError(
             f"{files[0].path}: the architecture is {str(found)[:100]!r}, and that of the config's model type, '{config.model_type}', "
             f"is '{architecture}'; give the folder or hub id that this file was made from"
         )
-    tensors = merge(files)
     if not tensors:
         raise CheckpointError(f"{files[0].path}: this file has no tensors, only a vocabulary; give the file with the weights")
     for tensor in tensors.values():

@@ -244,6 +244,19 @@ def rename_part(folder: Path) -> None:
     (folder / PARTS).rename(folder / "model.gguf")
 
 
+def rename_last_part(folder: Path) -> None:
+    (folder / "model-00003-of-00003.gguf").rename(folder / "model.gguf")
+
+
+def whole_as_part(folder: Path) -> None:
+    writer = gguf.GGUFWriter(str(folder / "model-00002-of-00003.gguf"), "olmoe")
+    writer.add_tensor("output.weight", np.zeros((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def double_part(folder: Path) -> None:
     (folder / "model-00002-of-00003.gguf").write_bytes((folder / PARTS).read_bytes())
 
@@ -267,6 +280,8 @@ def foreign_part(folder: Path) -> None:
     [
         (lose_part, PARTS, r"parts of this model, which has 3, are missing: model-00002-of-00003\.gguf; download them"),
         (rename_part, "model.gguf", r"model\.gguf: this is part 1 of 3 by its header; rename it to NAME-00001-of-00003\.gguf"),
+        (rename_last_part, "model.gguf", r"model\.gguf: this is part 3 of 3 by its header; rename it to NAME-00003-of-00003\.gguf"),
+        (whole_as_part, PARTS, r"model-00002-of-00003\.gguf: this is a whole model by its header and part 2 of 3 by its name"),
         (
             double_part,
             PARTS,
