@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
-from gguf.vocab import LlamaHfVocab
 
 from moegraft.operators.errors import CheckpointError
 
@@ -24,6 +24,7 @@ _SPLITS = {
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "deepseek-v3",
 }
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[str, str]) -> list[str]:
@@ -52,25 +53,30 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         writer.add_tokenizer_model("none")
         return [f"{path}: a tokenizer of the type {model.get('type')}, not BPE: the file has no vocabulary"]
     special = SpecialVocab(folder, load_merges=True, n_vocab=size)
-    if model.get("byte_fallback"):
-        _add_sentencepiece(writer, folder, size)
-        special.merges = []
-        special.load_merges = False
-        special.add_to_gguf(writer, quiet=True)
-        return []
-    split = _split_of(body.get("pre_tokenizer"))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2" if split is None else splits.get(split, split))
+    falls_back, split = bool(model.get("byte_fallback")), _split_of(body.get("pre_tokenizer"))  # to bytes, as of Llama 2 and Mixtral
     texts, kinds = [], []
     for number in range(size):
         token = added.get(number)
         texts.append(token["content"] if token is not None else tokens.get(number, f"[PAD{number}]"))
         known = TokenType.NORMAL if number in tokens else TokenType.UNUSED
+        if falls_back and _BYTE.fullmatch(texts[-1]):
+            known = TokenType.BYTE
         kinds.append(known if token is None else TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED)
+    writer.add_tokenizer_model("llama" if falls_back else "gpt2")
+    writer.add_tokenizer_pre("default" if falls_back else "gpt-2" if split is None else splits.get(split, split))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
+    if falls_back:
+        # llama.cpp merges the pair whose token has the highest score.
+        ranks: dict[str, int] = {}
+        for rank, merge in enumerate(special.merges):
+            ranks.setdefault(merge.replace(" ", ""), rank)
+        writer.add_token_scores([-float(ranks.get(text, len(ranks))) for text in texts])
+        special.merges, special.load_merges = [], False
+    else:
+        special.add_special_token.setdefault("bos", False)  # by default llama.cpp adds one where text is split as by Llama 3
     special.add_to_gguf(writer, quiet=True)
-    if split is not None:
+    if falls_back or split is not None:
         return []
     return [f"{path}: how this tokenizer splits text has no name in llama.cpp, which will split text as GPT-2 does"]
 
@@ -85,18 +91,3 @@ def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
         return "gpt-2"
     written = (str(pattern).replace("\r", r"\r").replace("\n", r"\n") for pattern in patterns)  # line ends may be characters
     return _SPLITS.get("\n".join(written))
-
-
-def _add_sentencepiece(writer: GGUFWriter, folder: Path, size: int) -> None:
-    """Add a BPE vocabulary with bytes as fallback, as of Llama 2 and Mixtral."""
-    try:
-        tokens = list(LlamaHfVocab(folder).all_tokens())
-    except (FileNotFoundError, TypeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{folder}: the tokenizer cannot be written to a GGUF file ({error})") from error
-    more = [(f"[PAD{number}]".encode(), -1000.0, TokenType.UNUSED) for number in range(len(tokens), size)]
-    texts, scores, kinds = zip(*tokens[:size], *more, strict=True)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(texts)
-    writer.add_token_scores(scores)
-    writer.add_token_types(kinds)

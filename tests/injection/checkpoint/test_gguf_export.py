@@ -18,6 +18,7 @@ import torch
 from support import ROOT
 from support.families import SMALL_TEXT, build_config, build_model, case_of, prompt
 from support.gguf_files import BlockType, gguf
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from moegraft.cpu_backend import PackedLinear
@@ -539,7 +540,35 @@ def test_how_text_is_split_has_llama_cpps_name(model_type: str, patterns: tuple[
     writer = gguf.GGUFWriter(None, "deepseek2")
     notices = add_vocabulary(writer, tmp_path, 3, ROWS[model_type].splits)
     assert writer.kv_data[0]["tokenizer.ggml.pre"].value == name
+    assert writer.kv_data[0]["tokenizer.ggml.add_bos_token"].value is False, "llama.cpp adds one to llama-bpe by default"
     assert ["has no name in llama.cpp" in notice for notice in notices] == [True] * (name == "gpt-2")
+
+
+def test_tokens_with_bytes_as_fallback_are_merged_in_the_order_of_the_tokenizer(tmp_path: Path) -> None:
+    merges = ["b c", "a bc", "a b", "▁ a", "▁ abc"]
+    special = ["<unk>", "<s>", "</s>"]
+    names = [*special, *(f"<0x{number:02X}>" for number in range(256)), *"▁abc", *(merge.replace(" ", "") for merge in merges)]
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    body = {
+        "model": {"type": "BPE", "byte_fallback": True, "vocab": {name: number for number, name in enumerate(names)}, "merges": merges},
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "added_tokens": [{"id": number, "content": name, "special": True, **flags} for number, name in enumerate(special)],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(body))
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    assert add_vocabulary(writer, tmp_path, len(names) + 1, {}) == []
+    kinds = writer.kv_data[0]["tokenizer.ggml.token_type"].value
+    assert [gguf.TokenType(kinds[number]).name for number in (0, 3, 259, len(names))] == ["CONTROL", "BYTE", "NORMAL", "UNUSED"]
+    scores = dict(zip(names, writer.kv_data[0]["tokenizer.ggml.scores"].value, strict=False))
+    assert [scores[merge.replace(" ", "")] for merge in merges] == [0, -1, -2, -3, -4]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    theirs, ours = llama_cpp().Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False), Tokenizer.from_str(json.dumps(body))
+    for text in ("ab", "abc", "a ab", "é cab"):
+        assert theirs.tokenize(text.encode(), add_bos=False) == ours.encode(text).ids
 
 
 def failing(number: int) -> Callable[..., None]:
