@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from moegraft.injection.cli.options import PROGRAM, Fields, JsonOption, ModelOptions, OptionsError, check_new_file, option, takes_options
+from moegraft.injection.cli.options import (
+    PROGRAM,
+    Fields,
+    JsonOption,
+    ModelOptions,
+    OptionsError,
+    check_new_file,
+    option,
+    takes_options,
+    talks_to_user,
+)
 from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
 
@@ -91,6 +102,8 @@ def quantize(
             os.posix_fallocate(file.fileno(), 0, plan.nbytes)
             raise NotNeededError
         importance = _importance(options, meta, text, str(imatrix), tokens, window, terminal)
+    if not talks_to_user():
+        return  # rank 0 writes the file
     name = short_name(options.model)
     with terminal.stage("quantising", plan.nbytes, "B") as advance:
         notices = write_export(plan, out, meta.source.folder, name, importance, advance, replace=force)
@@ -153,10 +166,10 @@ def _fallbacks(plan: ExportPlan) -> list[str]:
 
 def _lines(plan: ExportPlan, out: Path, options: ModelOptions) -> list[str]:
     rows = [("type", "bytes")] + [(kind, f"{size:,}") for kind, size in plan.by_type().items()]
-    model = "" if options.model is None else f"--model {options.model} "
+    model = "" if options.model is None else f"--model {quote(options.model)} "
     return [
         *columns(rows, right=(1,)),
-        f"{out}: written, {plan.nbytes / plan.weights * 8:.2f} bits per weight; to chat: local_chat {model}--gguf {out}",
+        f"{out}: written, {plan.nbytes / plan.weights * 8:.2f} bits per weight; to chat: local_chat {model}--gguf {quote(str(out))}",
     ]
 
 

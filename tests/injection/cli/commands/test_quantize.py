@@ -62,14 +62,23 @@ def test_a_full_disk_shows_before_the_text_is_run(run: Run, tmp_path: Path, monk
 
 
 def test_people_read_sizes_and_what_fell_back(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "model.gguf"
+    out = tmp_path / "my model.gguf"
     done = run("quantize", "--out", out, "--weights", "Q6_K", "--imatrix", "none")
     assert done.exit_code == 0, done.stderr
-    assert "bits per weight; to chat: local_chat --gguf" in done.stdout
+    assert f"bits per weight; to chat: local_chat --gguf '{out}'\n" in done.stdout
     assert (
         "5 tensors in Q8_0 instead of Q6_K, whose blocks do not divide their rows: blk.0.ffn_down_exps.weight (rows of 64) and 4 more"
         in (done.stderr)
     )
+
+
+def test_rank_0_alone_writes_the_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, files in (("1", []), ("0", ["model.gguf"])):
+        monkeypatch.setenv("RANK", rank)
+        done = run("quantize", "--out", tmp_path / "model.gguf", "--imatrix", "none")
+        assert done.exit_code == 0, done.stderr
+        assert [file.name for file in tmp_path.iterdir()] == files
 
 
 def test_mtp_layers_that_no_file_has_are_left_out_with_a_notice(run: Run, tmp_path: Path) -> None:
