@@ -85,8 +85,9 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
         terminal.write(plan_only(model, terminal).describe() + "\n")
         return
     prompt = _prompt(options) if talks_to_user() else None
+    system = None if options.system is None else _argument(options.system, "--system")
     with library_log(terminal, verbose=options.verbose):
-        session = _open_chat(model, sampling, options, terminal)
+        session = _open_chat(model, sampling, options, system, terminal)
         with _traced(session.loaded, options.trace, terminal):
             if prompt is None:
                 session.run()
@@ -97,7 +98,7 @@ def chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions) -
 def _prompt(options: ChatOptions) -> str | None:
     """Return the prompt to answer; None for a chat."""
     if options.prompt is not None:
-        text = options.prompt
+        text = _argument(options.prompt, "--prompt")
     elif options.prompt_file is not None:
         text = _decoded(options.prompt_file.read_bytes(), str(options.prompt_file))
     elif sys.stdin is None or not sys.stdin.isatty():
@@ -109,6 +110,11 @@ def _prompt(options: ChatOptions) -> str | None:
     return text.rstrip("\n")
 
 
+def _argument(text: str, option: str) -> str:
+    """Return an argument, of which Python stands in for bytes that are not text of the locale."""
+    return _decoded(text.encode("utf-8", "surrogateescape"), option)
+
+
 def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode()
@@ -116,7 +122,7 @@ def _decoded(data: bytes, where: str) -> str:
         raise PromptError(f"{where}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start})") from error
 
 
-def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions, terminal: Terminal) -> Chat:
+def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOptions, system: str | None, terminal: Terminal) -> Chat:
     with importing(terminal):
         from moegraft.injection.cli.chat.answer import Answerer
         from moegraft.injection.cli.chat.conversation import Conversation
@@ -127,7 +133,7 @@ def _open_chat(model: ModelOptions, sampling: SamplingOptions, options: ChatOpti
     if loaded.adapters is not None:
         loaded.adapters.use(options.adapter)
         terminal.notice(f"with the adapter {options.adapter}")
-    conversation = Conversation(loaded.tokenizer, loaded.context_tokens, options.system, loaded.images)
+    conversation = Conversation(loaded.tokenizer, loaded.context_tokens, system, loaded.images)
     if not conversation.has_template:
         terminal.notice("this model has no chat template: it continues the text that you type")
     answerer = Answerer(loaded, sampling, options.seed, prefill_chunk=options.prefill_chunk)

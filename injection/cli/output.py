@@ -210,11 +210,11 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def open_terminal(*, quiet: bool = False) -> Terminal:
-    """Return the terminal of this process. NO_COLOR or a dumb terminal means no escape sequences."""
+    """Return the terminal of this process, of which a closed stdout shows nothing. NO_COLOR or a dumb terminal: no escape sequences."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals with an encoding such as Latin-1
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    return Terminal(sys.stdout, Console(stderr=True, color_system=None if plain else "auto"), quiet)
+    return Terminal(sys.stdout or io.StringIO(), Console(stderr=True, color_system=None if plain else "auto"), quiet)
 
 
 @contextmanager

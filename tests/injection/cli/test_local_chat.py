@@ -196,6 +196,9 @@ def test_a_pipe_without_a_prompt(run: Run, stdin: bytes, said: str) -> None:
 def test_a_prompt_that_cannot_be(run: Run, tmp_path: Path) -> None:
     assert refused(run("--prompt-file", tmp_path / "none")) == f"local_chat: error: {tmp_path / 'none'}: No such file or directory\n"
     assert "the prompt is empty" in refused(run("--prompt", ""))
+    for option, more in (("--prompt", []), ("--system", ["--prompt", "a"])):  # Python decodes 0xe9 of an argument to U+DCE9
+        said = refused(run(option, "caf\udce9", *more))
+        assert said.endswith(f"local_chat: error: {option}: not UTF-8 text (byte 0xe9 at offset 3)\n")
     assert "give only one of them" in refused(run("--prompt", "a", "--prompt-file", "b"))
     assert "this model's context 4096" in refused(run("--prompt", "x" * 5000))
 
@@ -245,6 +248,12 @@ def test_a_reader_that_leaves_is_no_error(program: list[str], chat_folder: Path)
     said = chat.stderr.read()
     assert chat.wait() == 141  # as a shell reports a program that SIGPIPE ended
     assert "Traceback" not in said and "Broken pipe" not in said
+
+
+def test_where_stdout_is_closed_the_answer_goes_nowhere(program: list[str], chat_folder: Path) -> None:
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh", *program, "--model", str(chat_folder), "--prompt", "hello", "--quiet", *ANSWER]
+    done = subprocess.run(closing, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_trace_shows_the_work_of_each_device(run: Run, tmp_path: Path) -> None:
