@@ -357,12 +357,12 @@ class CpuAttention(CpuOperator):
 
 
 class ImplementationName(str):
-    """The name under which transformers finds `forward`, which also equals the name of the implementation that it replaces."""
+    """The name under which transformers finds `forward`, which also equals that of the implementation in the model's config."""
 
-    replaces: str
+    config: PretrainedConfig
 
     def __eq__(self, other: object) -> bool:
-        return other == IMPLEMENTATION or self.replaces == other  # traceable, unlike str.__eq__
+        return other == IMPLEMENTATION or self.config._attn_implementation == other  # traceable, unlike str.__eq__
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -381,7 +381,7 @@ def implementation_name(module: nn.Module, config: PretrainedConfig) -> str:
     if source_of(owner).count("_attn_implementation") <= 1:
         return IMPLEMENTATION
     name = ImplementationName(IMPLEMENTATION)
-    name.replaces = config._attn_implementation
+    name.config = config
     return name
 
 

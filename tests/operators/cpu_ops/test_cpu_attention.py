@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import build_model, case_of, prompt
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
 from moegraft.injection import optimize_and_load
@@ -165,13 +165,15 @@ def test_a_graph_with_gradients_uses_pytorch(tmp_path: Path, monkeypatch: pytest
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def test_an_implementation_that_is_set_later_is_used(tmp_path: Path) -> None:
-    model = injected(stock("qwen3_moe"), tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm5_next"])  # the second makes its mask by the implementation's name
+def test_an_implementation_that_is_set_later_is_used(model_type: str, tmp_path: Path) -> None:
+    model = injected(stock(model_type), tmp_path)
     ids = prompt(9, batch=1)
     with torch.no_grad():
         first = model(ids).logits
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(ids).logits, first, rtol=1e-4, atol=1e-4)
+        for weights in (False, True):  # by the kernel, and by PyTorch
+            torch.testing.assert_close(model(ids, output_attentions=weights).logits, first, rtol=1e-4, atol=1e-4)
     assert model.config._attn_implementation == "eager"
 
 
@@ -200,7 +202,7 @@ def test_a_custom_attention_function_is_not_replaced(
 
 def test_the_name_of_an_implementation_equals_the_replaced_one() -> None:
     name = ImplementationName(IMPLEMENTATION)
-    name.replaces = "sdpa"
+    name.config = PretrainedConfig(attn_implementation="sdpa")
     assert name in ("eager", "sdpa")
     assert name != "eager"
     assert {IMPLEMENTATION: 1}[name] == 1
