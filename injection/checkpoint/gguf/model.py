@@ -6,6 +6,7 @@ Parameters and the weight sources of operators undo the changes of llama.cpp's c
 from __future__ import annotations
 
 import logging
+import math
 import re
 from abc import abstractmethod
 from collections import Counter
@@ -396,6 +397,17 @@ def open_gguf(path: Path, config: PretrainedConfig) -> GgufModel:
     further = files[0].integer(f"{architecture}.nextn_predict_layers") or 0
     if blocks is not None and blocks - further != config.num_hidden_layers:
         raise CheckpointError(f"{files[0].path}: {blocks - further} layers, and the config has {config.num_hidden_layers}")
+    # Models with the same shapes may differ in these numbers, such as Qwen3-30B-A3B and its later releases.
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") if rope.get("rope_type") != "dynamic" else None  # of which files have the scaled one
+    for key, name, value in (
+        ("rope.freq_base", "rope_theta", theta),
+        ("expert_used_count", "num_experts_per_tok", getattr(config, "num_experts_per_tok", None)),
+    ):
+        stated = files[0].fields.get(f"{architecture}.{key}")
+        if isinstance(stated, int | float) and isinstance(value, int | float) and not math.isclose(stated, value, rel_tol=1e-4):
+            text = "%s: %s is %s, and %s is %s in the config, which counts; give the folder or hub id that this file was made from"
+            logger.warning(text, files[0].path, key, f"{stated:.7g}", name, f"{value:.7g}")
     return GgufModel(files[0].path, tensors)
 
 

@@ -256,15 +256,31 @@ def stored_values(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_loads_as_it_was(model_type: str, tmp_path: Path) -> None:
+def test_a_family_loads_as_it_was(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = family(model_type)
     meta = saved(model, tmp_path)
     exported(meta, "F32", tmp_path / "model.gguf")
     rules = tmp_path / "rules.yaml"
     rules.write_text(FLOAT_RULES)
     loaded = optimize_and_load(tmp_path, rules, gguf=tmp_path / "model.gguf", dtype="float32", progress=False)
+    assert "in the config, which counts" not in caplog.text
     ids = prompt(24)
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_that_the_config_of_another_model_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of models whose tensors have the same shapes."""
+    exported(saved(qwen3(), tmp_path), "F32", tmp_path / "model.gguf")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] = 1e7
+    path.write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    optimize_and_load(tmp_path, "cpu-exact", gguf=tmp_path / "model.gguf", progress=False)
+    notices = [record.getMessage() for record in caplog.records if "which counts; give the folder or hub id" in record.getMessage()]
+    assert [notice.partition(": ")[2].partition(" in the config")[0] for notice in notices] == [
+        "rope.freq_base is 10000, and rope_theta is 1e+07",
+        "expert_used_count is 2, and num_experts_per_tok is 1",
+    ]
 
 
 @pytest.mark.parametrize("model_type", ONLY_READ)
