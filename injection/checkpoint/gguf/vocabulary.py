@@ -37,7 +37,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         splits: other names of ways to split text than those of most families.
 
     Raises:
-        CheckpointError: tokenizer.json is damaged.
+        CheckpointError: a file of the tokenizer is damaged.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -47,12 +47,12 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         body = json.loads(path.read_text(encoding="utf-8"))
         model, added = body["model"], {token["id"]: token for token in body.get("added_tokens") or ()}
         tokens: dict[int, str] = {number: text for text, number in model["vocab"].items()} if model.get("type") == "BPE" else {}
+        special = SpecialVocab(folder, load_merges=True, n_vocab=size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a readable tokenizer ({error}); download it again") from error
+        raise CheckpointError(f"{folder}: no tokenizer can be read ({error}); download its files again") from error
     if not tokens:
         writer.add_tokenizer_model("none")
         return [f"{path}: a tokenizer of the type {model.get('type')}, not BPE: the file has no vocabulary"]
-    special = SpecialVocab(folder, load_merges=True, n_vocab=size)
     falls_back, split = bool(model.get("byte_fallback")), _split_of(body.get("pre_tokenizer"))  # to bytes, as of Llama 2 and Mixtral
     texts, kinds = [], []
     for number in range(size):

@@ -560,6 +560,14 @@ def test_how_text_is_split_has_llama_cpps_name(model_type: str, patterns: tuple[
     assert ["has no name in llama.cpp" in notice for notice in notices] == [True] * (name == "gpt-2")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
+    (tmp_path / name).write_text("{")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: no tokenizer can be read \\(Expecting property name"):
+        add_vocabulary(gguf.GGUFWriter(None, "deepseek2"), tmp_path, 1, {})
+
+
 def test_tokens_with_bytes_as_fallback_are_merged_in_the_order_of_the_tokenizer(tmp_path: Path) -> None:
     merges = ["b c", "a bc", "a b", "▁ a", "▁ abc"]
     special = ["<unk>", "<s>", "</s>"]

@@ -125,6 +125,7 @@ def test_a_model_that_is_not_there(run: Run, model: str) -> None:
         ("unknown model type", "wizard_moe"),
         ("no tokenizer", "no tokenizer can be read"),
         ("damaged tokenizer", "no tokenizer can be read"),
+        ("tokenizer of another version", "no tokenizer can be read (data did not match any variant of untagged enum"),
         ("no weights", "safetensors"),
     ],
 )
@@ -140,6 +141,9 @@ def test_a_folder_that_cannot_be_used(run: Run, chat_folder: Path, tmp_path: Pat
             file.unlink()
     elif change == "damaged tokenizer":
         (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+    elif change == "tokenizer of another version":
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": {"type": "Unknown"}}))
     else:
         (folder / "model.safetensors").unlink()
     message = refused(run("--prompt", "hello", "--quiet", model=folder))
