@@ -219,6 +219,8 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
     further = count_mtp_layers(skeleton)
     names = Names(config, further)
     experts = [path for path, module in skeleton.named_modules() if why_unsupported(module) is None]
+    if not experts:
+        raise UnsupportedModelError(f"{type(skeleton).__name__} has no experts, and GGUF files are written of mixtures of experts alone")
     for path in experts:
         tensors += _expert_tensors(path, skeleton.get_submodule(path), names, weights, choices)
     inside = tuple(f"{path}." for path in experts)

@@ -508,6 +508,13 @@ def test_fields_that_llama_cpp_has_one_value_of_are_refused(model_type: str, fie
     assert f"{field} is {value} in the config, and llama.cpp computes" in str(export.why_not_exportable(config))
 
 
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    case = case_of("granitemoehybrid")
+    meta = saved(build_model(dataclasses.replace(case, text={**case.text, "num_local_experts": 0})), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GraniteMoeHybridForCausalLM has no experts"):
+        exported(meta, "F32", tmp_path / "model.gguf")
+
+
 def test_heads_of_keys_and_values_of_different_sizes_are_refused() -> None:
     config = family("qwen3_next").config
     config.linear_value_head_dim = 32
