@@ -241,7 +241,7 @@ class Answerer:
         assert defaults is not None, "a model that generates has a generation config"
         sampled = sampling.overrides(model_samples=bool(defaults.do_sample), model_temperature=defaults.temperature)
         ends, padding = end_tokens(loaded), pad_token(loaded)
-        self._arguments = {**sampled, "eos_token_id": ends or None, "pad_token_id": padding}
+        self._arguments = {**sampled, "eos_token_id": ends or None, "pad_token_id": padding, "tokenizer": loaded.tokenizer}
         self.max_new_tokens: int = sampling.max_new_tokens or defaults.max_new_tokens or DEFAULT_NEW_TOKENS
         self.seed = random.SystemRandom().getrandbits(31) if seed is None else seed
         self.reset()
@@ -291,7 +291,8 @@ class Answerer:
     def _ending(self, streamer: AnswerStreamer, stop: StopRequest, room: int) -> Ending:
         if stop.requested:
             return "interrupted"
-        if streamer.token_ids and streamer.token_ids[-1] in (self._arguments["eos_token_id"] or ()):
+        ended = streamer.token_ids and streamer.token_ids[-1] in (self._arguments["eos_token_id"] or ())
+        if ended or len(streamer.token_ids) < room:  # as by a stop string of the model's
             return "finished"
         return "length" if room == self.max_new_tokens else "context"
 

@@ -262,7 +262,8 @@ class PromptCache:
         made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            num_beams=1,  # beams cannot be streamed
+            num_beams=1,  # beams cannot be streamed, nor can several sequences
+            num_return_sequences=1,
             max_length=None,  # max_new_tokens alone decides
             return_dict_in_generate=True,
             **{CACHE: cache},

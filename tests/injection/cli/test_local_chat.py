@@ -94,6 +94,17 @@ def test_a_tiny_temperature_of_the_model_is_greedy(run: Run, chat_folder: Path, 
     assert [run(*asked, "--seed", seed, model=folder).stdout for seed in ("1", "2")] == [greedy, greedy]
 
 
+def test_several_sequences_and_stop_strings_of_the_model(run: Run, chat_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    path, whole = folder / "generation_config.json", run("--prompt", "hello", *ANSWER).stdout
+    own = {"do_sample": True, "num_return_sequences": 2, "stop_strings": [whole[6:9]]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    result = run("--prompt", "hello", *ANSWER, model=folder)
+    assert result.stdout == whole[: whole.index(whole[6:9]) + 3] + "\n"
+    assert "stopped" not in result.stderr
+
+
 def test_an_unknown_instruction_set_is_one_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGRAFT_ISA", "mmx")
     assert "set MOEGRAFT_ISA to one of these, or unset it" in refused(run("--prompt", "hello", "--quiet"))
