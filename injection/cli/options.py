@@ -193,14 +193,17 @@ def parse_size(text: str | None, option: str) -> int | None:
     """Return the bytes of `64GiB`, `64G` or `64GB`, which all mean 64 * 1024**3 here; None for None.
 
     Raises:
-        OptionsError: the text is not a size.
+        OptionsError: the text is not a size, or one of less than a MiB, as where the unit was forgotten.
     """
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise OptionsError(f"{option} {text}: give a size such as 24GiB")
-    return int(float(match["number"]) * 1024 ** _POWERS[match["unit"].upper()])
+    size = int(float(match["number"]) * 1024 ** _POWERS[match["unit"].upper()])
+    if 0 < size < 1 << 20:
+        raise OptionsError(f"{option} {text}: {size:,} bytes are too few; give a size with its unit, such as 24GiB")
+    return size
 
 
 def parse_sizes(text: str | None, option: str) -> tuple[int, ...] | None:

@@ -121,6 +121,7 @@ class SequentialDecoder:
                 logits_processor=[answer.adjusted],
                 max_new_tokens=job.ask.max_tokens,
                 pad_token_id=self._pad_token,
+                stop_strings=None,  # the job's filter has the model's
                 **_sampling(job, answer.penalty),
             )
         self._prefix_scope = job.scope

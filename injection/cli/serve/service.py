@@ -495,6 +495,7 @@ class Service:
             raise RequestError(400, f"min_tokens: {request.min_tokens} are more than max_tokens", param="min_tokens")
         unending = dict.fromkeys(self.ends, -math.inf) if request.ignore_eos else {}
         defaults: Any = self.loaded.model.generation_config
+        own = defaults.stop_strings or ()
         temperature = request.temperature
         if temperature is None:
             temperature = _own(defaults, "temperature", 1.0) if defaults.do_sample else 0.0
@@ -507,7 +508,7 @@ class Service:
             top_p=float(request.top_p if request.top_p is not None else _own(defaults, "top_p", 1.0)),
             top_k=request.top_k if request.top_k is not None else _own(defaults, "top_k", 0),
             seed=None if request.seed is None else request.seed & MOST_SEED,
-            stop=request.stop,
+            stop=(*request.stop, *((own,) if isinstance(own, str) else own)),
             min_p=float(request.min_p if request.min_p is not None else _own(defaults, "min_p", 0.0)),
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,

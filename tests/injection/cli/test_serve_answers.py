@@ -238,6 +238,19 @@ def test_penalties_and_biases_apply(loaded: LoadedModel, stock: LoadedModel, way
         assert len(set(texts[1])) > len(set(texts[0]))
 
 
+@pytest.mark.parametrize("way", ["together", "one by one"])
+@pytest.mark.parametrize("several", [False, True])
+def test_stop_strings_of_the_model_end_answers(stock: LoadedModel, way: str, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = one_by_one(stock, no_repeat_ngram_size=100) if way == "one by one" else stock
+    with serving(loaded) as server:
+        whole = ask(server, "hello", max_tokens=40).choices[0].message.content
+        ends = [whole[20:24], whole[10:14]] if several else [whole[20:24]]
+        monkeypatch.setattr(loaded.model.generation_config, "stop_strings", ends if several else ends[0])
+        for more in ([], [whole[4:8]]):
+            reply = ask(server, "hello", max_tokens=40, stop=more).choices[0]
+            assert (reply.message.content, reply.finish_reason) == (whole[: min(map(whole.index, ends + more))], "stop")
+
+
 def test_logprobs_are_refused_where_requests_are_answered_one_at_a_time(stock: LoadedModel) -> None:
     message = r"logprobs are not available for this model: .*repetition_penalty"
     with serving(one_by_one(stock)) as server, pytest.raises(openai.BadRequestError, match=message):

@@ -201,7 +201,7 @@ def test_a_suggested_shorter_context_fits(experts_rules: Path, run_json: RunJson
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("64GiB", 64 << 30), ("64G", 64 << 30), ("64gb", 64 << 30), ("1.5 TiB", 3 << 39), ("512m", 512 << 20), ("1000", 1000)],
+    [("64GiB", 64 << 30), ("64G", 64 << 30), ("64gb", 64 << 30), ("1.5 TiB", 3 << 39), ("512m", 512 << 20), ("1048576", 1 << 20), ("0", 0)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, "--ram") == size
@@ -212,6 +212,8 @@ def test_a_size_that_is_none(run: Run) -> None:
     for text in ("much", "-3G", "3X", ""):
         with pytest.raises(OptionsError, match="give a size such as 24GiB"):
             parse_size(text, "--ram")
+    with pytest.raises(OptionsError, match="--gpu-memory 24: 24 bytes are too few; give a size with its unit, such as 24GiB"):
+        parse_size("24", "--gpu-memory")
     assert run("plan", "--ram", "much").exit_code == 2
 
 
