@@ -233,6 +233,10 @@ def plan_export(weights: StoredWeights, skeleton: PreTrainedModel, types: Sequen
         if parameter in skeleton.all_tied_weights_keys or parameter.startswith(inside) or parameter in towers:
             continue
         name, parts = names.stored(parameter), names.parts(parameter, len(value))
+        if not value.numel():
+            raise UnsupportedModelError(
+                f"{parameter} has no elements, as where a model has no shared experts: llama.cpp has no such tensors"
+            )
         if name is None and not parts:
             raise UnsupportedModelError(f"{parameter}: GGUF files of this architecture have no tensor for this parameter")
         target = target_of(parameter, weights.keymap, weights.tensors, skeleton)
@@ -342,6 +346,7 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"some layers have no experts (mlp_only_layers, decoder_sparse_step), which llama.cpp does not support in {name} models"
     for field, only in {"hidden_act": "silu", **family.requires}.items():
         value = getattr(config, field, only)
+        value = "silu" if value == "swish" else value  # two names of one function
         if (tuple(value) if isinstance(value, list) else value) != only:
             return f"{field} is {getattr(config, field)} in the config, and llama.cpp computes {only} in {name} models"
     if getattr(config, "clip_qkv", None) is not None:
@@ -373,8 +378,10 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
     if kind not in supported:
         return f"rotary embeddings of the type {kind} cannot be described in {name} models; supported are {', '.join(supported)}"
     if kind == "yarn":
-        computed = 1.0 if family.is_latent else 0.1 * math.log(rope["factor"]) + 1.0
-        factor = rope.get("attention_factor") or computed
+        scale = 0.1 * math.log(rope["factor"])
+        computed = 1.0 if family.is_latent else scale + 1.0
+        over, under = float(rope.get("mscale") or 0.0), float(rope.get("mscale_all_dim") or 0.0)
+        factor = rope.get("attention_factor") or ((scale * over + 1.0) / (scale * under + 1.0) if over and under else computed)
         if not math.isclose(factor, computed, rel_tol=1e-4):
             return f"attention_factor of the rotary embeddings is {factor}, and llama.cpp computes {computed:.4g} in {name} models"
     return None
@@ -383,7 +390,7 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
 def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
     name, rope = config.model_type, _rope(config)
     kinds, last = getattr(config, "mlp_layer_types", None), config.num_hidden_layers - 1
-    if getattr(config, "moe_layer_end_index", last) != last:
+    if getattr(config, "moe_layer_end_index", last) < last:
         return f"llama.cpp does not support layers without experts after layers with experts (moe_layer_end_index) in {name} models"
     if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
         return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {name} models"
@@ -567,6 +574,10 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     writer = GGUFWriter(None, family.architecture)
     describe(writer, plan, name)
     notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
+    if not _rope(plan.config).get("truncate", True):
+        notices.append(
+            "llama.cpp rounds the bounds of YaRN's ramp, which this model does not (truncate: false): its answers differ a little"
+        )
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])
     header = io.BytesIO()

@@ -218,7 +218,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family("glm4moe", gating="sigmoid", splits=_GLM, mtp=True),
     "solar_open": Family("glm4moe", gating="sigmoid"),
     "dots1": Family("dots1", gating="sigmoid", needs_equal_heads=True, requires={**_UNTIED, **_NO_OUTPUT_BIAS}),
-    "ernie4_5_moe": Family("ernie4_5-moe", gating="softmax", requires={"use_bias": False, "moe_layer_interval": 1}),
+    "ernie4_5_moe": Family("ernie4_5-moe", gating="softmax", requires={"use_bias": False, "moe_layer_interval": 1, "moe_norm_min": 1e-12}),
     "minimax_m2": Family("minimax-m2", gating="sigmoid", expert_size="intermediate_size", requires=_UNTIED),
     "hunyuan_v1_moe": Family("hunyuan-moe", expert_size="intermediate_size", requires=_NO_OUTPUT_BIAS),
     "granitemoe": Family("granitemoe", changes=NEIGHBOURS),

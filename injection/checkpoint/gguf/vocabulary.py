@@ -72,6 +72,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         for rank, merge in enumerate(special.merges):
             ranks.setdefault(merge.replace(" ", ""), rank)
         writer.add_token_scores([-float(ranks.get(text, len(ranks))) for text in texts])
+        writer.add_add_space_prefix(_prepends_space(body))
         special.merges, special.load_merges = [], False
     else:
         special.add_special_token.setdefault("bos", False)  # by default llama.cpp adds one where text is split as by Llama 3
@@ -79,6 +80,14 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
     if falls_back or split is not None:
         return []
     return [f"{path}: how this tokenizer splits text has no name in llama.cpp, which will split text as GPT-2 does"]
+
+
+def _prepends_space(body: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer puts a space before a text."""
+    parts = [part for name in ("normalizer", "pre_tokenizer") if (part := body.get(name)) is not None]
+    steps = [step for part in parts for step in part.get("normalizers", part.get("pretokenizers", [part]))]
+    schemes = [step.get("prepend_scheme", step.get("add_prefix_space", True)) for step in steps if step.get("type") == "Metaspace"]
+    return any(step.get("type") == "Prepend" for step in steps) or any(scheme not in (False, "never") for scheme in schemes)
 
 
 def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:

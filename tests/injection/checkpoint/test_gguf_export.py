@@ -220,6 +220,7 @@ def test_every_family_is_tried_and_documented() -> None:
     assert sorted(FAMILIES) == re.findall(r"`(\w+)`", written.partition("model types:")[2])
     assert sorted(ONLY_READ) == re.findall(r"`(\w+)`", loaded)
     assert f"GGUF files of {len(ROWS)} model types" in (ROOT / "README.md").read_text()
+    assert f"It supports {len(FAMILIES)} [model types](families.md)" in (ROOT / "rules" / "guide" / "formats.md").read_text()
 
 
 def qwen3(**changes: Any) -> PreTrainedModel:
@@ -438,6 +439,10 @@ def test_importance_is_in_the_order_of_the_stored_columns(tmp_path: Path) -> Non
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor": 0.7}},
             "attention_factor of the rotary embeddings is 0.7, and llama.cpp computes 1.139",
         ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.7}},
+            "attention_factor of the rotary embeddings is 1.0, and llama.cpp computes 1.139",
+        ),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -495,6 +500,7 @@ def test_what_llama_cpp_computes_otherwise_in_one_family_is_refused(model_type: 
         ("granitemoehybrid", "time_step_limit", (0.0, 0.1)),
         ("nemotron_h", "time_step_limit", [0.0, 0.1]),
         ("dots1", "attention_bias", True),
+        ("ernie4_5_moe", "moe_norm_min", 0.9),
         ("hunyuan_v1_moe", "attention_bias", True),
         ("ernie4_5_moe", "use_bias", True),
         ("ernie4_5_moe", "moe_layer_interval", 2),
@@ -513,6 +519,28 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     meta = saved(build_model(dataclasses.replace(case, text={**case.text, "num_local_experts": 0})), tmp_path)
     with pytest.raises(UnsupportedModelError, match="GraniteMoeHybridForCausalLM has no experts"):
         exported(meta, "F32", tmp_path / "model.gguf")
+
+
+def test_other_names_of_silu_are_written() -> None:
+    config = family("granitemoe").config
+    config.hidden_act = "swish"
+    assert export.why_not_exportable(config) is None
+
+
+def test_a_parameter_without_elements_is_refused(tmp_path: Path) -> None:
+    case = case_of("solar_open")
+    meta = saved(build_model(dataclasses.replace(case, text={**case.text, "n_shared_experts": 0})), tmp_path)
+    assert meta.weights is not None
+    with pytest.raises(UnsupportedModelError, match=r"shared_experts.* has no elements, as where a model has no shared experts"):
+        plan_export(meta.weights, meta.skeleton, read_types("F32"))
+
+
+def test_bounds_that_llama_cpp_rounds_are_reported(tmp_path: Path) -> None:
+    meta = saved(family("gpt_oss"), tmp_path)
+    assert meta.weights is not None
+    plan = plan_export(meta.weights, meta.skeleton, read_types("F32"))
+    notices = write_export(plan, tmp_path / "model.gguf", tmp_path, "tiny", {}, lambda written: None)
+    assert any("rounds the bounds of YaRN's ramp" in notice for notice in notices)
 
 
 def test_heads_of_keys_and_values_of_different_sizes_are_refused() -> None:
@@ -575,21 +603,36 @@ def test_a_damaged_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
         add_vocabulary(gguf.GGUFWriter(None, "deepseek2"), tmp_path, 1, {})
 
 
-def test_tokens_with_bytes_as_fallback_are_merged_in_the_order_of_the_tokenizer(tmp_path: Path) -> None:
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "prepends"),
+    [
+        ([{"type": "Prepend", "prepend": "▁"}, REPLACE], None, True),
+        ([REPLACE], None, False),
+        ([], {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}, True),
+        ([], {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}, False),
+    ],
+)
+def test_tokens_with_bytes_as_fallback_are_merged_in_the_order_of_the_tokenizer(
+    steps: list[dict[str, Any]], before: dict[str, Any] | None, prepends: bool, tmp_path: Path
+) -> None:
     merges = ["b c", "a bc", "a b", "▁ a", "▁ abc"]
     special = ["<unk>", "<s>", "</s>"]
     names = [*special, *(f"<0x{number:02X}>" for number in range(256)), *"▁abc", *(merge.replace(" ", "") for merge in merges)]
-    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     body = {
         "model": {"type": "BPE", "byte_fallback": True, "vocab": {name: number for number, name in enumerate(names)}, "merges": merges},
         "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": before,
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "added_tokens": [{"id": number, "content": name, "special": True, **flags} for number, name in enumerate(special)],
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(body))
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     assert add_vocabulary(writer, tmp_path, len(names) + 1, {}) == []
+    assert writer.kv_data[0]["tokenizer.ggml.add_space_prefix"].value is prepends
     kinds = writer.kv_data[0]["tokenizer.ggml.token_type"].value
     assert [gguf.TokenType(kinds[number]).name for number in (0, 3, 259, len(names))] == ["CONTROL", "BYTE", "NORMAL", "UNUSED"]
     scores = dict(zip(names, writer.kv_data[0]["tokenizer.ggml.scores"].value, strict=False))
