@@ -575,9 +575,7 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     describe(writer, plan, name)
     notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
     if not _rope(plan.config).get("truncate", True):
-        notices.append(
-            "llama.cpp rounds the bounds of YaRN's ramp, which this model does not (truncate: false): its answers differ a little"
-        )
+        notices.append("llama.cpp rounds the bounds of YaRN's ramp, which this model does not (truncate: false): its logits differ")
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])
     header = io.BytesIO()

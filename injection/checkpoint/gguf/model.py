@@ -303,8 +303,8 @@ class Names:
         for end, other in RENAMED.items():
             if parameter.endswith(end):
                 parameter = parameter.removesuffix(end) + other
-        for end, other in (("model.language_model.", "model."), ("model.layers.", self._layers), (".forget_gate.", ".")):
-            parameter = parameter.replace(end, other)
+        for old, new in (("model.language_model.", "model."), ("model.layers.", self._layers), (".forget_gate.", ".")):
+            parameter = parameter.replace(old, new)
         name: str | None = self._table.get_name(parameter, try_suffixes=(".weight", ".bias", ".scale"))
         return name
 

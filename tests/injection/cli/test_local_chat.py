@@ -212,8 +212,8 @@ def test_a_prompt_that_cannot_be(run: Run, tmp_path: Path) -> None:
     assert refused(run("--prompt-file", tmp_path / "none")) == f"local_chat: error: {tmp_path / 'none'}: No such file or directory\n"
     assert "the prompt is empty" in refused(run("--prompt", ""))
     for option, more in (("--prompt", []), ("--system", ["--prompt", "a"])):  # Python decodes 0xe9 of an argument to U+DCE9
-        said = refused(run(option, "caf\udce9", *more))
-        assert said.endswith(f"local_chat: error: {option}: not UTF-8 text (byte 0xe9 at offset 3)\n")
+        message = refused(run(option, "caf\udce9", *more))
+        assert message.endswith(f"local_chat: error: {option}: not UTF-8 text (byte 0xe9 at offset 3)\n")
     assert "give only one of them" in refused(run("--prompt", "a", "--prompt-file", "b"))
     assert "this model's context 4096" in refused(run("--prompt", "x" * 5000))
 
