@@ -58,8 +58,9 @@ def optimize_and_load(  # type: ignore[misc] # the overloads spell out only what
     """Graft the operators that `rules` name into a stock Hugging Face model and stream its weights into them.
 
     Args:
-        model: a hub id or folder; a model on meta, whose weights are at `checkpoint` or its `name_or_path`; or a loaded model,
-            which is changed in place: each replaced module is freed as soon as its operator has the weights.
+        model: a hub id or folder; a GGUF file with the weights, config and tokenizer of a model; a model on meta, whose weights are at
+            `checkpoint` or its `name_or_path`; or a loaded model, which is changed in place: each replaced module is freed as soon as its
+            operator has the weights.
         rules: the path of a rule file, the name of a shipped one, its content as a mapping, or a `RuleFile` from `read_rules`. By default
             the rules that the model's folder states, as `save_pretrained` of an injected model writes them, else `cpu`.
         dtype: the dtype of activations and of what is not replaced; by default the config's, else the checkpoint's.

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from moegraft.injection.checkpoint import expanded, local_folder
+from moegraft.injection.checkpoint import expanded, gguf_alone, local_folder
 from moegraft.injection.checkpoint.files import open_checkpoint, weight_files
 from moegraft.injection.checkpoint.quantised import SETTINGS_KEYS, paired, quantisation_of, why_unreadable
 from moegraft.injection.checkpoint.sources import CheckpointWeights, StoredWeights
@@ -195,9 +195,15 @@ def find_model(
 ) -> ModelSource:
     """Resolve a hub id or folder to its files, config and model class; `gguf` holds the weights instead of the folder.
 
+    A GGUF file that is the model has its config and tokenizer as well.
+
     Raises:
         CheckpointError, UnsupportedModelError: as `resolve_folder`, `read_config`, `find_class` and `with_gguf`.
     """
+    if gguf is None and (alone := gguf_alone(model)) is not None:
+        from moegraft.injection.checkpoint.gguf.description import folder_of
+
+        model, gguf = folder_of(alone), alone
     folder = resolve_folder(model, weights=weights and gguf is None)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)
@@ -369,7 +375,7 @@ def build_meta_model(
     """Build the meta model that `plan` and `graft` work on. No weights are read.
 
     Args:
-        model: a hub id or folder (planning needs only its config.json), or a model on meta.
+        model: a hub id or folder (planning needs only its config.json), a GGUF file, or a model on meta.
         weights: whether the model will be loaded: the weights must be present, and those of a hub model are downloaded.
         checkpoint: the folder with the weights of a model on meta; by default its `name_or_path`.
         gguf: GGUF weights to use instead: a file, any part of a split one, or a folder with the parts of one model.
@@ -386,7 +392,7 @@ def build_meta_model(
         source = source if gguf is None else with_gguf(source, gguf)
     else:
         source = find_model(model, trust_remote_code=trust_remote_code, weights=weights, gguf=gguf)
-    settings = quantisation_of(source.config) if gguf is None else None
+    settings = quantisation_of(source.config) if source.gguf is None else None
     if settings is not None:
         # The headers tell what a quantised checkpoint's weights will take.
         weights = weights or (why_unreadable(settings) is None and any(source.folder.glob("*.safetensors")))
@@ -401,7 +407,7 @@ def build_meta_model(
             rest = parse_dtype(source.config.dtype) or stored
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{source.folder / 'config.json'}: {error}") from error
-    return MetaModel(source, meta_skeleton(source, rest), stored, rest, weights or gguf is not None)
+    return MetaModel(source, meta_skeleton(source, rest), stored, rest, weights or source.gguf is not None)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -18,6 +18,22 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{path}: this machine has no user of that name") from None
 
 
+def gguf_alone(model: str | os.PathLike[str]) -> Path | None:
+    """Return the path of GGUF files that are named instead of a model's folder: of a file, or of a folder without a config; else None.
+
+    Raises:
+        CheckpointError: as `expanded`.
+    """
+    path = expanded(model)
+    if path.is_dir():
+        return path if not (path / "config.json").exists() and any(path.glob("*.gguf")) else None
+    try:
+        with path.open("rb") as file:
+            return path if path.suffix == ".gguf" or file.read(4) == b"GGUF" else None
+    except OSError:
+        return None
+
+
 def local_folder(model: str | os.PathLike[str]) -> Path | None:
     """Return the folder of a model on this machine; None for a hub id.
 
@@ -29,7 +45,7 @@ def local_folder(model: str | os.PathLike[str]) -> Path | None:
     if path.is_dir():
         return path
     if path.is_file():
-        raise CheckpointError(f"{path}: this is a file; name the folder that holds config.json and the weights")
-    if name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
-        raise CheckpointError(f"{name}: no such folder")
+        raise CheckpointError(f"{path}: this is a file; name a GGUF file, or the folder that holds config.json and the weights")
+    if name.startswith((".", "~", os.sep)) or name.endswith(".gguf") or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
+        raise CheckpointError(f"{name}: no such file or folder")
     return None

@@ -158,7 +158,7 @@ def text_ids(loaded: LoadedModel, content: bytes, name: object, tokens: int, lea
 
 
 def model_of(options: ModelOptions) -> str:
-    """Return the hub id or folder of the model; by default the bundled model's folder."""
+    """Return the hub id, folder or GGUF file of the model; by default the bundled model's folder."""
     return os.fspath(demo_path()) if options.model is None else options.model
 
 
@@ -166,7 +166,7 @@ def short_name(model: str | None) -> str:
     """Return a model's name without the path of its folder."""
     if model is None:
         return BUNDLED
-    return Path(model).resolve().name if Path(model).expanduser().is_dir() else model
+    return Path(model).resolve().name if Path(model).expanduser().exists() else model
 
 
 def _load_arguments(options: ModelOptions) -> dict[str, Any]:

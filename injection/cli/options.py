@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hin
 import typer
 import yaml
 
-from moegraft.injection.checkpoint import local_folder
+from moegraft.injection.checkpoint import gguf_alone, local_folder
 from moegraft.injection.rules.reading import check_syntax
 from moegraft.operators.errors import MoegraftError
 
@@ -57,14 +57,16 @@ _model_option = partial(option, rich_help_panel="Model")
 class ModelOptions:
     """The model and rules to load, and how."""
 
-    model: Annotated[str | None, _model_option("--model", "NAME", "Hub id or folder; default: the bundled model.")] = None
+    model: Annotated[str | None, _model_option("--model", "NAME", "Hub id, folder or GGUF file; default: the bundled model.")] = None
     rules: Annotated[str | None, _model_option("--rules", "FILE", "Rule file, or the name of a shipped one; default: cpu.")] = None
     var: Annotated[list[str], _model_option("--var", "NAME=VALUE", "Set ${NAME} of the rule file; may be repeated.")] = field(
         default_factory=list
     )
     gguf: Annotated[
         str | None,
-        _model_option("--gguf", "PATH", "Load the weights from this GGUF file or folder; config and tokenizer come from --model."),
+        _model_option(
+            "--gguf", "PATH", "Load the weights from this GGUF file or folder; config and tokenizer come from --model, if given."
+        ),
     ] = None
     dtype: Annotated[str | None, _model_option("--dtype", "TYPE", "Type of what no rule replaces: float32, float16 or bfloat16.")] = None
     threads: Annotated[
@@ -74,8 +76,11 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         self.vars()
+        if self.model is None and self.gguf is not None:  # the file has config and tokenizer as well
+            object.__setattr__(self, "model", self.gguf)
+            object.__setattr__(self, "gguf", None)
         # What is checked here shows at once: importing PyTorch takes seconds.
-        if self.model is not None:
+        if self.model is not None and gguf_alone(self.model) is None:
             local_folder(self.model)
         if self.rules is not None:
             check_syntax(self.rules)

@@ -13,17 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
 import yaml
-from gguf import GGML_QUANT_VERSION, ExpertGatingFuncType, GGUFWriter, RopeScalingType
+from gguf import GGML_QUANT_VERSION, GGUFValueType, GGUFWriter
 from gguf import GGMLQuantizationType as BlockType
 from gguf.gguf_writer import WriterState
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from moegraft.injection.checkpoint.gguf.description import dense_layers, groups, interval, keys_of, layer_types, rope_of
 from moegraft.injection.checkpoint.gguf.families import FAMILIES, change_of, family_of
 from moegraft.injection.checkpoint.gguf.model import Names, experts_name
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary
@@ -353,11 +354,11 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
     if family.needs_equal_heads and config.num_key_value_heads != config.num_attention_heads:
         return f"llama.cpp requires as many key-value heads as attention heads in {name} models"
-    kinds = _layer_types(config)
+    kinds = layer_types(config)
     alternating = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(len(kinds))]
     if kinds != alternating if family.alternates else not set(kinds) <= {"full_attention", family.recurrent, *["moe"] * family.apart}:
         return f"llama.cpp does not support these layer_types in {name} models: {', '.join(dict.fromkeys(kinds))}"
-    if family.has_interval and any((kind == "full_attention") is bool((layer + 1) % _interval(kinds)) for layer, kind in enumerate(kinds)):
+    if family.has_interval and any((kind == "full_attention") is bool((layer + 1) % interval(kinds)) for layer, kind in enumerate(kinds)):
         return f"in {name} models every n-th layer has full attention in llama.cpp, and layer_types has another order"
     if family.ignores_windows and getattr(config, "sliding_window", None) is not None:
         return f"sliding_window is {config.sliding_window} in the config, which llama.cpp ignores in {name} models"
@@ -371,7 +372,7 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         reason = _why_not_of_deepseek_kind(config)
         if reason is not None:
             return reason
-    rope = _rope(config)
+    rope = rope_of(config)
     kind = str(rope.get("rope_type", "default"))
     # Of latents, llama.cpp scales the scores as well if rotary embeddings are linear.
     supported = ("default", "yarn") if family.is_latent else ("default", "yarn", "linear")
@@ -388,13 +389,13 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
 
 
 def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
-    name, rope = config.model_type, _rope(config)
+    name, rope = config.model_type, rope_of(config)
     kinds, last = getattr(config, "mlp_layer_types", None), config.num_hidden_layers - 1
     if getattr(config, "moe_layer_end_index", last) < last:
         return f"llama.cpp does not support layers without experts after layers with experts (moe_layer_end_index) in {name} models"
-    if kinds and kinds != ["dense"] * _dense_layers(config) + ["sparse"] * (len(kinds) - _dense_layers(config)):
+    if kinds and kinds != ["dense"] * dense_layers(config) + ["sparse"] * (len(kinds) - dense_layers(config)):
         return f"llama.cpp does not support layers without experts after layers with experts (mlp_layer_types) in {name} models"
-    if getattr(config, "topk_method", None) == "group_limited_greedy" and _groups(config) > 1:
+    if getattr(config, "topk_method", None) == "group_limited_greedy" and groups(config) > 1:
         return "llama.cpp chooses groups of experts by their two best, and topk_method: group_limited_greedy by their best"
     if not FAMILIES[name].is_latent:
         return None
@@ -407,165 +408,13 @@ def _why_not_of_deepseek_kind(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _layer_types(config: PretrainedConfig) -> list[str]:
-    layer_types: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return layer_types
-
-
-def _interval(kinds: Sequence[str]) -> int:
-    """Return the distance of layers with full attention, from the place of the first one."""
-    return [*kinds, "full_attention"].index("full_attention") + 1
-
-
-def _dense_layers(config: PretrainedConfig) -> int:
-    """Return how many layers at the beginning have no experts."""
-    kinds = getattr(config, "mlp_layer_types", None)
-    if hasattr(config, "num_dense_layers"):
-        return int(config.num_dense_layers)
-    if kinds is not None:
-        return [*kinds, "sparse"].index("sparse")
-    return int(getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0)))
-
-
-def _groups(config: PretrainedConfig) -> int:
-    """Return the number of groups of experts, 1 if experts are chosen among all."""
-    groups = getattr(config, "n_group", None) or 1
-    chosen = getattr(config, "topk_method", None) != "greedy" and (getattr(config, "topk_group", None) or groups) < groups
-    return int(groups) if chosen else 1
-
-
-def _rope(config: PretrainedConfig) -> Mapping[str, Any]:
-    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return parameters
-
-
 def describe(writer: GGUFWriter, plan: ExportPlan, name: str) -> None:
     """Add the keys that describe the model."""
-    config = plan.config
     writer.add_name(name)
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_block_count(config.num_hidden_layers + plan.further)
-    if plan.further:
-        writer.add_nextn_predict_layers(plan.further)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    rope, family = _rope(config), family_of(config)
-    if family.apart:
-        writer.add_feed_forward_length([config.moe_intermediate_size * (kind == "moe") for kind in _layer_types(config)])
-    elif hasattr(config, "intermediate_size"):
-        writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    if family.is_latent:
-        writer.add_head_count_kv(1)
-        writer.add_q_lora_rank(config.q_lora_rank or 0)
-        writer.add_kv_lora_rank(config.kv_lora_rank)
-        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-        writer.add_value_length(config.kv_lora_rank)
-        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-        writer.add_value_length_mla(config.v_head_dim)
-        writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    else:
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        writer.add_head_count_kv(_key_value_heads(config))
-        writer.add_key_length(head)
-        writer.add_value_length(head)
-        writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
-    epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
-    writer.add_layer_norm_rms_eps(next(epsilon for epsilon in epsilons if epsilon is not None))
-    if hasattr(config, "layer_norm_epsilon"):
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_expert_count(config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts)
-    used = config.num_experts_per_tok
-    writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
-    each = getattr(config, family.expert_size, None)
-    if each:
-        writer.add_expert_feed_forward_length(each)
-    sizes = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
-    shared = next((size for name in sizes if (size := getattr(config, name, None))), None)
-    if getattr(config, "moe_num_shared_experts", None):
-        shared = config.moe_num_shared_experts * config.moe_intermediate_size
-    if shared:
-        writer.add_expert_shared_feed_forward_length(shared)
-    if getattr(config, "moe_latent_size", None):
-        writer.add_moe_latent_size(config.moe_latent_size)
-    if family.alternates:
-        writer.add_sliding_window(config.sliding_window)
-    if family.has_interval:
-        writer.add_full_attention_interval(_interval(_layer_types(config)))
-    if family.recurrent is not None:
-        _describe_recurrence(writer, config)
-    _describe_multipliers(writer, config)
-    if family.gating is not None:
-        writer.add_leading_dense_block_count(_dense_layers(config))
-        if hasattr(config, "n_shared_experts"):
-            writer.add_expert_shared_count(config.n_shared_experts)
-        if hasattr(config, "moe_layer_interval"):
-            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-        writer.add_expert_weights_scale(float(getattr(config, "routed_scaling_factor", 1.0)))
-        softmax = family.gating == "softmax"
-        writer.add_expert_weights_norm(not softmax and bool(getattr(config, "norm_topk_prob", True)))
-        writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX if softmax else ExpertGatingFuncType.SIGMOID)
-        if _groups(config) > 1:
-            writer.add_expert_group_count(_groups(config))
-            writer.add_expert_group_used_count(config.topk_group)
-    if family.rotates_sections:
-        writer.add_rope_dimension_sections([*rope.get("mrope_section", (11, 11, 10)), 0])
-    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
-    if rope.get("rope_type") in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR if rope["rope_type"] == "linear" else RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
-        if family.is_latent:
-            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-        if rope.get("beta_fast") is not None:
-            writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
-        if rope.get("beta_slow") is not None:
-            writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
-
-
-def _key_value_heads(config: PretrainedConfig) -> int | list[int]:
-    """Return the number in all layers, or in each where layers with none are thereby recurrent."""
-    family, heads = family_of(config), int(config.num_key_value_heads)
-    if family.recurrent is None or family.has_interval:
-        return heads
-    return [heads * (kind == "full_attention") for kind in _layer_types(config)]
-
-
-def _describe_recurrence(writer: GGUFWriter, config: PretrainedConfig) -> None:
-    """Add the sizes of convolutions and states."""
-    if hasattr(config, "conv_L_cache"):
-        writer.add_shortconv_l_cache(config.conv_L_cache)
-        return
-    if hasattr(config, "mamba_num_heads"):
-        groups, heads, of_head = config.n_groups, config.mamba_num_heads, config.mamba_head_dim
-        kernel, state = config.conv_kernel, config.ssm_state_size
-    elif hasattr(config, "mamba_n_heads"):
-        groups, heads, of_head = config.mamba_n_groups, config.mamba_n_heads, config.mamba_d_head
-        kernel, state = config.mamba_d_conv, config.mamba_d_state
-    else:
-        groups, heads, of_head = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
-        kernel, state = config.linear_conv_kernel_dim, config.linear_key_head_dim
-    writer.add_ssm_conv_kernel(kernel)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_group_count(groups)
-    writer.add_ssm_time_step_rank(heads)
-    writer.add_ssm_inner_size(heads * of_head)
-
-
-def _describe_multipliers(writer: GGUFWriter, config: PretrainedConfig) -> None:
-    """Add those of Granite's families, and whether these rotate queries and keys."""
-    for name, add in (
-        ("attention_multiplier", writer.add_attention_scale),
-        ("embedding_multiplier", writer.add_embedding_scale),
-        ("residual_multiplier", writer.add_residual_scale),
-        ("logits_scaling", writer.add_logit_scale),
-    ):
-        if getattr(config, name, None):
-            add(float(getattr(config, name)))
-    if hasattr(config, "position_embedding_type"):
-        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    types = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+    for key, value in keys_of(plan.config, plan.further).items():
+        writer.add_key_value(f"{writer.arch}.{key}", value, types.get(type(value), GGUFValueType.ARRAY))
 
 
 def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]]:
@@ -574,7 +423,7 @@ def _header(plan: ExportPlan, folder: Path, name: str) -> tuple[bytes, list[str]
     writer = GGUFWriter(None, family.architecture)
     describe(writer, plan, name)
     notices = add_vocabulary(writer, folder, plan.config.vocab_size, family.splits)
-    if not _rope(plan.config).get("truncate", True):
+    if not rope_of(plan.config).get("truncate", True):
         notices.append("llama.cpp rounds the bounds of YaRN's ramp, which this model does not (truncate: false): its logits differ")
     for tensor in plan.tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, BlockType[tensor.type])

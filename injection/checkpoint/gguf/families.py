@@ -221,8 +221,8 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5_moe": Family("ernie4_5-moe", gating="softmax", requires={"use_bias": False, "moe_layer_interval": 1, "moe_norm_min": 1e-12}),
     "minimax_m2": Family("minimax-m2", gating="sigmoid", expert_size="intermediate_size", requires=_UNTIED),
     "hunyuan_v1_moe": Family("hunyuan-moe", expert_size="intermediate_size", requires=_NO_OUTPUT_BIAS),
-    "granitemoe": Family("granitemoe", changes=NEIGHBOURS),
     "granitemoeshared": Family("granitemoe", changes={**NEIGHBOURS, ".shared_mlp.input_linear.weight": GATE_AND_UP}),
+    "granitemoe": Family("granitemoe", changes=NEIGHBOURS),
     "qwen3_next": Family(
         "qwen3next",
         normalises=True,

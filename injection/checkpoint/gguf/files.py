@@ -168,11 +168,18 @@ _VALUES: dict[BlockType, type[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One opened file; `fields` has numbers and strings by key, and None for an array."""
+    """One opened file.
+
+    Attributes:
+        fields: numbers and strings by key, and None for an array.
+        arrays: where each of these begins in `data`, the whole file.
+    """
 
     path: Path
     fields: Mapping[str, Any]
     tensors: Mapping[str, BlockTensor]
+    arrays: Mapping[str, int]
+    data: NDArray[np.uint8]
 
     def integer(self, key: str) -> int | None:
         """Return the value of `key`; None if the file does not have it.
@@ -187,6 +194,14 @@ class GgufFile:
             found = "an array" if value is None else repr(value)[:100]
             raise CheckpointError(f"{self.path}: '{key}' must be an integer, not {found}; download the file again")
         return value
+
+    def array(self, key: str) -> list[Any]:
+        """Return the numbers or strings of an array, which `fields` has a None for.
+
+        Raises:
+            CheckpointError: it holds arrays.
+        """
+        return _Reader(self.path, self.data, self.arrays[key]).array(key)
 
 
 def open_file(path: Path) -> GgufFile:
@@ -210,10 +225,10 @@ def open_file(path: Path) -> GgufFile:
 class _Reader:
     """Reads a header from beginning to end; `_where` is the place that errors name."""
 
-    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
+    def __init__(self, path: Path, data: NDArray[np.uint8], offset: int = len(MAGIC)) -> None:
         self._path = path
         self._data = data
-        self._offset = len(MAGIC)
+        self._offset = offset
         self._where = "the header"
         self._strings = 0
 
@@ -226,8 +241,9 @@ class _Reader:
         tensors = self._count("tensors", TENSOR_BYTES, MAX_TENSORS)
         entries = self._count("keys", FIELD_BYTES, MAX_FIELDS)
         fields: dict[str, Any] = {}
+        arrays: dict[str, int] = {}
         for _ in range(entries):
-            self._field(fields)
+            self._field(fields, arrays)
         infos = [self._tensor_info() for _ in range(tensors)]
         start = self._aligned(fields)
         found: dict[str, BlockTensor] = {}
@@ -236,7 +252,7 @@ class _Reader:
             if name in found:
                 self._refuse("this name occurs twice")
             found[name] = BlockTensor(name, self._path, block_type, shape, self._values(shape, block_type, start + offset), start + offset)
-        return GgufFile(self._path, fields, found)
+        return GgufFile(self._path, fields, found, arrays, self._data)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: damaged or truncated GGUF file ({self._where}: {reason}); download it again")
@@ -286,19 +302,30 @@ class _Reader:
         except ValueError:
             self._refuse(f"unknown value type {number}")
 
-    def _field(self, fields: dict[str, Any]) -> None:
+    def _field(self, fields: dict[str, Any], arrays: dict[str, int]) -> None:
         name = self._name("key")
         if name in fields:
             self._refuse("this key occurs twice")
         kind = self._type()
         if kind is GGUFValueType.ARRAY:
+            arrays[name], fields[name] = self._offset, None
             self._skip_array(1)
-            fields[name] = None
         else:
             fields[name] = self._text() if kind is GGUFValueType.STRING else self._number(_FORMATS[kind])
 
+    def array(self, name: str) -> list[Any]:
+        """Read the array that begins here."""
+        self._where = f"key {name[:100]!r}"
+        kind, count = self._type(), self._number("<Q")
+        if kind is GGUFValueType.STRING:
+            return [self._text() for _ in range(count)]
+        if kind not in _FORMATS:
+            self._refuse("an array of arrays")
+        values: list[Any] = np.frombuffer(self._data.data, _FORMATS[kind], count, self._offset).tolist()
+        return values
+
     def _skip_array(self, depth: int) -> None:
-        """Skip an array: only the vocabulary is stored in arrays, and the tokenizer comes from the model's folder."""
+        """Skip an array: most are long, and are not needed where the tokenizer comes from the model's folder."""
         if depth > MAX_DEPTH:
             self._refuse(f"more than {MAX_DEPTH} nested arrays")
         kind = self._type()

@@ -1,16 +1,16 @@
-"""The vocabulary of a GGUF file, from a Hugging Face tokenizer."""
+"""The vocabulary of a GGUF file, from a Hugging Face tokenizer, and the tokenizer of a file."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFWriter, SpecialVocab, TokenType
+from gguf import GGUFWriter, Keys, SpecialVocab, TokenType
 
-from moegraft.operators.errors import CheckpointError
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
 # The regular expressions by which tokenizers split text, and llama.cpp's names for them.
 _SPLITS = {
@@ -24,11 +24,31 @@ _SPLITS = {
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "deepseek-v3",
 }
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The regular expressions of files, one for each name above, and other names in the order of llama.cpp's table (llama-vocab.cpp).
+_PATTERNS = {name: split for split, name in _SPLITS.items()} | {
+    "gpt-2": _GPT2,
+    "refact": f"\\p{{N}}\n{_GPT2}",
+    "qwen35": next(iter(_SPLITS)).replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
+}
+_SAME = {
+    **dict.fromkeys(("llama3", "llama-v3", "lfm2", "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "hunyuan", "solar-open", "megrez"), "qwen2"),
+    **dict.fromkeys(("llama4", "minimax-m2"), "gpt-4o"),
+    "hunyuan-dense": "deepseek-v3",
+    "olmo": "gpt-2",
+}
+# Of these, a token that is in the vocabulary as a whole is not merged from parts. Texts begin with a token where files do not state it.
+_WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2")
+# Tokens that end an answer, beside those that keys name: llama.cpp finds them by their text as well.
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>")
+_IDS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[str, str]) -> list[str]:
-    """Add the tokens, merges, special tokens and chat template of a folder's tokenizer, and return notices.
+    """Add the tokens, merges, special tokens and chat template of a folder's tokenizer and how to sample, and return notices.
 
     Without a tokenizer.json the file has no vocabulary: it loads here, where the tokenizer comes from the model's folder, and in
     llama.cpp for programs that give it token ids.
@@ -48,6 +68,11 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         model, added = body["model"], {token["id"]: token for token in body.get("added_tokens") or ()}
         tokens: dict[int, str] = {number: text for text, number in model["vocab"].items()} if model.get("type") == "BPE" else {}
         special = SpecialVocab(folder, load_merges=True, n_vocab=size)
+        file = folder / "generation_config.json"
+        sampling = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for name, theirs in SAMPLING.items():
+            if sampling.get("do_sample") and sampling.get(theirs) is not None:
+                getattr(writer, f"add_sampling_{name}")(sampling[theirs])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: no tokenizer can be read ({error}); download its files again") from error
     if not tokens:
@@ -64,6 +89,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         kinds.append(known if token is None else TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED)
     writer.add_tokenizer_model("llama" if falls_back else "gpt2")
     writer.add_tokenizer_pre("default" if falls_back else "gpt-2" if split is None else splits.get(split, split))
+    writer.add_string(Keys.Tokenizer.HF_JSON, path.read_text(encoding="utf-8"))  # the rest does not say all that it does
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     if falls_back:
@@ -100,3 +126,99 @@ def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
         return "gpt-2"
     written = (str(pattern).replace("\r", r"\r").replace("\n", r"\n") for pattern in patterns)  # line ends may be characters
     return _SPLITS.get("\n".join(written))
+
+
+def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a tokenizer's files by name: tokenizer.json, tokenizer_config.json and generation_config.json.
+
+    Of files that this package writes the first is a copy, and of others it is made from tokens, merges and the way to split text.
+
+    Args:
+        fields: the keys of a GGUF file, with arrays as lists.
+
+    Raises:
+        UnsupportedModelError: the file has no vocabulary, or one that is not known here.
+    """
+    keys = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if key.startswith("tokenizer.")}
+    kind, split = keys.get("model"), keys.get("pre", "default")
+    patterns = _PATTERNS.get(_SAME.get(split, split))
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and patterns is None and Keys.Tokenizer.HF_JSON not in keys):
+        raise UnsupportedModelError(f"a tokenizer that is not known here (tokenizer.ggml.model: {kind!r}, pre: {split!r})")
+    texts, kinds = keys["tokens"], keys.get("token_type") or [TokenType.NORMAL] * len(keys["tokens"])
+    vocabulary: dict[str, int] = {}
+    for number, text in enumerate(texts):
+        vocabulary.setdefault(text, number)
+    named = {ours: keys[f"{name}_token_id"] for name, ours in _IDS.items() if keys.get(f"{name}_token_id") is not None}
+    model = {"type": "BPE", "vocab": vocabulary, "byte_fallback": kind == "llama", "fuse_unk": kind == "llama"}
+    if kind == "llama":
+        normal = {text: number for text, number in vocabulary.items() if kinds[number] == TokenType.NORMAL}
+        model |= {"unk_token": texts[named.get("unk", 0)], "merges": _merges_by_score(normal, keys["scores"])}
+        steps = _with_spaces(prepends=bool(keys.get("add_space_prefix", True)))
+    else:
+        model |= {"merges": [merge.split(" ", 1) for merge in keys.get("merges", ())], "ignore_merges": split in _WHOLE}
+        steps = _with_bytes(str(patterns).split("\n"), composes=split in ("qwen2", "qwen35"))
+    marks = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": number, "content": text, "special": marks[TokenType(kinds[number])], **flags}
+        for text, number in vocabulary.items()
+        if kinds[number] in marks
+    ]
+    begins = keys.get("add_bos_token", kind == "llama" or split in _WHOLE) and "bos" in named
+    processor = None
+    if begins:
+        bos = texts[named["bos"]]
+        first, text, second = {"SpecialToken": {"id": bos, "type_id": 0}}, *({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+        ids = {bos: {"id": bos, "ids": [named["bos"]], "tokens": [bos]}}
+        processor = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, second], "special_tokens": ids}
+    settings = {f"{name}_token": texts[number] for name, number in named.items()}
+    if "tokenizer.chat_template" in keys:
+        settings["chat_template"] = keys["tokenizer.chat_template"]
+    ends = [named.get("eos"), keys.get("eot_token_id"), keys.get("eom_token_id"), *(vocabulary.get(text) for text in _ENDS)]
+    ends = [number for number in dict.fromkeys(ends) if number is not None and kinds[number] in (TokenType.CONTROL, TokenType.USER_DEFINED)]
+    generation: dict[str, Any] = {"eos_token_id": ends, **{f"{name}_token_id": named[name] for name in ("bos", "pad") if name in named}}
+    for name, ours in SAMPLING.items():
+        if (value := fields.get(f"general.sampling.{name}")) is not None:
+            generation |= {"do_sample": True, ours: round(value, 6)}
+    made = {"version": "1.0", "added_tokens": added, "post_processor": processor, "model": model, **steps}
+    return {
+        "tokenizer.json": json.loads(keys[Keys.Tokenizer.HF_JSON]) if Keys.Tokenizer.HF_JSON in keys else made,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **settings},
+        "generation_config.json": generation,
+    }
+
+
+def _with_bytes(patterns: Sequence[str], *, composes: bool) -> dict[str, Any]:
+    """Return the steps of a tokenizer whose tokens are of bytes, as that of GPT-2."""
+    splits = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in patterns]
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "normalizer": {"type": "NFC"} if composes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, of_bytes]},
+        "decoder": of_bytes,
+    }
+
+
+def _with_spaces(*, prepends: bool) -> dict[str, Any]:
+    """Return the steps of a tokenizer whose tokens are of characters, with a mark for spaces, as that of Llama 2."""
+    mark = "\u2581"
+    before = [{"type": "Prepend", "prepend": mark}] * prepends
+    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prepends
+    marked = {"type": "Replace", "pattern": {"String": " "}, "content": mark}
+    unmarked = {"type": "Replace", "pattern": {"String": mark}, "content": " "}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, marked]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [unmarked, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]},
+    }
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token, those with the highest score first, as SentencePiece merges them."""
+    pairs = [
+        (text[:cut], text[cut:])
+        for text in sorted(vocabulary, key=lambda text: -scores[vocabulary[text]])
+        for cut in range(1, len(text))
+        if text[:cut] in vocabulary and text[cut:] in vocabulary
+    ]
+    return pairs

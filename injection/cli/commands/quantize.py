@@ -67,7 +67,7 @@ def quantize(
 ) -> None:
     """Quantise a model's weights, and write them to a GGUF file.
 
-    The file loads here, with --gguf FILE beside --model, and in llama.cpp. Roles are gate, up and down of experts, attention, dense
+    The file loads here, as --model FILE, and in llama.cpp. Roles are gate, up and down of experts, attention, dense
     (other layers between, shared experts too), embedding and output; of the types for a matrix the last counts, and roles without one
     get Q8_0. Norms, biases and routers stay float32. Where rows are no whole number of a type's blocks, the same type as in llama.cpp
     takes its place, which is reported. Weights are read one matrix at a time; memory is needed to run the model over the text of

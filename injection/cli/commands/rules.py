@@ -16,7 +16,6 @@ from moegraft.injection.cli.options import (
     JsonOption,
     MetaModelOptions,
     ModelOptions,
-    OptionsError,
     PlannedModelOptions,
     option,
     takes_options,
@@ -76,8 +75,6 @@ def check(
 
     Exit code 0: no errors; 1: errors; 2: a file or the model cannot be read, or the command is wrong.
     """
-    if options.gguf is not None and options.model is None:
-        raise OptionsError(f"--gguf {options.gguf}: give --model, the folder or hub id that has the config of this file")
     from moegraft.injection.cli.models import open_meta_model
     from moegraft.operators.registry import load_registry
 

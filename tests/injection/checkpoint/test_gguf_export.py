@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
+from support.byte_tokenizer import byte_tokenizer
 from support.families import SMALL_TEXT, build_config, build_model, case_of, prompt
 from support.gguf_files import BlockType, gguf
 from tokenizers import Tokenizer
@@ -257,7 +258,12 @@ def stored_values(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_loads_as_it_was(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_family_loads_as_it_was(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the config and tokenizer of its folder, and with those that the file has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    byte_tokenizer().save_pretrained(tmp_path)
     model = family(model_type)
     meta = saved(model, tmp_path)
     exported(meta, "F32", tmp_path / "model.gguf")
@@ -267,6 +273,8 @@ def test_a_family_loads_as_it_was(model_type: str, tmp_path: Path, caplog: pytes
     assert "in the config, which counts" not in caplog.text
     ids = prompt(24)
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
+    alone = optimize_and_load(tmp_path / "model.gguf", rules, dtype="float32", progress=False)
+    torch.testing.assert_close(logits(alone, ids), logits(model, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_numbers_that_the_config_of_another_model_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -175,7 +175,7 @@ def test_rules_that_are_wrong(run: Run, tmp_path: Path) -> None:
     [
         (["--rules", "none.yaml"], "none.yaml:1:1: error: there is no such rule file"),
         (["--rules", "broken.yaml"], "broken.yaml:2:4: error: not valid YAML"),
-        (["--model", "./none"], "local_chat: error: ./none: no such folder"),
+        (["--model", "./none"], "local_chat: error: ./none: no such file or folder"),
     ],
 )
 def test_paths_and_syntax_are_checked_before_pytorch_is_imported(options: list[str], message: str, tmp_path: Path) -> None:

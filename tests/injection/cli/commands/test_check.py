@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_no_finding(run: Run, rules: Write, tmp_path: Pat
         ((tmp_path / "none.yaml",), "there is no such rule file"),
         ((tmp_path,), "Is a directory"),
         ((rules(RIGHT), "--model", tmp_path), "no config.json"),
-        ((rules(RIGHT), "--model", "./nowhere/at/all"), "no such folder"),
+        ((rules(RIGHT), "--model", "./nowhere/at/all"), "no such file or folder"),
         ((rules(RIGHT), "--model", "~nobody-of-this-name/model"), "this machine has no user of that name"),
         (("--no-such-option",), "No such option"),
     ]:

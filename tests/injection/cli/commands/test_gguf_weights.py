@@ -71,7 +71,7 @@ def test_check_counts_what_the_file_has(run: Run, run_json: RunJson, model: list
     without = run_json("check", "cpu-exact", *model[:2])
     assert found["files"][0]["bytes_by_device"]["cpu"] < without["files"][0]["bytes_by_device"]["cpu"]
     refused = run("check", "cpu-exact", *model[2:])
-    assert refused.exit_code == 2 and "give --model" in refused.stderr
+    assert refused.exit_code == 2 and "the file alone does not describe its model" in refused.stderr
 
 
 def test_plan_predicts_with_super_blocks(

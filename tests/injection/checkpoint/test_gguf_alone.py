@@ -1,0 +1,256 @@
+"""A GGUF file as the model: its config and tokenizer are read from it, and what it does not state is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFValueType as Kind
+from gguf import GGUFWriter
+from support.byte_tokenizer import byte_tokenizer
+from support.families import prompt
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moegraft.injection import optimize_and_load
+from moegraft.injection.checkpoint.gguf.description import folder_of, read_config
+from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
+from moegraft.injection.checkpoint.gguf.files import open_file
+from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary, read_vocabulary
+from moegraft.injection.meta_model import build_meta_model, find_model
+from moegraft.operators.errors import CheckpointError, UnsupportedModelError
+
+TEXT = (
+    "Stra\u00dfe na\u00efve \u6f22\u5b57\u304b\u306a\u4ea4\u3058\u308a \ud55c\uad6d\uc5b4 123456 1,234.5 'll DON'T we've  \n\n  x=1;"
+    "\tif(a){}\r\n \u00a0 e\u0301 \u00bd \u0939\u093f\u0928\u094d\u0926\u0940 Hello,world!!! it's IT'S 2024\u5e74 foo_bar/baz\n\n\n"
+    "\tend a<|im_end|>b the theme"
+)
+CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
+GPT2 = rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# As these models' own tokenizers split text.
+SPLITS = {
+    "qwen2": (rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}",),
+    "qwen35": (
+        rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "llama-bpe": (rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}",),
+    "glm4": (rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}",),
+    "gpt-2": (GPT2,),
+    "refact": (r"\p{N}", GPT2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def tiny(folder: Path, **changes: Any) -> Qwen3MoeForCausalLM:
+    """Write a model with a tokenizer and generation config to a folder."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=260,
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 3e6},
+        initializer_range=0.2,
+        **changes,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, eos_token_id=0)
+    model.save_pretrained(folder)
+    return model
+
+
+def written(folder: Path, name: str = "model.gguf") -> Path:
+    meta = build_meta_model(folder, weights=True)
+    assert meta.weights is not None
+    write_export(plan_export(meta.weights, meta.skeleton, read_types("F32")), folder / name, folder, "tiny", {}, lambda _: None)
+    return folder / name
+
+
+def fields_of(path: Path) -> dict[str, Any]:
+    file = open_file(path)
+    return {**file.fields, **{key: file.array(key) for key in file.arrays}}
+
+
+@pytest.mark.parametrize("place", ["file", "no suffix", "folder", "split"])
+def test_a_file_is_enough(place: str, tmp_path: Path) -> None:
+    model = tiny(tmp_path / "stock")
+    (tmp_path / "alone").mkdir()
+    path = shutil.move(written(tmp_path / "stock"), tmp_path / "alone" / "model.gguf")
+    if place == "no suffix":
+        path = path.rename(path.with_name("sha256-0123"))
+    if place == "split":
+        path = path.rename(path.with_name("model-00001-of-00001.gguf"))
+    loaded = optimize_and_load(path.parent if place == "folder" else path, "cpu-exact", dtype="float32", progress=False)
+    ids = prompt(20)
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    source = find_model(path)
+    assert AutoTokenizer.from_pretrained(source.folder).apply_chat_template([{"content": "a b"}], tokenize=False) == "a b"
+    stated = loaded.generation_config
+    assert (stated.do_sample, stated.temperature, stated.top_k, stated.top_p, stated.eos_token_id) == (True, 0.7, 20, 0.8, [0])
+
+
+def test_the_folder_is_written_once(tmp_path: Path) -> None:
+    tiny(tmp_path / "stock")
+    path = written(tmp_path / "stock")
+    folder = folder_of(path)
+    times = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    shutil.copy(path, tmp_path / "model.gguf")
+    assert folder_of(tmp_path / "model.gguf") == folder and {file: file.stat().st_mtime_ns for file in folder.iterdir()} == times
+    tiny(tmp_path / "other", rms_norm_eps=1e-5)
+    assert folder_of(written(tmp_path / "other")) != folder
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_tokens_of_bytes_are_those_of_the_tokenizer(name: str, tmp_path: Path) -> None:
+    """Of a file of llama.cpp's converter, which has no copy of tokenizer.json."""
+    tokenizer = Tokenizer(models.BPE())
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if name.startswith("qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([TEXT] * 20, trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet))
+
+    def change(writer: Any) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = name
+
+    assert_same(read(tokenizer, change, tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("prepends", [True, False])
+def test_tokens_of_characters_are_those_of_the_tokenizer(prepends: bool, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    spaces = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces] if prepends else [spaces])
+    after = [decoders.Strip(" ", 1, 0)] if prepends else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *after])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    words = [word for line in [TEXT] * 20 for word in line.split(" ")]
+    tokenizer.train_from_iterator(words, trainers.BpeTrainer(vocab_size=500, special_tokens=special, limit_alphabet=60))
+    assert_same(read(tokenizer, lambda writer: None, tmp_path), tokenizer)
+
+
+def read(tokenizer: Tokenizer, change: Callable[[Any], None], folder: Path) -> Tokenizer:
+    """Return the tokenizer that is read from a file without a copy of tokenizer.json."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    writer = GGUFWriter(folder / "vocabulary.gguf", "qwen3moe")
+    add_vocabulary(writer, folder, tokenizer.get_vocab_size(), {})
+    change(writer)
+    del writer.kv_data[0]["tokenizer.huggingface.json"]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return Tokenizer.from_str(json.dumps(read_vocabulary(fields_of(folder / "vocabulary.gguf"))["tokenizer.json"]))
+
+
+def assert_same(found: Tokenizer, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT).ids
+    assert found.encode(TEXT).ids == ids
+    assert found.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert found.decode(ids) == tokenizer.decode(ids), "special tokens are not text"
+
+
+@pytest.mark.parametrize("adds", [True, False, None])
+def test_the_first_token_is_added_where_the_file_states_it(adds: bool | None) -> None:
+    keys = {"model": "gpt2", "pre": "llama-bpe", "tokens": ["<s>", "a"], "token_type": [3, 1], "merges": [], "bos_token_id": 0}
+    fields = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if adds is not None:
+        fields["tokenizer.ggml.add_bos_token"] = adds
+    tokenizer = Tokenizer.from_str(json.dumps(read_vocabulary(fields)["tokenizer.json"]))
+    assert tokenizer.encode("a").ids == ([1] if adds is False else [0, 1]), "llama.cpp adds one to texts that are split so"
+
+
+def test_all_tokens_that_end_an_answer() -> None:
+    texts = ["a", "<eos>", "<eot>", "<|im_end|>", "<|return|>"]
+    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": texts, "token_type": [1, 3, 3, 3, 1], "merges": []}
+    fields = {f"tokenizer.ggml.{key}": value for key, value in {**keys, "eos_token_id": 1, "eot_token_id": 2}.items()}
+    assert read_vocabulary(fields)["generation_config.json"]["eos_token_id"] == [1, 2, 3], "not one that is ordinary text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qwen3moe.attention.clamp_kqv": 8.0}, "qwen3_moe has nothing for attention.clamp_kqv"),
+        ({"qwen3moe.rope.scaling.type": "longrope"}, "rotary embeddings of the type longrope"),
+        ({"qwen3moe.attention.value_length": 8}, "attention.value_length is 8, and transformers computes 16"),
+        ({"qwen3moe.embedding_length": None}, "it has no key 'embedding_length'"),
+        ({"qwen3moe.block_count": 1 << 40}, "1099511627776 layers, and 2"),
+        ({"qwen3moe.block_count": "two"}, "unsupported operand type"),
+        ({"qwen3moe.rope.freq_base": "high"}, "could not convert string to float"),
+        ({"general.architecture": "gemma4"}, "its keys for sliding windows in some layers are not known here"),
+        ({"general.architecture": "gpt9"}, "the architecture 'gpt9' is not supported"),
+        ({"general.architecture": "granitemoe"}, "it has no key 'block_count'"),
+    ],
+)
+def test_what_is_not_in_the_config_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tiny(tmp_path)
+    path = written(tmp_path)
+    fields = {key: value for key, value in {**fields_of(path), **changes}.items() if value is not None}
+    shapes = {name: tensor.shape for name, tensor in open_file(path).tensors.items()}
+    with pytest.raises(UnsupportedModelError, match="the file alone does not describe its model") as raised:
+        read_config(fields, shapes)
+    assert message in str(raised.value)
+
+
+def test_a_file_without_a_vocabulary_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    path = written(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"give the folder or hub id that it was made from as the model, .*--gguf"):
+        optimize_and_load(path, "cpu-exact", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("token_type", [1]), ("eos_token_id", 10**6), ("tokens", 3), ("huggingface.json", "{"), ("token_type", [99] * 257)],
+)
+def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny(tmp_path)
+    path = written(tmp_path)
+    whole = GGUFWriter.write_kv_data_to_file
+
+    def damaged(writer: Any) -> None:
+        name = f"tokenizer.{'' if key.startswith('h') else 'ggml.'}{key}"
+        writer.kv_data[0].pop(name)
+        writer.add_key_value(name, value, {int: Kind.UINT32, str: Kind.STRING, list: Kind.ARRAY}[type(value)])
+        whole(writer)
+
+    monkeypatch.setattr(GGUFWriter, "write_kv_data_to_file", damaged)
+    with pytest.raises(CheckpointError, match="the vocabulary is damaged"):
+        folder_of(written(tmp_path, "damaged.gguf"))
+    assert folder_of(path).is_dir()
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no GGUF")
+    with pytest.raises(CheckpointError, match="this is a file; name a GGUF file, or the folder"):
+        optimize_and_load(tmp_path / "model.safetensors", "cpu-exact", progress=False)
+    (tmp_path / "model.gguf").write_bytes(b"no GGUF")
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
+        optimize_and_load(tmp_path / "model.gguf", "cpu-exact", progress=False)
+    with pytest.raises(CheckpointError, match=r"other\.gguf: no such file or folder"):
+        optimize_and_load("other.gguf", "cpu-exact", progress=False)
