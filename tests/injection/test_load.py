@@ -175,7 +175,7 @@ def _byte_tokenizer() -> object:
 
 
 def test_unknown_inputs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="no such file or folder"):
         optimize_and_load("./nowhere/at/all", "cpu")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         optimize_and_load(tmp_path, "cpu")
