@@ -200,10 +200,10 @@ def find_model(
     Raises:
         CheckpointError, UnsupportedModelError: as `resolve_folder`, `read_config`, `find_class` and `with_gguf`.
     """
-    if gguf is None and (alone := gguf_alone(model)) is not None:
+    if (alone := gguf_alone(model)) is not None:
         from moegraft.injection.checkpoint.gguf.description import folder_of
 
-        model, gguf = folder_of(alone), alone
+        model, gguf = folder_of(alone), alone if gguf is None else gguf
     folder = resolve_folder(model, weights=weights and gguf is None)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model_class = find_class(folder, config, trust_remote_code=trust_remote_code)

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import typer
@@ -84,6 +85,12 @@ class ModelOptions:
             local_folder(self.model)
         if self.rules is not None:
             check_syntax(self.rules)
+
+    @property
+    def naming(self) -> str:
+        """The options that name the model, as one writes them behind a command; empty for the bundled model."""
+        named = (("model", self.model), ("gguf", self.gguf))
+        return "".join(f" --{name} {quote(value)}" for name, value in named if value is not None)
 
     def vars(self) -> Mapping[str, object]:
         """Return the `--var` values, typed as in YAML: 0.25 is a number, true a boolean.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -193,7 +194,7 @@ def _predict_and_write(
     if json:
         write_json(terminal, _as_json(chosen, tried, meta_model, output, text))
     elif chosen is not None and text is not None:
-        _write(chosen, text, output, terminal)
+        _write(chosen, text, output, options.naming, terminal)
     else:
         _refuse(tried, terminal)
     if chosen is None:
@@ -216,7 +217,7 @@ def _about(options: ModelOptions, context: int, meta_model: MetaModel, target: T
     return [*lines[:-1], f"{lines[-1]}, and {each}{size}", f"planned as {gpu.rates.describe()}."]
 
 
-def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> None:
+def _write(chosen: Candidate, text: str, output: Path, naming: str, terminal: Terminal) -> None:
     from moegraft.injection.candidates import packed_folder
     from moegraft.injection.cli.commands.plan import speed_lines
 
@@ -235,7 +236,8 @@ def _write(chosen: Candidate, text: str, output: Path, terminal: Terminal) -> No
         )
     terminal.write(f"{output}: experts as {choice.experts}{linears}; {needed}\n")
     terminal.write("\n".join(speed_lines(chosen.forecast)) + "\n")
-    terminal.notice(f"next: moegraft explain {output}, moegraft verify --rules {output}, local_chat --rules {output}")
+    commands = ("moegraft explain", "moegraft verify --rules", "local_chat --rules")
+    terminal.notice(f"next: {', '.join(f'{command} {quote(str(output))}{naming}' for command in commands)}")
 
 
 def _refuse(tried: list[Candidate], terminal: Terminal) -> None:

@@ -64,6 +64,15 @@ def test_the_written_file_is_the_planned_one(run_json: RunJson, config_folder: P
     assert planned["speed"] == best["speed"]
 
 
+def test_the_next_commands_name_the_model(run: Run, config_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "my rules.yaml"
+    shown = run("init", "--model", config_folder, "--output", file).stderr
+    assert (
+        f"moegraft explain '{file}' --model {config_folder}, " in shown
+        and f"local_chat --rules '{file}' --model {config_folder}\n" in shown
+    )
+
+
 def test_the_comments_say_why(run: Run, config_folder: Path) -> None:
     text = run("init", "--model", config_folder, "--output", "-", "--gpu-memory", "24GiB").stdout
     comments = [line for line in text.splitlines() if line.startswith("#")]
