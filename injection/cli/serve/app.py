@@ -522,7 +522,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         raise RequestError(503, "the server is shutting down, or has to be restarted") from None
     # Not by the stream itself, which never starts if the client leaves before it.
     parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
-    name, headers = jobs[0].adapter or service.model_id, {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+    name, headers = jobs[0].adapter or service.model_id, {IGNORED: ", ".join(ignored)} if (ignored := asked.options.ignored) else {}
     reply: Reply | ResponseReply | MessageReply
     if asked.kind == "response":
         reply = ResponseReply(asked, name, choices[0])
@@ -530,7 +530,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
         reply = MessageReply(asked, name, choices[0])
     else:
         reply = Reply(asked, name, service.fingerprint, choices)
-    if asked.stream:
+    if asked.options.stream:
         headers["Cache-Control"] = "no-cache"
         return StreamingResponse(_stream(reply, parts), media_type="text/event-stream", headers=headers)
     async for _ in parts:

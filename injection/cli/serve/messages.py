@@ -175,6 +175,10 @@ class MessageBody(Options):
     user_profile_id: Ignored = None
     workspace_id: Ignored = None
 
+    @property
+    def stop_texts(self) -> list[str]:
+        return super().stop_texts + (self.stop_sequences or [])
+
     def request(self) -> Request:
         """
         Raises:
@@ -194,10 +198,9 @@ class MessageBody(Options):
         messages += [message for turn in self.messages for message in turn.for_template()]
         continues = messages[-1]["role"] == "assistant"
         thinks = {"enabled": True, "disabled": False}.get(self.thinking.type if self.thinking else "")
-        shared = self._shared()
         return Request(
             kind="message",
-            **{**shared, "stop": (*shared["stop"], *(self.stop_sequences or ()))},
+            options=self,
             messages=messages,
             continue_final_message=continues,
             add_generation_prompt=not continues,

@@ -124,10 +124,11 @@ class Completion(Options):
     best_of: Annotated[Any, Off(None, 1)] = None
 
     def _shared(self) -> dict[str, Any]:
-        options = self.stream_options or StreamOptions()
-        included = bool(options.include_usage)
-        continuous = included and bool(options.continuous_usage_stats)
-        return {**super()._shared(), "n": self.n or 1, "include_usage": included, "continuous_usage": continuous}
+        """Return what `Request` takes from both."""
+        streamed = self.stream_options or StreamOptions()
+        included = bool(streamed.include_usage)
+        continuous = included and bool(streamed.continuous_usage_stats)
+        return {"options": self, "n": self.n or 1, "include_usage": included, "continuous_usage": continuous}
 
 
 TemplateVariables = dict[Text, bool | int | float | Text]
@@ -298,6 +299,10 @@ class ResponseBody(Options):
     reasoning: ReasoningOptions | None = None
     stream_options: NoEffect = None
 
+    @property
+    def ignored(self) -> list[str]:
+        return super().ignored + [f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, OpenAITool)]
+
     def request(self) -> Request:
         """
         Raises:
@@ -305,14 +310,12 @@ class ResponseBody(Options):
         """
         functions = [tool for tool in self.tools or [] if isinstance(tool, FlatTool)]
         tools = tool_options(functions, self.tool_choice, self.parallel_tool_calls)
-        shared = self._shared()
-        shared["ignored"] += tuple(f"tools.{tool.type}" for tool in self.tools or [] if isinstance(tool, OpenAITool))
         form = self.text.format if self.text else None
         if not (messages := self._messages()):
             raise RequestError(400, "input: there is nothing to answer", param="input")
         return Request(
             kind="response",
-            **shared,
+            options=self,
             messages=messages,
             instructions=self.instructions,
             truncate=self.truncation == "auto",

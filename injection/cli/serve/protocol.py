@@ -61,16 +61,14 @@ class Request:
     """A request in whichever form it came; None means the server's or the model's own value.
 
     Attributes:
+        options: those that all forms have, as the client gave them.
         messages: as chat templates take them; calls of tools have their arguments as objects, and images their `url`.
         instructions: of a response, the text of the first message.
         prompts: of text completions; each has `n` answers.
         continue_final_message: whether the answer continues the last message, which is the assistant's.
         add_generation_prompt: whether the chat template begins the answer.
         truncate: whether the oldest messages are left out where the prompt is too long.
-        min_tokens: before which an answer ends neither by itself nor by a stop string.
-        ignore_eos: whether the answer ends by a stop string or at its maximum of tokens alone.
         include_usage, continuous_usage: whether a stream ends with the usage, and whether each of its chunks has it.
-        ignored: names of parameters without effect, which the answer's headers report.
         form_name: the client's name of a JSON Schema.
         logprobs: how many of the likeliest tokens are reported beside each token; None reports no scores.
         forced_tools: names of tools of which the answer has to call one; empty: the model is free.
@@ -79,31 +77,17 @@ class Request:
     """
 
     kind: Kind
-    model: str | None
+    options: Options
     messages: list[dict[str, Any]] = field(default_factory=list)
     instructions: str | None = None
     prompts: tuple[str | list[int], ...] = ()
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     truncate: bool = False
-    ignored: tuple[str, ...] = ()
     max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     n: int = 1
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     echo: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -258,23 +242,16 @@ class Options(BaseModel):
     timings_per_token: Ignored = None
     return_progress: Ignored = None
 
-    def _shared(self) -> dict[str, Any]:
-        """Return what `Request` takes from all forms."""
-        same = ("model", "temperature", "top_p", "min_p", "seed", "repetition_penalty")
-        return {
-            **{name: getattr(self, name) for name in same},
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            "top_k": None if self.top_k is None else max(0, self.top_k),
-            "stream": bool(self.stream),
-            "min_tokens": self.min_tokens or 0,
-            "ignore_eos": bool(self.ignore_eos),
-            "ignored": tuple(
-                name for name, field in type(self).model_fields.items() if field.description == IGNORED and getattr(self, name) is not None
-            ),
-        }
+    @property
+    def stop_texts(self) -> list[str]:
+        """The stop strings of the request, whichever parameters have them."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of given parameters without effect, which the answer's headers report."""
+        fields = type(self).model_fields.items()
+        return [name for name, field in fields if field.description == IGNORED and getattr(self, name) is not None]
 
     def answer_form(self, form: AnyFormat | None, forced: Sequence[str] = ()) -> dict[str, Any] | str | None:
         """Return the JSON Schema or grammar that an answer follows; `form` is that of OpenAI's or Anthropic's parameter.

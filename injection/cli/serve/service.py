@@ -266,14 +266,13 @@ class Service:
         Raises:
             RequestError: the request names another model, exceeds a limit, or asks for what this model cannot do.
         """
-        adapter = None if request.model is None else self.adapter_of(request.model)
+        model, ignored = request.options.model, request.options.ignored
+        adapter = None if model is None else self.adapter_of(model)
         # Keys and values belong to the adapter that has computed them. No header has a newline.
         scope = scope if adapter is None else f"{adapter}\n{scope}"
-        if request.ignored and self.limits.strict:
-            raise RequestError(
-                400, f"{', '.join(request.ignored)}: no effect on this server", code="unsupported_parameter", param=request.ignored[0]
-            )
-        for name in set(request.ignored) - self._reported:
+        if ignored and self.limits.strict:
+            raise RequestError(400, f"{', '.join(ignored)}: no effect on this server", code="unsupported_parameter", param=ignored[0])
+        for name in set(ignored) - self._reported:
             self._reported.add(name)
             logger.warning("serve: the parameter %s is ignored: it has no effect here", name)
         if request.logprobs is not None and self.alone_because and (request.echo or not self._captured):
@@ -359,8 +358,8 @@ class Service:
         Raises:
             RequestError: as `choices` does.
         """
-        if request.model is not None:
-            self.adapter_of(request.model)
+        if request.options.model is not None:
+            self.adapter_of(request.options.model)
         return sum(len(prompt.token_ids) for prompt in self._prompts(request)[1])
 
     def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
@@ -488,32 +487,33 @@ class Service:
             # In OpenAI's words, by which clients recognise it.
             message = f"This model's maximum context length is {context} tokens, including the answer; the prompt has {len(token_ids)}"
             raise RequestError(400, message, code="context_length_exceeded", param=request.asked_by)
-        size = self._vocabulary
-        if not all(0 <= token < size for token in request.logit_bias):
+        options, size = request.options, self._vocabulary
+        biases, min_tokens = {int(token): bias for token, bias in (options.logit_bias or {}).items()}, options.min_tokens or 0
+        if not all(token < size for token in biases):
             raise RequestError(400, f"logit_bias has tokens outside of the range from 0 to {size - 1}", param="logit_bias")
-        if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-            raise RequestError(400, f"min_tokens: {request.min_tokens} are more than max_tokens", param="min_tokens")
-        unending = dict.fromkeys(self.ends, -math.inf) if request.ignore_eos else {}
+        if request.max_tokens is not None and min_tokens > request.max_tokens:
+            raise RequestError(400, f"min_tokens: {min_tokens} are more than max_tokens", param="min_tokens")
+        unending = dict.fromkeys(self.ends, -math.inf) if options.ignore_eos else {}
         defaults: Any = self.loaded.model.generation_config
         own = defaults.stop_strings or ()
-        temperature = request.temperature
+        temperature = options.temperature
         if temperature is None:
             temperature = _own(defaults, "temperature", 1.0) if defaults.do_sample else 0.0
         return Ask(
             token_ids=token_ids,
             max_tokens=min(defaults.max_new_tokens or limit if request.max_tokens is None else request.max_tokens, limit, room),
-            min_tokens=request.min_tokens,
+            min_tokens=min_tokens,
             end_tokens=self.ends,
             temperature=float(temperature),  # `generate` requires a float
-            top_p=float(request.top_p if request.top_p is not None else _own(defaults, "top_p", 1.0)),
-            top_k=request.top_k if request.top_k is not None else _own(defaults, "top_k", 0),
-            seed=None if request.seed is None else request.seed & MOST_SEED,
-            stop=(*request.stop, *((own,) if isinstance(own, str) else own)),
-            min_p=float(request.min_p if request.min_p is not None else _own(defaults, "min_p", 0.0)),
-            repetition_penalty=request.repetition_penalty,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias={**request.logit_bias, **unending},
+            top_p=float(options.top_p if options.top_p is not None else _own(defaults, "top_p", 1.0)),
+            top_k=max(0, options.top_k) if options.top_k is not None else _own(defaults, "top_k", 0),
+            seed=None if options.seed is None else options.seed & MOST_SEED,
+            stop=(*options.stop_texts, *((own,) if isinstance(own, str) else own)),
+            min_p=float(options.min_p if options.min_p is not None else _own(defaults, "min_p", 0.0)),
+            repetition_penalty=options.repetition_penalty,
+            presence_penalty=options.presence_penalty or 0.0,
+            frequency_penalty=options.frequency_penalty or 0.0,
+            logit_bias={**biases, **unending},
             logprobs=request.logprobs,
             echo=request.echo,
             images=prompt.images,
