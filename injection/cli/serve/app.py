@@ -21,6 +21,7 @@ from functools import partial
 from html import escape
 from importlib.resources import files
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import uvicorn
 from fastapi import FastAPI, Response
@@ -212,29 +213,13 @@ class Preparation:
     """
 
     def __init__(self) -> None:
-        self._clients: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}  # and who holds it or waits for it
+        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of those who hold it or wait for it
 
     async def __call__(self, request: HttpRequest, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        client = _client(request)
-        free, users = self._clients.setdefault(client, (asyncio.Semaphore(PREPARED), []))
-
-        def leave() -> None:
-            users.pop()
-            if not users:
-                del self._clients[client]
-
-        def ended(thread: asyncio.Task[T]) -> None:
-            free.release()
-            leave()
-
-        users.append(None)
-        try:
-            await free.acquire()
-        except BaseException:
-            leave()
-            raise
+        free = self._clients.setdefault(_client(request), asyncio.Semaphore(PREPARED))
+        await free.acquire()
         thread = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
-        thread.add_done_callback(ended)
+        thread.add_done_callback(lambda _: free.release())
         return await asyncio.shield(thread)
 
 
