@@ -55,34 +55,15 @@ class AnswerStats:
         )
 
 
-@dataclass(slots=True)
-class ChatStats:
-    """Sums over the answers since the program started."""
-
-    answers: int = 0
-    computed_tokens: int = 0
-    prefill_s: float = 0.0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    decode_s: float = 0.0
-
-    def add(self, stats: AnswerStats) -> None:
-        self.answers += 1
-        self.computed_tokens += stats.prompt_tokens - stats.cached_tokens
-        self.prefill_s += stats.first_token_s
-        self.generated_tokens += stats.generated_tokens
-        self.decode_steps += max(0, stats.generated_tokens - 1)
-        self.decode_s += stats.decode_s
-
-    def line(self) -> str:
-        if not self.answers:
-            return "no answer yet"
-        prefill = f" at {self.computed_tokens / self.prefill_s:.1f}/s" if self.prefill_s else ""
-        decode = f" at {self.decode_steps / self.decode_s:.1f}/s" if self.decode_s else ""
-        return (
-            f"answers so far: {self.answers}; computed of prompts: {_tokens(self.computed_tokens)}{prefill}; "
-            f"generated: {_tokens(self.generated_tokens)}{decode}"
-        )
+def sums_line(answers: Sequence[AnswerStats]) -> str:
+    """Return one line on the answers since the program started."""
+    if not answers:
+        return "no answer yet"
+    computed, prefill_s = sum(each.prompt_tokens - each.cached_tokens for each in answers), sum(each.first_token_s for each in answers)
+    generated, decode_s = sum(each.generated_tokens for each in answers), sum(each.decode_s for each in answers)
+    prefill = f" at {computed / prefill_s:.1f}/s" if prefill_s else ""
+    decode = f" at {(generated - len(answers)) / decode_s:.1f}/s" if decode_s else ""
+    return f"answers so far: {len(answers)}; computed of prompts: {_tokens(computed)}{prefill}; generated: {_tokens(generated)}{decode}"
 
 
 def _tokens(count: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moegraft.injection.cli.chat.answer import Answer, Answerer, AnswerStats, ChatStats, work_lines
+from moegraft.injection.cli.chat.answer import Answer, Answerer, AnswerStats, sums_line, work_lines
 from moegraft.injection.cli.chat.conversation import Conversation, SavedChat, read_chat, write_chat
 from moegraft.injection.cli.images import MOST_PIXELS, ImageError, Picture, read_picture
 from moegraft.injection.cli.models import LoadedModel
@@ -60,7 +60,7 @@ def _reset(chat: Chat, argument: str) -> None:
 
 def _stats(chat: Chat, argument: str) -> None:
     lines = [f"last answer: {chat.last.line()}; first token after {chat.last.first_token_s:.2f} s"] if chat.last else []
-    lines += [chat.totals.line(), f"model: {chat.loaded.name}; rules: {chat.loaded.rules}; seed: {chat.answerer.seed}"]
+    lines += [sums_line(chat.answers), f"model: {chat.loaded.name}; rules: {chat.loaded.rules}; seed: {chat.answerer.seed}"]
     if chat.last and chat.loaded.context_tokens:
         used = chat.last.prompt_tokens + chat.last.generated_tokens
         lines.append(f"context: {used} of {chat.loaded.context_tokens} tokens after the last answer")
@@ -195,12 +195,15 @@ class Chat:
         self.answerer = answerer
         self.conversation = conversation
         self.terminal = terminal
-        self.totals = ChatStats()
-        self.last: AnswerStats | None = None
+        self.answers: list[AnswerStats] = []
         self.leaving = False
         self._pictures: list[Picture] = []  # of the next question
         self._show_stats = show_stats
         self._verbose = verbose
+
+    @property
+    def last(self) -> AnswerStats | None:
+        return self.answers[-1] if self.answers else None
 
     def turn(self, question: str) -> Answer:
         """Answer a question: the text goes to stdout, a line about it to stderr. A question without an answer is not kept.
@@ -223,8 +226,7 @@ class Chat:
         else:
             self._pictures = []
             self.conversation.answered(answer.text)
-            self.totals.add(answer.stats)
-            self.last = answer.stats
+            self.answers.append(answer.stats)
         self._report(answer)
         return answer
 
