@@ -10,9 +10,8 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from moegraft.injection.cli.options import PROGRAM, ModelOptions, OptionsError, takes_options, talks_to_user
+from moegraft.injection.cli.options import PROGRAM, Limits, ModelOptions, OptionsError, setting, takes_options, talks_to_user
 from moegraft.injection.cli.output import Terminal, importing, library_log, open_terminal, user_errors
-from moegraft.injection.cli.serve.limits import Limits, setting
 
 if TYPE_CHECKING:
     from moegraft.injection.cli.serve.service import Service

@@ -22,7 +22,7 @@ from moegraft.injection.cli.chat.conversation import Conversation, Message, Prom
 from moegraft.injection.cli.chat.conversation import fingerprint as model_fingerprint
 from moegraft.injection.cli.images import MOST_IMAGES, MOST_PIXELS, ImageError, ImageInputs, read_url, sample_picture
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.options import NEUTRAL, OptionsError
+from moegraft.injection.cli.options import NEUTRAL, Limits, OptionsError
 from moegraft.injection.cli.serve.answer_parser import (
     REASONING,
     AnswerGrammar,
@@ -34,7 +34,6 @@ from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.engine import Decoder, Engine
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
-from moegraft.injection.cli.serve.limits import Limits
 from moegraft.injection.cli.serve.metrics import Metrics, work_counts
 from moegraft.injection.cli.serve.open_pool import UnbatchableError, default_limit, open_pool
 from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
