@@ -264,12 +264,22 @@ def write_json(terminal: Terminal, data: Json) -> None:
     terminal.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
 
 
-def write_result(terminal: Terminal, lines: Iterable[str], data: Json, *, as_json: bool) -> None:
-    """Write a command's result: `data` as JSON where that is asked for, else `lines` of text."""
+def write_result(
+    terminal: Terminal, lines: Iterable[str], data: Json, *, as_json: bool, ok: bool = True, notices: Iterable[str | None] = ()
+) -> None:
+    """Write a command's result: `data` as JSON where that is asked for, else `lines` of text, and those `notices` that there are.
+
+    Raises:
+        typer.Exit: with FINDINGS, unless the result is `ok`.
+    """
     if as_json:
         write_json(terminal, data)
     else:
-        terminal.write("\n".join(lines) + "\n")
+        terminal.write("".join(f"{line}\n" for line in lines))
+        for notice in filter(None, notices):
+            terminal.notice(notice)
+    if not ok:
+        raise typer.Exit(FINDINGS)
 
 
 def _finite(value: Any) -> Any:

@@ -6,10 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from moegraft.injection.cli.options import PROGRAM, JsonOption, OptionsError, option
-from moegraft.injection.cli.output import FINDINGS, Json, Terminal, columns, open_terminal, user_errors, write_result
+from moegraft.injection.cli.output import Json, Terminal, columns, open_terminal, user_errors, write_result
 from moegraft.operators.errors import error_sentence, human_bytes
 
 if TYPE_CHECKING:
@@ -54,9 +52,8 @@ def doctor(
     facts = gather()
     measured = measure_and_save(terminal, disk) if measure else store.load()
     problems = find_problems(facts)
-    write_result(terminal, _lines(facts, problems, measured), _as_json(facts, problems, measured), as_json=json)
-    if any(problem.severity == "error" for problem in problems):
-        raise typer.Exit(FINDINGS)
+    data = _as_json(facts, problems, measured)
+    write_result(terminal, _lines(facts, problems, measured), data, as_json=json, ok=data["ok"])
 
 
 def _switch_autoload(on: bool, terminal: Terminal) -> None:

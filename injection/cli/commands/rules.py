@@ -24,13 +24,12 @@ from moegraft.injection.cli.output import (
     FINDINGS,
     USER_ERROR,
     Json,
-    Terminal,
     columns,
     diagnostic_json,
     open_terminal,
     plural,
     user_errors,
-    write_json,
+    write_result,
 )
 from moegraft.injection.rules import Diagnostic, Match, RuleErrors, read_rules
 from moegraft.operators.errors import UnsupportedModelError, human_bytes
@@ -81,11 +80,8 @@ def check(
     registry = load_registry()
     meta_model = open_meta_model(options) if options.model is not None else None
     checked = [_checked(file, options.vars(), meta_model, registry) for file in rules]
-    terminal = open_terminal()
-    if json:
-        write_json(terminal, _checked_json(checked, meta_model))
-    else:
-        _write_checked(checked, meta_model, terminal)
+    notices = [] if meta_model is None else [_notice(meta_model)]
+    write_result(open_terminal(), _checked_lines(checked, meta_model), _checked_json(checked, meta_model), as_json=json, notices=notices)
     code = max(_exit_code(outcome, strict=strict) for outcome in checked)
     if code:
         raise typer.Exit(code)
@@ -111,21 +107,23 @@ def _exit_code(checked: Checked, *, strict: bool) -> int:
     return FINDINGS if "error" in severities or (strict and "warning" in severities) else 0
 
 
-def _write_checked(checked: list[Checked], meta_model: MetaModel | None, terminal: Terminal) -> None:
+def _notice(meta_model: MetaModel) -> str | None:
+    """Return why the model's weights cannot be loaded, if so."""
+    return None if meta_model.unloadable is None else f"notice: {meta_model.unloadable}"
+
+
+def _checked_lines(checked: list[Checked], meta_model: MetaModel | None) -> Iterator[str]:
     from moegraft.injection.planning import bytes_text
 
     for outcome in checked:
-        for finding in outcome.findings:
-            terminal.write(f"{finding}\n")
+        yield from map(str, outcome.findings)
         if "error" in outcome.severities():
             continue
         taken = ""
         if outcome.modules is not None and meta_model is not None:
             sizes = bytes_text(outcome.bytes_by_device or {})
             taken = f"; it replaces {plural(outcome.modules, 'module')} of {meta_model.model_class}, which then holds {sizes}"
-        terminal.write(f"{outcome.rules}: no errors{taken}\n")
-    if meta_model is not None and meta_model.unloadable is not None:
-        terminal.notice(f"notice: {meta_model.unloadable}")
+        yield f"{outcome.rules}: no errors{taken}"
 
 
 def _checked_json(checked: list[Checked], meta_model: MetaModel | None) -> Json:
@@ -173,15 +171,12 @@ def explain(
     terminal = open_terminal()
     meta_model, rule_file, registry = model_and_rules(options)
     explained = explanation(meta_model, rule_file, registry)
-    trials = explained.trials(module) if module is not None else None
-    if json:
-        write_json(terminal, _as_json(explained, meta_model, trials))
-    elif trials is not None and module is not None:
-        _write_trials(module, trials, explained, terminal)
-    else:
-        _write_table(explained, meta_model, each, terminal)
-    if explained.plan is None:
-        raise typer.Exit(FINDINGS)
+    trials, notices = None, [_notice(meta_model)]
+    if module is not None:
+        trials, notices = explained.trials(module), []
+    lines = _table_lines(explained, meta_model, each) if module is None else _trials_lines(module, trials or [], explained)
+    data = _as_json(explained, meta_model, trials)
+    write_result(terminal, [*lines, *map(str, explained.findings)], data, as_json=json, ok=data["ok"], notices=notices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,18 +270,15 @@ def explanation(meta_model: MetaModel, rules: RuleFile, registry: OperatorRegist
     return Explanation(rules, modules, assignment, planned, planned.notices)
 
 
-def _write_table(explained: Explanation, meta_model: MetaModel, each: bool, terminal: Terminal) -> None:
+def _table_lines(explained: Explanation, meta_model: MetaModel, each: bool) -> list[str]:
     from moegraft.injection.planning import bytes_text
 
-    if explained.plan is not None:
-        rows = [HEADER, *_rows(explained, explained.plan, each)]
-        rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(explained.plan.rest_bytes)} cpu"))
-        terminal.write("\n".join(columns(rows)) + "\n")
-        swaps = plural(len({swap.module for swap in explained.plan.swaps}), "module")
-        terminal.write(f"{meta_model.model_class}: {swaps} replaced; total {bytes_text(explained.plan.bytes_by_device)}\n")
-    _write_findings(explained, terminal)
-    if meta_model.unloadable is not None:
-        terminal.notice(f"notice: {meta_model.unloadable}")
+    if explained.plan is None:
+        return []
+    rows = [HEADER, *_rows(explained, explained.plan, each)]
+    rows.append(("everything else", "-", "-", "(stock)", "", f"{human_bytes(explained.plan.rest_bytes)} cpu"))
+    swaps = plural(len({swap.module for swap in explained.plan.swaps}), "module")
+    return [*columns(rows), f"{meta_model.model_class}: {swaps} replaced; total {bytes_text(explained.plan.bytes_by_device)}"]
 
 
 def _rows(explained: Explanation, plan: Plan, each: bool) -> Iterator[tuple[str, ...]]:
@@ -300,27 +292,22 @@ def _rows(explained: Explanation, plan: Plan, each: bool) -> Iterator[tuple[str,
         yield " ".join(grouped(path or "(the model)" for path in taken)), rule.id, rule.place_text, "default", "", "(not replaced)"
 
 
-def _write_trials(module: str, trials: Sequence[Trial], explained: Explanation, terminal: Terminal) -> None:
+def _trials_lines(module: str, trials: Sequence[Trial], explained: Explanation) -> Iterator[str]:
     from moegraft.injection.planning import bytes_text
 
     kinds = ", ".join(sorted(explained.modules.kinds(module)))
-    terminal.write(f"{module or '(the model)'}: {type(explained.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}\n")
+    yield f"{module or '(the model)'}: {type(explained.modules[module]).__name__}{f', of kind {kinds}' if kinds else ''}"
     rows = [(trial.outcome, f"{trial.rule.place_text}:", f"rule '{trial.rule.id}':", trial.reason) for trial in trials]
-    terminal.write("\n".join(f"  {line}" for line in columns(rows)) + "\n")
+    yield from (f"  {line}" for line in columns(rows))
     swaps = explained.plan.swaps if explained.plan else ()
     replacing = [swap for swap in swaps if swap.module == module]
     for swap in replacing:
         options = ", ".join(f"{name}={value}" for name, value in asdict(swap.options).items())  # type: ignore[call-overload]
-        terminal.write(f"  replaced by {swap.operator} ({options}): {bytes_text(swap.footprint.by_device)}\n")
+        yield f"  replaced by {swap.operator} ({options}): {bytes_text(swap.footprint.by_device)}"
     if not replacing and not any(trial.outcome == "won" for trial in trials):
         outer = next((swap for swap in swaps if not swap.in_place and module.startswith(f"{swap.module}.")), None)
         fate = "it is not replaced" if outer is None else f"it is replaced with {outer.module}, which rule '{outer.rule.id}' takes"
-        terminal.write(f"  no rule takes it: {fate}\n")
-    _write_findings(explained, terminal)
-
-
-def _write_findings(explained: Explanation, terminal: Terminal) -> None:
-    terminal.write("".join(f"{finding}\n" for finding in explained.findings))
+        yield f"  no rule takes it: {fate}"
 
 
 def _as_json(explained: Explanation, meta_model: MetaModel, trials: Sequence[Trial] | None) -> Json:
@@ -372,18 +359,13 @@ def diff(
     meta_model = open_meta_model(options)
     first, second = (plan(meta_model, rule_file, registry=registry) for rule_file in rules)
     changes = differences(first, second)
-    terminal = open_terminal()
-    if json:
-        modules = [
-            {"module": pair.module, "before": pair.before and swap_json(pair.before), "after": pair.after and swap_json(pair.after)}
-            for pair in changes
-        ]
-        sums = {"bytes_before": first.bytes_by_device, "bytes_after": second.bytes_by_device}
-        write_json(terminal, {"same": not changes, "modules": modules, **sums})
-    else:
-        _write(changes, (before, first), (after, second), terminal)
-    if changes:
-        raise typer.Exit(FINDINGS)
+    modules = [
+        {"module": pair.module, "before": pair.before and swap_json(pair.before), "after": pair.after and swap_json(pair.after)}
+        for pair in changes
+    ]
+    sums = {"bytes_before": first.bytes_by_device, "bytes_after": second.bytes_by_device}
+    data = {"same": not changes, "modules": modules, **sums}
+    write_result(open_terminal(), _changes_lines(changes, (before, first), (after, second)), data, as_json=json, ok=not changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,13 +388,12 @@ def _effect(swap: Swap | None) -> object:
     return None if swap is None else (swap.operator, swap.options, swap.footprint.by_device)
 
 
-def _write(changes: list[Difference], before: tuple[str, Plan], after: tuple[str, Plan], terminal: Terminal) -> None:
+def _changes_lines(changes: list[Difference], before: tuple[str, Plan], after: tuple[str, Plan]) -> list[str]:
     from moegraft.injection.planning import LAYER, bytes_text
     from moegraft.injection.rules.rule import grouped
 
     if not changes:
-        terminal.write("no module differs\n")
-        return
+        return ["no module differs"]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for pair in changes:
         stock = "(stock)" if pair.module else "-"  # the model may have other operators
@@ -421,7 +402,7 @@ def _write(changes: list[Difference], before: tuple[str, Plan], after: tuple[str
     rows = [("modules", before[0], after[0])]
     rows += [(" ".join(grouped(modules)), old, new) for (_, old, new), modules in groups.items()]
     rows.append(("total", bytes_text(before[1].bytes_by_device), bytes_text(after[1].bytes_by_device)))
-    terminal.write("\n".join(columns(rows)) + f"\n{plural(len(changes), 'module')} differ{'s' if len(changes) == 1 else ''}\n")
+    return [*columns(rows), f"{plural(len(changes), 'module')} differ{'s' if len(changes) == 1 else ''}"]
 
 
 def _text(swap: Swap | None, without: str) -> str:

@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from moegraft.injection.cli.options import PROGRAM, JsonOption, LoadedModelOptions, option, takes_options
 from moegraft.injection.cli.output import FINDINGS, Json, columns, open_terminal, plural, user_errors, write_result
 from moegraft.injection.texts import text_content
@@ -41,9 +39,7 @@ def verify(
     ids = text_ids(loaded, content, text, min(tokens, loaded.context_tokens or tokens), least=2)
     with terminal.stage(f"comparing on {len(ids)} tokens"):
         verification = compare(loaded.model, find_source(options), ids)
-    write_result(terminal, _lines(verification), _as_json(verification), as_json=json)
-    if not verification.ok:
-        raise typer.Exit(FINDINGS)
+    write_result(terminal, _lines(verification), _as_json(verification), as_json=json, ok=verification.ok)
 
 
 def _lines(verification: Verification) -> list[str]:
