@@ -6,11 +6,9 @@ import typer
 
 from moegraft.injection.cli.commands.calibrate import calibrate
 from moegraft.injection.cli.commands.doctor import doctor
-from moegraft.injection.cli.commands.init import init
-from moegraft.injection.cli.commands.plan import plan
+from moegraft.injection.cli.commands.plan import init, plan
 from moegraft.injection.cli.commands.quantize import quantize
-from moegraft.injection.cli.commands.rules import check, diff, explain
-from moegraft.injection.cli.commands.schema import schema
+from moegraft.injection.cli.commands.rules import check, diff, explain, schema
 from moegraft.injection.cli.commands.serve import serve
 from moegraft.injection.cli.commands.verify import drafts, verify
 from moegraft.injection.cli.options import PROGRAM, VersionOption, option_name

@@ -13,7 +13,7 @@ import yaml
 from support import ROOT
 from torch import nn
 
-from moegraft.injection.cli.commands.schema import attribute_texts, rule_schema
+from moegraft.injection.cli.commands.rules import attribute_texts, rule_schema
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.registry import OperatorRegistry, load_registry
 from moegraft.rules import shipped_rules
