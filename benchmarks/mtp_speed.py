@@ -28,7 +28,7 @@ from transformers import MellumConfig, PreTrainedModel
 
 from moegraft.operators.decode.drafts import Drafting
 from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken, Greedy
-from moegraft.operators.decode.schedule import FixedSchedule, Round
+from moegraft.operators.schedule import FixedSchedule, Round
 
 MAX_DRAFT, ACCEPTANCES = 3, (0.7, 0.0)
 

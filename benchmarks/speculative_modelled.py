@@ -23,10 +23,10 @@ from harness.routing import MODELS, ModelShape, synthetic_trace
 from harness.simulation import Simulation, System
 from support.virtual_device import PROFILES
 
-from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 from moegraft.operators.experts.forecast import MachineProfile
 from moegraft.operators.offload.cache import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
+from moegraft.operators.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 
 ENGINE = System("hybrid", "two_threshold", CacheOptions(), PrefetchOptions())
 RATIO = 0.25  # of the experts have a slot

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
+
+from moegraft.operators.schedule import DraftSchedule, Round, Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +76,87 @@ class DraftSwitch:
         return top_k_index, top_k_weights
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedRow:
-    """What one text of a batch gained in a round.
+NGRAM = 3  # tokens at the end of a sequence that are looked up in it, at most
+
+
+class NgramIndex:
+    """The tokens of a text that grows, with the latest place of each n-gram of at most `NGRAM` tokens: a lookup takes as long in any text.
 
     Attributes:
-        confidences: the draft's probability of each draft token.
-        compared: draft tokens that were compared with the full model's choice: all up to the first rejected one.
-        accepted: of these.
-        generated: tokens by which the text grew.
+        tokens: all so far.
     """
 
-    confidences: Sequence[float]
-    compared: int
-    accepted: int
-    generated: int
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._follows: dict[tuple[int, ...], int] = {}  # where the token after an n-gram is; the last ones of the text have none
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        for token in tokens:
+            end = len(self.tokens)
+            latest = tuple(self.tokens[-NGRAM:])
+            for start in range(len(latest)):
+                self._follows[latest[start:]] = end
+            self.tokens.append(token)
+
+    def continuation(self, length: int) -> list[int]:
+        """Return at most `length` tokens that followed where the latest tokens, `NGRAM` of them or fewer, last occurred."""
+        latest = tuple(self.tokens[-NGRAM:])
+        for start in range(len(latest)):
+            if (place := self._follows.get(latest[start:])) is not None:
+                return self.tokens[place : place + length]
+        return []
 
 
-class BatchDrafts(ABC):
+class BatchDrafts:
     """Drafts for texts that are decoded together, each of which accepts as many tokens as it agrees with. One thread uses it.
 
     The caller drafts for each text, feeds the drafts of all texts to the full model in one pass, and keeps of each text what the full
     model would have generated, so that the text is the same with any drafts.
+
+    Batches of up to 1, 2, 4, 8, ... texts have a schedule each, as the costs of drafts grow with them. It compares the time of a round
+    with that of a plain step of the same batch, by the mean of tokens that its texts gained. Where drafts do not pay at a size, it
+    switches them off at that size alone.
+
+    Attributes:
+        longest: the most tokens of a draft.
+        by_mtp_layers: whether the model drafts by its MTP layers or a head, else with its own layers.
+
+    Args:
+        statistics: get every round.
+        by_ngrams: whether drafts are what followed a text's latest tokens before.
+        settings: how experts run where the model drafts with its own layers.
+        confidence: a draft ends after a token of lower probability.
     """
 
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """The most tokens of a draft."""
+    def __init__(
+        self,
+        switch: DraftSwitch,
+        statistics: Statistics,
+        new_schedule: Callable[[], DraftSchedule],
+        *,
+        longest: int,
+        by_ngrams: bool,
+        by_mtp_layers: bool,
+        settings: DraftSettings,
+        confidence: float,
+    ) -> None:
+        self.longest = longest
+        self.by_mtp_layers = by_mtp_layers
+        self._switch = switch
+        self._statistics = statistics
+        self._new_schedule = new_schedule
+        self._settings = settings
+        self._confidence = confidence
+        self._schedules: dict[int, DraftSchedule] = {}
+        self._indexes: WeakKeyDictionary[object, NgramIndex] | None = WeakKeyDictionary() if by_ngrams else None  # of the texts
+        self._rounds = 0
+        self._preparations = 0  # of the switch, at the end of the last round
 
-    @property
-    def by_mtp_layers(self) -> bool:
-        """Whether the model drafts by its MTP layers, else with its own."""
-        return False
-
-    @abstractmethod
     def plan(self, texts: int, limit: int) -> int:
         """Return the largest number of tokens to draft now for each of `texts` texts, up to `limit`; 0 for a plain step."""
+        return self._schedule(texts).plan(max(limit, 0))
 
-    @abstractmethod
     def lookup(self, text: object, token_ids: Sequence[int], length: int) -> list[int] | None:
         """Return at most `length` tokens that may follow a text; None where the model drafts, inside of `drafting`.
 
@@ -120,18 +164,52 @@ class BatchDrafts(ABC):
             text: an object that stands for it while it grows, and can be referred to weakly.
             token_ids: all of its tokens so far.
         """
+        if self._indexes is None:
+            return None
+        index = self._indexes.setdefault(text, NgramIndex())
+        index.append(token_ids[len(index.tokens) :])
+        return index.continuation(length)
 
-    @abstractmethod
     def drafting(self) -> AbstractContextManager[None]:
         """Let the calling thread's forward passes draft."""
+        return nullcontext() if self.by_mtp_layers else self._switch.drafting(self._settings)
 
-    @abstractmethod
     def continues(self, confidences: Sequence[float]) -> bool:
         """Return whether to draft one more token of a text after those with these probabilities."""
+        return confidences[-1] >= self._confidence and self._current.continues(confidences)
 
-    @abstractmethod
-    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float, *, alone: bool = True) -> None:
-        """Learn from a round of all texts; one without drafts is a plain step. `alone`: nothing else was computed in its pass."""
+    def record(self, rows: Sequence[Round], draft_ms: float, verify_ms: float, *, alone: bool = True) -> None:
+        """Learn from a round of all texts, of which each has a row without times; one without drafts is a plain step.
+
+        Args:
+            alone: whether nothing else was computed in its pass.
+        """
+        prepared, self._preparations = not alone or self._preparations != self._switch.preparations, self._switch.preparations
+        generated = sum(row.generated for row in rows)
+        # The schedule learns of one of the longest drafts, alternately.
+        longest = max(len(row.confidences) for row in rows)
+        examples = [row for row in rows if len(row.confidences) == longest]
+        self._rounds += 1
+        row = examples[self._rounds % len(examples)]
+        done = replace(row, generated=generated / len(rows), draft_ms=draft_ms, verify_ms=verify_ms, prepared=prepared)
+        self._schedule(len(rows)).record(done)
+        if not longest:
+            self._statistics.add(replace(done, generated=generated))
+            return
+        for row in rows:
+            self._statistics.add(replace(row, draft_ms=draft_ms / len(rows), verify_ms=verify_ms / len(rows), prepared=prepared))
+
+    def state(self) -> str | None:
+        """Describe the schedules in a few words for users; None before any was used."""
+        found = [f"batches of up to {texts}: {schedule.state()}" for texts, schedule in sorted(self._schedules.items())]
+        return "; ".join(found) or None
+
+    def _schedule(self, texts: int) -> DraftSchedule:
+        size = 1 << (texts - 1).bit_length()
+        if size not in self._schedules:
+            self._schedules[size] = self._new_schedule()
+        self._current = self._schedules[size]
+        return self._current
 
 
 def keep_largest(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

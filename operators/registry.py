@@ -23,7 +23,7 @@ BUILT_IN = (
     "moegraft.operators.cpu_ops.recurrent:CpuRecurrent",
     "moegraft.operators.cpu_ops.router:CpuRouter",
     "moegraft.operators.cpu_ops.router:FusedRouter",
-    "moegraft.operators.speculative.operator:SpeculativeDraft",
+    "moegraft.operators.speculative:SpeculativeDraft",
 )
 
 

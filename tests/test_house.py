@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "operators/cpu_ops": {"operators/cpu_ops", "operators/decode", "operators/linear", "operators/kernels", *ROOT_PARTS},
     "operators/linear": {"operators/kernels", *ROOT_PARTS},
     "operators/decode": {"operators/decode", "operators/offload", *ROOT_PARTS},
-    "operators/speculative": {"operators/speculative", "operators/decode", "operators/linear", *ROOT_PARTS},
+    "operators/speculative": {"operators/eagle3", "operators/decode", "operators/linear", *ROOT_PARTS},
+    "operators/eagle3": {"operators/linear", *ROOT_PARTS},
     "operators/kv_cache": {"operators/decode", *ROOT_PARTS},
     # The one object a model whose members its operators share; each is imported when an operator first asks for it.
     "operators/context": {"operators/decode", "operators/offload", "operators/kernels", *ROOT_PARTS},
@@ -81,6 +82,7 @@ INTERFACE = {
     "router_maps",
     "routing",
     "routing_trace",
+    "schedule",
     "sparsity",
     "structure",
     "thresholds",

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from harness.routing import MTP_NOISE, PREDICTION_NOISE, SPREAD
 from harness.simulation import Simulation, _Counted, head_ms, rest_layer_ms
-from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.scheduler import LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
+from moegraft.operators.schedule import DraftSchedule, Round, Statistics
 
 WORTHS = np.geomspace(0.01, 100, 81)  # of a ms of the link or the GPU, in ms of the CPU
 

@@ -22,9 +22,9 @@ from moegraft.operators.decode.loop import DecodedSequence, Decoding
 from moegraft.operators.decode.mtp import MtpDrafter
 from moegraft.operators.decode.mtp_layers import mtp_layers
 from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken
-from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import UnsupportedModelError
+from moegraft.operators.schedule import DraftSchedule, Round, Statistics
 
 LONGEST = 7  # tokens of a draft: programs verify up to 8 tokens, one of which was not drafted
 PROMPT = 64  # tokens before the first round

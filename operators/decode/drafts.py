@@ -16,14 +16,13 @@ from transformers.generation.logits_process import SynthIDTextWatermarkLogitsPro
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
 from moegraft.operators.decode.rollback import longest_rewind, unsupported_cache_reason
 from moegraft.operators.decode.sampling import AcceptanceRule, Adaptive, DraftToken, Greedy
-from moegraft.operators.decode.schedule import DraftSchedule, Round, Statistics
 from moegraft.operators.decode.states import drop_past
-from moegraft.operators.draft import DraftSettings, DraftSwitch
+from moegraft.operators.draft import DraftSettings, DraftSwitch, NgramIndex
+from moegraft.operators.schedule import DraftSchedule, Round, Statistics
 
 # These keep state from call to call, so calls for tokens that are rejected later would change their results.
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
-NGRAM = 3  # tokens at the end of a sequence that are looked up in it, at most
 
 # Called with "draft", "rollback", "verify" or "plain step"; the context covers that phase and yields its details, to be filled in.
 Trace = Callable[[str], AbstractContextManager[dict[str, object]]]
@@ -219,32 +218,3 @@ class NgramDrafter(Drafter):
         tokens = self._index.continuation(length)
         end = next((index + 1 for index, token in enumerate(tokens) if token in sequence.end_tokens), len(tokens))
         return [DraftToken(token) for token in tokens[:end]]
-
-
-class NgramIndex:
-    """The tokens of a text that grows, with the latest place of each n-gram of at most `NGRAM` tokens: a lookup takes as long in any text.
-
-    Attributes:
-        tokens: all so far.
-    """
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._follows: dict[tuple[int, ...], int] = {}  # where the token after an n-gram is; the last ones of the text have none
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        for token in tokens:
-            end = len(self.tokens)
-            latest = tuple(self.tokens[-NGRAM:])
-            for start in range(len(latest)):
-                self._follows[latest[start:]] = end
-            self.tokens.append(token)
-
-    def continuation(self, length: int) -> list[int]:
-        """Return at most `length` tokens that followed where the latest tokens, `NGRAM` of them or fewer, last occurred."""
-        latest = tuple(self.tokens[-NGRAM:])
-        for start in range(len(latest)):
-            if (place := self._follows.get(latest[start:])) is not None:
-                return self.tokens[place : place + length]
-        return []

@@ -11,7 +11,7 @@ from support import ROOT
 from support.model_shapes import MODELS
 from support.virtual_device import PROFILES
 
-from moegraft.operators.decode.schedule import FixedSchedule, MarginalSchedule
+from moegraft.operators.schedule import FixedSchedule, MarginalSchedule
 
 BENCHMARKS = ROOT / "benchmarks"
 TOKENS, FEW = 500, 50

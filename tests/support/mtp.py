@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from moegraft.operators.decode import mtp
 from moegraft.operators.decode.mtp_layers import add_mtp_layers, with_declared_mtp
-from moegraft.operators.decode.schedule import DraftSchedule
+from moegraft.operators.schedule import DraftSchedule
 from support.families import build_model, case_of, greedy, prompt
 from support.gguf_files import ARCHITECTURES, write_gguf
 

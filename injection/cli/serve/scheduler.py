@@ -20,7 +20,8 @@ from moegraft.injection.cli.serve.sampling import Draft, choose, extend, score, 
 from moegraft.injection.injected import injection_of
 from moegraft.operators.base import CACHE
 from moegraft.operators.decode.pages import PAGE_TOKENS, PagedSequence
-from moegraft.operators.draft import BatchDrafts, DraftedRow
+from moegraft.operators.draft import BatchDrafts
+from moegraft.operators.schedule import Round
 
 logger = logging.getLogger(__name__)
 # Options of a generation config that only `generate` applies, with the values that mean "off".
@@ -277,7 +278,7 @@ class Scheduler:
             if self._drafts is not None and not alone:
                 confidences = [draft.confidences for draft in drafts] or [[]] * count
                 done = [
-                    DraftedRow(shares, min(places + 1, len(shares)) if job.ending is None else places, places, job.completion_tokens - old)
+                    Round(shares, min(places + 1, len(shares)) if job.ending is None else places, places, job.completion_tokens - old)
                     for job, shares, places, old in zip(answers, confidences, accepted, before, strict=True)
                 ]
                 took_ms = 1e3 * (drafted_s - started_s), 1e3 * (time.perf_counter() - drafted_s)

@@ -52,9 +52,9 @@ from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.injection.demo import demo_path
 from moegraft.injection.injected import injection_of
 from moegraft.operators.base import ModelOperator
-from moegraft.operators.draft import DraftedRow
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.registry import load_registry
+from moegraft.operators.schedule import Round
 
 QUIET = Terminal(io.StringIO(), Console(file=io.StringIO()), quiet=True)
 
@@ -538,7 +538,7 @@ def test_the_time_of_a_pass_with_prompts_is_no_estimate_of_drafts(alone: bool, t
     for _ in range(20):
         if drafts.plan(2, 8):
             break
-        drafts.record([DraftedRow([], 0, 0, 1)] * 2, 0.0, 10.0, alone=alone)
+        drafts.record([Round([], 0, 0, 1)] * 2, 0.0, 10.0, alone=alone)
     assert bool(drafts.plan(2, 8)) == alone
 
 
@@ -591,7 +591,7 @@ def test_drafts_that_pay_for_one_text_may_not_for_many(tmp_path: Path) -> None:
     for texts, draft_ms, verify_ms in ((1, 0.1, 0.3), (8, 1.0, 8.0)):
         for _ in range(200):
             length = drafts.plan(texts, 10)
-            row = DraftedRow([0.9] * length, length, length, length + 1)
+            row = Round([0.9] * length, length, length, length + 1)
             drafts.record([row] * texts, draft_ms * length, 1.0 + verify_ms * length)
     lengths = {texts: drafts.plan(texts, 10) for texts in (1, 6, 8)}
     state = str(operator.statistics()["schedule"])  # type: ignore[union-attr]

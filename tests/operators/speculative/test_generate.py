@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moegraft.injection import new_cache
 from moegraft.operators.decode.native.steps import NativePasses, NativePrograms
-from moegraft.operators.decode.schedule import DraftSchedule, Round
+from moegraft.operators.schedule import DraftSchedule, Round
 
 STEPS = 24
 IDS = prompt(9)

@@ -18,8 +18,8 @@ from moegraft.operators.base import CACHE
 from moegraft.operators.decode import loop
 from moegraft.operators.decode.drafts import Drafting, ExpertsDrafter
 from moegraft.operators.decode.loop import DecodedSequence, Decoding
-from moegraft.operators.decode.schedule import FixedSchedule, Statistics
 from moegraft.operators.draft import DraftSettings
+from moegraft.operators.schedule import FixedSchedule, Statistics
 
 FAMILIES = [
     "deepseek_v3",  # its router does not sort the chosen experts; one shared expert

@@ -12,11 +12,10 @@ from support.families import build_model, case_of, prompt
 
 from moegraft.injection import optimize_and_load, plan
 from moegraft.injection.rules import RuleErrors
-from moegraft.operators.decode.drafts import NGRAM, NgramIndex
 from moegraft.operators.decode.sampling import Adaptive, DraftToken, Greedy, Sampling, Scores
-from moegraft.operators.draft import DraftSettings, DraftSwitch, keep_largest
+from moegraft.operators.draft import NGRAM, DraftSettings, DraftSwitch, NgramIndex, keep_largest
 from moegraft.operators.errors import RuleFileError
-from moegraft.operators.speculative.operator import SpeculativeOptions
+from moegraft.operators.speculative import SpeculativeOptions
 
 IDS = prompt(10)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from moegraft.operators.decode.schedule import AcceptanceRates, DraftSchedule, FixedSchedule, MarginalSchedule, Round, RoundCosts
+from moegraft.operators.schedule import AcceptanceRates, DraftSchedule, FixedSchedule, MarginalSchedule, Round, RoundCosts
 
 PLAIN_MS = 10.0
 TOKENS = 2000

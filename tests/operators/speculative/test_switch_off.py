@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from moegraft.operators.decode.schedule import MarginalSchedule, PlainSteps, Round
+from moegraft.operators.schedule import MarginalSchedule, PlainSteps, Round
 
 PLAIN_MS = 10.0
 TOKENS = 1500

@@ -27,6 +27,7 @@ class Round:
         compared: number of draft tokens that were compared with the full model's choice: all up to the first rejected one.
         accepted: number of compared tokens that were accepted.
         generated: number of tokens by which the text grew; of several texts, their mean.
+        draft_ms, verify_ms: 0 where the round is a part of one of several texts.
         prepared: whether the next such round takes less time, as a program was prepared for a step of this one, or its pass computed
             prompts as well.
     """
@@ -35,8 +36,8 @@ class Round:
     compared: int
     accepted: int
     generated: float
-    draft_ms: float
-    verify_ms: float
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
     prepared: bool = False
 
 

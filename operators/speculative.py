@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,17 +16,17 @@ from transformers import PreTrainedModel
 
 from moegraft.operators.base import DecodeLoss, Footprint, ModelOperator, Traits
 from moegraft.operators.context import InjectionContext
-from moegraft.operators.decode.drafts import NGRAM, Drafter, Drafting, ExpertsDrafter, NgramDrafter, NgramIndex, Trace, no_trace
+from moegraft.operators.decode.drafts import Drafter, Drafting, ExpertsDrafter, NgramDrafter, Trace, no_trace
 from moegraft.operators.decode.loop import generate
 from moegraft.operators.decode.mtp import MtpDrafter
 from moegraft.operators.decode.mtp_layers import mtp_layers, share_with_mtp, why_no_mtp
 from moegraft.operators.decode.rollback import unsupported_model_reason
-from moegraft.operators.decode.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Round, Statistics
-from moegraft.operators.draft import BatchDrafts, DraftedRow, DraftSettings, DraftSwitch
+from moegraft.operators.draft import NGRAM, BatchDrafts, DraftSettings
+from moegraft.operators.eagle3 import Eagle3Checkpoint, add_eagle3_head, why_no_states
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 from moegraft.operators.layout import experts_per_token
 from moegraft.operators.linear import WEIGHT_TYPES
-from moegraft.operators.speculative.eagle3 import Eagle3Checkpoint, add_eagle3_head, why_no_states
+from moegraft.operators.schedule import DraftSchedule, FixedSchedule, MarginalSchedule, Statistics
 from moegraft.operators.structure import calls_all_rows, is_experts
 from moegraft.operators.timeline import Timeline, round_spans
 
@@ -123,79 +121,6 @@ class SpeculativeOptions:
 logger = logging.getLogger(__name__)
 
 
-class ScheduledBatchDrafts(BatchDrafts):
-    """Drafts for a server's batches. Batches of up to 1, 2, 4, 8, ... texts have a schedule each, as the costs of drafts grow with them.
-
-    A schedule compares the time of a round with that of a plain step of the same batch, by the mean of tokens that its texts gained. Where
-    drafts do not pay at a size, it switches them off at that size alone.
-    """
-
-    def __init__(
-        self, options: SpeculativeOptions, switch: DraftSwitch, statistics: Statistics, new_schedule: Callable[[], DraftSchedule]
-    ) -> None:
-        self._options = options
-        self._switch = switch
-        self._statistics = statistics
-        self._new_schedule = new_schedule
-        self._schedules: dict[int, DraftSchedule] = {}
-        self._indexes: WeakKeyDictionary[object, NgramIndex] = WeakKeyDictionary()  # of the texts
-        self._rounds = 0
-        self._preparations = 0  # of the switch, at the end of the last round
-
-    @property
-    def longest(self) -> int:
-        return self._options.max_draft
-
-    def plan(self, texts: int, limit: int) -> int:
-        return self._schedule(texts).plan(max(limit, 0))
-
-    def lookup(self, text: object, token_ids: Sequence[int], length: int) -> list[int] | None:
-        if self._options.draft != "ngram":
-            return None
-        index = self._indexes.setdefault(text, NgramIndex())
-        index.append(token_ids[len(index.tokens) :])
-        return index.continuation(length)
-
-    @property
-    def by_mtp_layers(self) -> bool:
-        return self._options.by_layers
-
-    def drafting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.by_mtp_layers else self._switch.drafting(self._options.settings)
-
-    def continues(self, confidences: Sequence[float]) -> bool:
-        return confidences[-1] >= self._options.confidence and self._current.continues(confidences)
-
-    def record(self, rows: Sequence[DraftedRow], draft_ms: float, verify_ms: float, *, alone: bool = True) -> None:
-        prepared, self._preparations = not alone or self._preparations != self._switch.preparations, self._switch.preparations
-        generated = sum(row.generated for row in rows)
-        # The schedule learns of one of the longest drafts, alternately.
-        longest = max(len(row.confidences) for row in rows)
-        examples = [row for row in rows if len(row.confidences) == longest]
-        self._rounds += 1
-        row = examples[self._rounds % len(examples)]
-        done = Round(row.confidences, row.compared, row.accepted, generated / len(rows), draft_ms, verify_ms, prepared)
-        self._schedule(len(rows)).record(done)
-        if not longest:
-            self._statistics.add(replace(done, generated=generated))
-            return
-        ms = draft_ms / len(rows), verify_ms / len(rows)
-        for row in rows:
-            self._statistics.add(Round(row.confidences, row.compared, row.accepted, row.generated, *ms, prepared))
-
-    def state(self) -> str | None:
-        """Describe the schedules in a few words for users; None before any was used."""
-        found = [f"batches of up to {texts}: {schedule.state()}" for texts, schedule in sorted(self._schedules.items())]
-        return "; ".join(found) or None
-
-    def _schedule(self, texts: int) -> DraftSchedule:
-        size = 1 << (texts - 1).bit_length()
-        if size not in self._schedules:
-            self._schedules[size] = self._new_schedule()
-        self._current = self._schedules[size]
-        return self._current
-
-
 def why_no_fewer_experts(model: PreTrainedModel) -> str | None:
     """Return why a stock model, which may be on meta, cannot draft with fewer experts; None where it can."""
     advice = "write 'draft: ngram', or give 'draft_sparsity' or an EAGLE-3 head"
@@ -232,7 +157,16 @@ class SpeculativeDraft(ModelOperator):
         self.clock: Callable[[], float] = time.perf_counter  # times the rounds
         self.trace: Trace = no_trace
         self._schedule = self._new_schedule()
-        self._batches = ScheduledBatchDrafts(options, switch, self._statistics, self._new_schedule)
+        self._batches = BatchDrafts(
+            switch,
+            self._statistics,
+            self._new_schedule,
+            longest=options.max_draft,
+            by_ngrams=options.draft == "ngram",
+            by_mtp_layers=options.by_layers,
+            settings=options.settings,
+            confidence=options.confidence,
+        )
 
     def _new_schedule(self) -> DraftSchedule:
         length = self.options.max_draft
