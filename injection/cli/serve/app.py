@@ -39,7 +39,6 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moegraft.injection.cli.serve.answers import Choice, Reply, ResponseReply
-from moegraft.injection.cli.serve.engine import QueueFullError, StoppedError, TooLongError
 from moegraft.injection.cli.serve.job import Job, Piece
 from moegraft.injection.cli.serve.messages import MessageBody, MessageReply, message_error
 from moegraft.injection.cli.serve.openai import ChatBody, DetokenizeBody, ResponseBody, TextBody, TokenizeBody
@@ -138,10 +137,7 @@ class Gate:
         if posts and given.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             raise RequestError(415, "send JSON, as 'Content-Type: application/json'")
         if posts and scope["path"] in ANSWERS:
-            try:
-                self._service.engine.require_room()
-            except QueueFullError as error:
-                raise _queue_full(error) from None
+            self._service.engine.require_room()
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         body, most = bytearray(), self._service.max_body
@@ -497,14 +493,7 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
     scope = request.headers.get("authorization") or request.headers.get("x-api-key", "")
     choices = await prepare(request, service.choices, asked, post, client=_client(request), scope=scope)
     jobs = [choice.job for choice in choices]
-    try:
-        service.engine.submit(jobs)
-    except QueueFullError as error:
-        raise _queue_full(error) from None
-    except TooLongError as error:
-        raise RequestError(400, str(error), code="context_length_exceeded", param=asked.asked_by) from None
-    except StoppedError:
-        raise RequestError(503, "the server is shutting down, or has to be restarted") from None
+    service.engine.submit(jobs, asked.asked_by)
     # Not by the stream itself, which never starts if the client leaves before it.
     parts = _parts(choices, pieces, asyncio.create_task(_cancel_when_gone(request, jobs)))
     name, headers = jobs[0].adapter or service.model_id, {IGNORED: ", ".join(ignored)} if (ignored := asked.options.ignored) else {}
@@ -526,10 +515,6 @@ async def _answer(service: Service, mailbox: Mailbox, prepare: Preparation, aske
     if any(job.ending == "cancelled" for job in jobs):  # read by a client only if the server is shutting down
         raise RequestError(503, "the request was cancelled")
     return JSONResponse(reply.whole(), headers=headers)
-
-
-def _queue_full(error: QueueFullError) -> RequestError:
-    return RequestError(429, f"{error}; try again in a moment", code="queue_full")
 
 
 async def _cancel_when_gone(request: HttpRequest, jobs: Sequence[Job]) -> None:

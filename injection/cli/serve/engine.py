@@ -14,6 +14,7 @@ import torch
 from moegraft.injection.cli.images import MOST_PREPARED_BYTES
 from moegraft.injection.cli.serve.job import AnswerError, Ending, Job
 from moegraft.injection.cli.serve.pages import CacheMemory
+from moegraft.injection.cli.serve.protocol import RequestError
 from moegraft.operators.errors import human_bytes
 
 if TYPE_CHECKING:
@@ -27,18 +28,6 @@ Counts = Mapping[str, int]  # of the model's work, by name; counts only grow
 def difference(after: Counts, before: Counts) -> dict[str, int]:
     """Return the counts that grew, with their growth."""
     return {name: added for name, count in after.items() if (added := count - before.get(name, 0)) > 0}
-
-
-class QueueFullError(Exception):
-    """The queue of waiting requests is full, for all clients or for one; the message may be shown to it."""
-
-
-class TooLongError(Exception):
-    """A request needs more memory than there is for all; the message may be shown to its client."""
-
-
-class StoppedError(Exception):
-    """The server is shutting down, or the thread that owns the model has ended."""
 
 
 class Decoder(Protocol):
@@ -143,26 +132,27 @@ class Engine:
     def require_room(self) -> None:
         """
         Raises:
-            QueueFullError: no request can wait; this one is counted as refused.
+            RequestError: no request can wait; this one is counted as refused.
         """
         memory = self.memory
         with self._wake:
             self._drop_cancelled()
             waiting = self.waiting
             if waiting >= self._max_queue:
-                self.rejected += 1
-                raise QueueFullError(
+                raise self._queue_full(
                     f"{waiting} requests are waiting, of at most {self._max_queue}, and {human_bytes(memory.free)} of "
                     f"{human_bytes(memory.limit)} for keys and values are free"
                 )
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[Job], param: str | None = None) -> None:
         """Add the answers to one request to the queue: all of them, or none.
 
+        Args:
+            param: the parameter that has the prompt, for clients whose prompt is too long.
+
         Raises:
-            QueueFullError: the queue has not that much room, or there is not enough for the images.
-            TooLongError: a job's prompt and answer never fit.
-            StoppedError: the engine has ended, or will.
+            RequestError: the queue has not that much room, there is not enough for the images, a job's prompt and answer never fit, or the
+                engine has ended or will.
         """
         memory = self.memory
         needed = max(map(self._decoder.needed_bytes, jobs))
@@ -171,32 +161,35 @@ class Engine:
         with self._wake:
             self._drop_cancelled()
             if not self.alive:
-                raise StoppedError
+                raise RequestError(503, "the server is shutting down, or has to be restarted")
             if needed > memory.limit:
                 self.rejected += 1
                 need = f"the prompt and the answer's maximum of {jobs[0].most_tokens} tokens need {numbers}"
-                raise TooLongError(f"{need}; this exceeds the available context size")  # llama.cpp's words, which clients know
+                known = "this exceeds the available context size"  # llama.cpp's words, which clients know
+                raise RequestError(400, f"{need}; {known}", code="context_length_exceeded", param=param)
             client = jobs[0].client
             waiting, of_client = self.waiting, len(self._queues.get(client, ()))
             if waiting and waiting + len(jobs) > self._max_queue:
-                self.rejected += 1
-                raise QueueFullError(f"{waiting} requests are waiting, of at most {self._max_queue}; this one needs {numbers}")
+                raise self._queue_full(f"{waiting} requests are waiting, of at most {self._max_queue}; this one needs {numbers}")
             if of_client and of_client + len(jobs) > self._max_client:
-                self.rejected += 1
-                raise QueueFullError(
+                raise self._queue_full(
                     f"{of_client} requests of this client are waiting, of at most {self._max_client} for each; this one needs {numbers}"
                 )
             others = {job.ask.images for job in [*self._all_waiting(), *self._decoder.jobs]} - {None}
             if others and jobs[0].ask.images is not None:
                 prepared = sum(images.nbytes for images in others | {jobs[0].ask.images} if images is not None)
                 if prepared > MOST_PREPARED_BYTES:
-                    self.rejected += 1
-                    raise QueueFullError(
+                    raise self._queue_full(
                         f"with the images of other requests, this one's take {human_bytes(prepared)}, of at most "
                         f"{human_bytes(MOST_PREPARED_BYTES)}"
                     )
             self._queues.setdefault(client, deque()).extend(jobs)
             self._wake.notify()
+
+    def _queue_full(self, message: str) -> RequestError:
+        """Count a request as refused, and return its refusal."""
+        self.rejected += 1
+        return RequestError(429, f"{message}; try again in a moment", code="queue_full")
 
     def drain(self, grace_s: float) -> None:
         """Accept no more requests, and end answers that still run or wait after `grace_s` seconds; returns at once."""
@@ -296,11 +289,9 @@ class Engine:
                     if self._use_adapter is not None and not self._decoder.jobs:
                         self._use_adapter(job.adapter)
                     self._decoder.admit(job)
-                self._queues[job.client].remove(job)
-                if self._queues[job.client]:
+                self._leave_queue(job)
+                if job.client in self._queues:
                     self._queues.move_to_end(job.client)
-                else:
-                    del self._queues[job.client]
                 if job.ending is not None:
                     self._settle(job)
             return not self._closing
@@ -321,11 +312,14 @@ class Engine:
     def _drop_cancelled(self) -> None:
         """Remove waiting requests whose clients have left."""
         for job in [job for job in self._all_waiting() if job.cancelled]:
-            self._queues[job.client].remove(job)
-            if not self._queues[job.client]:
-                del self._queues[job.client]
+            self._leave_queue(job)
             job.finish("cancelled")
             self._settle(job)
+
+    def _leave_queue(self, job: Job) -> None:
+        self._queues[job.client].remove(job)
+        if not self._queues[job.client]:
+            del self._queues[job.client]
 
     def _account(self, jobs: list[Job], before: list[int]) -> None:
         now = time.perf_counter()

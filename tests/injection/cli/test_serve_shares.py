@@ -27,10 +27,10 @@ from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions, OptionsError
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import scheduler
-from moegraft.injection.cli.serve.engine import QueueFullError
 from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.pages import SequencePool
+from moegraft.injection.cli.serve.protocol import RequestError
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits, Service
 
@@ -200,7 +200,7 @@ def test_a_full_queue_reports_the_numbers(loaded: LoadedModel) -> None:
         until(lambda: engine.running == 1)
         engine.submit(jobs[1:2])
         engine.submit(jobs[2:])
-        with pytest.raises(QueueFullError, match=r"2 requests are waiting, of at most 2; this one needs .* KiB .* limit is .* free"):
+        with pytest.raises(RequestError, match=r"2 requests are waiting, of at most 2; this one needs .* KiB .* limit is .* free"):
             engine.submit([job(loaded, client="d")])
 
 
@@ -213,7 +213,7 @@ def test_one_client_does_not_fill_the_queue_and_clients_take_turns(loaded: Loade
         many = [job(loaded, 2, client="many") for _ in range(4)]
         for each in many:
             engine.submit([each])
-        with pytest.raises(QueueFullError, match="4 requests of this client are waiting, of at most 4 for each"):
+        with pytest.raises(RequestError, match="4 requests of this client are waiting, of at most 4 for each"):
             engine.submit([job(loaded, client="many")])
         one = job(loaded, 2, client="one")
         engine.submit([one])
