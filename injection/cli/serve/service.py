@@ -32,9 +32,8 @@ from moegraft.injection.cli.serve.answer_parser import (
 )
 from moegraft.injection.cli.serve.answers import Choice
 from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
-from moegraft.injection.cli.serve.engine import Decoder, Engine
+from moegraft.injection.cli.serve.engine import Decoder, Engine, Metrics, work_counts
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
-from moegraft.injection.cli.serve.metrics import Metrics, work_counts
 from moegraft.injection.cli.serve.open_pool import UnbatchableError, default_limit, open_pool
 from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.pages import SequencePool

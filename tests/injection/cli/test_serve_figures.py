@@ -17,8 +17,7 @@ from support.serving import Server, ask, serving, until
 from moegraft.injection.cli.models import LoadedModel, load_model
 from moegraft.injection.cli.options import ModelOptions
 from moegraft.injection.cli.output import Terminal
-from moegraft.injection.cli.serve.engine import difference
-from moegraft.injection.cli.serve.metrics import work_counts
+from moegraft.injection.cli.serve.engine import difference, work_counts
 from moegraft.injection.cli.serve.service import Limits
 
 text_string_to_metric_families = pytest.importorskip(
