@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from moegraft.injection.cli.serve.constraints import Constraint, GrammarError, Grammars, grammars
+from moegraft.injection.cli.serve.answer_form import Constraint, GrammarError, Grammars, grammars
 from support.tiny_server import tiny_model
 
 FOLDER = Path(os.environ["JSON_SCHEMA_SUITE"])

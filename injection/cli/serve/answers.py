@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moegraft.injection.cli.chat.answer import token_texts
-from moegraft.injection.cli.serve.answer_parser import AnswerParser, ParsedDelta
+from moegraft.injection.cli.serve.answer_form import AnswerParser, ParsedDelta
 from moegraft.injection.cli.serve.job import Job, Piece, TokenScore
 from moegraft.injection.cli.serve.protocol import Kind, Request, error_body
 

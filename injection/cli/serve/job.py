@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from moegraft.injection.cli.chat.answer import AnswerStreamer
 from moegraft.injection.cli.images import ImageInputs
 from moegraft.injection.cli.options import is_greedy
-from moegraft.injection.cli.serve.answer_parser import AnswerParser
-from moegraft.injection.cli.serve.constraints import Constraint
+from moegraft.injection.cli.serve.answer_form import AnswerParser, Constraint
 
 
 class StopFilter:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from moegraft.injection.cli.serve.constraints import Constraint, GrammarError
+from moegraft.injection.cli.serve.answer_form import Constraint, GrammarError
 from moegraft.injection.cli.serve.job import AnswerError, Ask, BadLogitsError, Job, TokenScore
 from moegraft.operators.decode.sampling import largest, likely
 

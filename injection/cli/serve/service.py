@@ -23,15 +23,18 @@ from moegraft.injection.cli.chat.conversation import fingerprint as model_finger
 from moegraft.injection.cli.images import MOST_IMAGES, MOST_PIXELS, ImageError, ImageInputs, read_url, sample_picture
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import NEUTRAL, Limits, OptionsError
-from moegraft.injection.cli.serve.answer_parser import (
+from moegraft.injection.cli.serve.answer_form import (
     REASONING,
     AnswerGrammar,
     AnswerParser,
+    Constraint,
+    Grammars,
     Reasoning,
+    from_gbnf,
+    grammars,
     response_template,
 )
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.constraints import Constraint, Grammars, from_gbnf, grammars
 from moegraft.injection.cli.serve.engine import Decoder, Engine, Metrics, work_counts
 from moegraft.injection.cli.serve.job import Ask, Job, Piece
 from moegraft.injection.cli.serve.open_pool import UnbatchableError, default_limit, open_pool

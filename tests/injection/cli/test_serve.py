@@ -44,7 +44,7 @@ from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import ModelOptions, OptionsError, SamplingOptions
 from moegraft.injection.cli.output import Terminal
 from moegraft.injection.cli.serve import sequential
-from moegraft.injection.cli.serve.constraints import Constraint, Grammars, grammars
+from moegraft.injection.cli.serve.answer_form import Constraint, Grammars, grammars
 from moegraft.injection.cli.serve.job import Ask, Job, StopFilter
 from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle

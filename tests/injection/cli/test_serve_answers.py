@@ -36,9 +36,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from moegraft.injection.cli.models import LoadedModel
-from moegraft.injection.cli.serve.answer_parser import AnswerGrammar, AnswerParser, response_template
+from moegraft.injection.cli.serve.answer_form import AnswerGrammar, AnswerParser, Grammars, response_template
 from moegraft.injection.cli.serve.answers import Choice
-from moegraft.injection.cli.serve.constraints import Grammars
 from moegraft.injection.cli.serve.job import Ask, Job, Piece, TokenScore
 from moegraft.injection.cli.serve.openai import TokenizeBody
 from moegraft.injection.cli.serve.service import Limits
