@@ -72,8 +72,12 @@ class _Stored:
     stored_as: str  # as the file's header has it
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        return DTYPES.get(self.stored_as)
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.stored_as]
+
+    @property
+    def origin(self) -> str:
+        return f"{self.file}: {self.key}"
 
     def read(self) -> torch.Tensor:
         """
@@ -85,7 +89,7 @@ class _Stored:
                 found: torch.Tensor = file.get_tensor(self.key)
                 return found
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.file}: {self.key}: {error_sentence(error)}") from error
+            raise CheckpointError(f"{self.origin}: {error_sentence(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Eagle3Checkpoint:
         read_size: of one of them.
         draft_vocabulary: tokens that the head can draft.
         norm_before_residual: whether the layer adds to the normalised state.
+        tensors: by the names of SpecForge, which are those of the head's modules.
     """
 
     folder: Path
@@ -106,7 +111,7 @@ class Eagle3Checkpoint:
     read_size: int
     draft_vocabulary: int
     norm_before_residual: bool
-    _tensors: Mapping[str, _Stored]
+    tensors: Mapping[str, _Stored]
 
     @classmethod
     def open(cls, folder: Path, model: PretrainedConfig) -> Self:
@@ -163,7 +168,7 @@ class Eagle3Checkpoint:
             wanted["d2t"] = (self.draft_vocabulary,)
         else:
             ignored.add("d2t")
-        found = self._tensors
+        found = self.tensors
         missing = sorted(wanted.keys() - found.keys() - optional)
         if missing:
             why = (
@@ -174,10 +179,10 @@ class Eagle3Checkpoint:
             if (stored := found.get(name)) is None:
                 continue
             if stored.shape != shape:
-                raise CheckpointError(f"{stored.file}: {stored.key} has the shape {stored.shape}, and by {CONFIG} it is {shape}")
-            if stored.dtype is None and name != "d2t":
+                raise CheckpointError(f"{stored.origin} has the shape {stored.shape}, and by {CONFIG} it is {shape}")
+            if stored.stored_as not in DTYPES and name != "d2t":
                 raise CheckpointError(
-                    f"{stored.file}: {stored.key} is stored as {stored.stored_as}, and heads are read in {', '.join(DTYPES)}; take the "
+                    f"{stored.origin} is stored as {stored.stored_as}, and heads are read in {', '.join(DTYPES)}; take the "
                     "head before it was quantised, and quantise it by 'weights: int8'"
                 )
         others = sorted(found[name].key for name in found.keys() - wanted.keys() - ignored)
@@ -195,29 +200,15 @@ class Eagle3Checkpoint:
             weights: the type that its linear layers are packed to.
             dtype: of what is not packed.
         """
-        held = 8 * self.config.vocab_size if self.has("d2t") else 0
+        held = 8 * self.config.vocab_size if "d2t" in self.tensors else 0
         options = QuantizedLinearOptions(weights)
         for name, module in Eagle3Head(self).named_modules():
-            if isinstance(module, nn.Linear) and self.has(f"{name}.weight"):
-                held += QuantizedLinear.footprint(module, options, self.dtype(f"{name}.weight")).total_bytes
-            elif self.has(f"{name}.weight"):
+            stored = self.tensors.get(f"{name}.weight")
+            if isinstance(module, nn.Linear) and stored is not None:
+                held += QuantizedLinear.footprint(module, options, stored.dtype).total_bytes
+            elif stored is not None:
                 held += sum(each.numel() for each in module.parameters(recurse=False)) * dtype.itemsize
         return held
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].read()
-
-    def dtype(self, name: str) -> torch.dtype:
-        dtype = self._tensors[name].dtype
-        assert dtype is not None, "open refuses others"
-        return dtype
-
-    def origin(self, name: str) -> str:
-        stored = self._tensors[name]
-        return f"{stored.file}: {stored.key}"
 
     def targets(self, vocabulary: int) -> torch.Tensor:
         """Return the model's token for each token of the head's vocabulary, (draft_vocabulary,) int64.
@@ -225,10 +216,11 @@ class Eagle3Checkpoint:
         Raises:
             CheckpointError: the map is not one.
         """
-        stored = self.read("d2t")
+        found = self.tensors["d2t"]
+        stored = found.read()
         targets = stored.to(torch.int64) + torch.arange(len(stored))  # differences are stored
         if stored.is_floating_point() or int(targets.min()) < 0 or int(targets.max()) >= vocabulary or len(targets.unique()) < len(targets):
-            raise CheckpointError(f"{self.origin('d2t')}: not a map to {vocabulary} tokens, each at most once; download the head again")
+            raise CheckpointError(f"{found.origin}: not a map to {vocabulary} tokens, each at most once; download the head again")
         return targets
 
 
@@ -310,22 +302,22 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
 class _HeadSource(WeightSource):
     """The weights of one linear layer of a head."""
 
-    def __init__(self, checkpoint: Eagle3Checkpoint, path: str) -> None:
-        self._checkpoint = checkpoint
-        self._path = path
+    def __init__(self, tensors: Mapping[str, _Stored], path: str) -> None:
+        parts: Sequence[Part] = ("weight", "bias")
+        self._tensors = {part: stored for part in parts if (stored := tensors.get(f"{path}.{part}")) is not None}
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._checkpoint.dtype(f"{self._path}.weight")
+        return self._tensors["weight"].dtype
 
     def parts(self) -> Sequence[Part]:
-        return ("weight", "bias") if self._checkpoint.has(f"{self._path}.bias") else ("weight",)
+        return tuple(self._tensors)
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        return self._checkpoint.read(f"{self._path}.{part}")
+        return self._tensors[part].read()
 
     def origin(self, part: Part, expert: int = 0) -> str:
-        return self._checkpoint.origin(f"{self._path}.{part}")
+        return self._tensors[part].origin
 
 
 class Eagle3Head(nn.Module):
@@ -375,20 +367,20 @@ class Eagle3Head(nn.Module):
         device, dtype, options = model.device, context.dtype, QuantizedLinearOptions(weights)
         self.rotary_emb.to(device)
         for path, module in list(self.named_modules()):
-            if path == "lm_head" and not checkpoint.has("lm_head.weight"):
+            if path == "lm_head" and "lm_head.weight" not in checkpoint.tensors:
                 vars(self)["lm_head"] = model.get_output_embeddings()
                 del self._modules["lm_head"]
-            elif path == "embed_tokens" and not checkpoint.has("embed_tokens.weight"):
+            elif path == "embed_tokens" and "embed_tokens.weight" not in checkpoint.tensors:
                 vars(self)["embed_tokens"] = model.get_input_embeddings()
                 del self._modules["embed_tokens"]
             elif isinstance(module, nn.Linear) and device.type == "cpu":
                 packed = QuantizedLinear.build(module, options, context)
-                packed.load(_HeadSource(checkpoint, path), lambda nbytes: None)
+                packed.load(_HeadSource(checkpoint.tensors, path), lambda nbytes: None)
                 parent, _, leaf = path.rpartition(".")
                 setattr(self.get_submodule(parent), leaf, packed)
             else:
                 for name, _ in list(module.named_parameters(recurse=False)):
-                    stored = checkpoint.read(f"{path}.{name}").to(device, dtype)
+                    stored = checkpoint.tensors[f"{path}.{name}"].read().to(device, dtype)
                     setattr(module, name, nn.Parameter(stored, requires_grad=False))
         if checkpoint.draft_vocabulary != self.config.vocab_size:
             places = torch.full((self.config.vocab_size,), checkpoint.draft_vocabulary)
