@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +155,11 @@ class SequencePool:
         """
         shift = 0 if images is None else images.position_shift  # first, as the model's own code may fail
         own = np.array((token_ids if images is None else images.cache_ids)[: -self.least_part])
-        sequence = (self._fork(own, scope, multiple, images) if multiple else None) or PagedSequence()
+
+        def usable(tokens: int) -> int:
+            return (tokens if images is None else images.usable(tokens)) // multiple * multiple
+
+        sequence = (self._fork(own, scope, usable) if multiple else None) or PagedSequence()
         if images is not None and sequence.tokens >= images.end:
             sequence.position_shift = shift
         if self._states is not None and sequence.place is None:
@@ -166,11 +169,12 @@ class SequencePool:
             self.streams.begin(sequence, token_ids)
         return sequence
 
-    def _fork(self, token_ids: IntArray, scope: str, multiple: int, images: ImageInputs | None) -> PagedSequence | None:
-        usable = {prefix: self._usable(prefix, token_ids, multiple, images) for prefix in self._prefixes if prefix.scope == scope}
-        best = max(usable, key=usable.__getitem__, default=None)
-        shared = 0 if best is None else usable[best]
-        if self.files is not None and (sequence := self._read(self.files, token_ids, scope, multiple, images, (best, shared))):
+    def _fork(self, token_ids: IntArray, scope: str, usable: Callable[[int], int]) -> PagedSequence | None:
+        """Return a sequence with the most tokens that a prefix has; with how many of a text's first `n` one can begin, `usable` returns."""
+        known = {prefix: self._shared(prefix, token_ids, usable) for prefix in self._prefixes if prefix.scope == scope}
+        best = max(known, key=known.__getitem__, default=None)
+        shared = 0 if best is None else known[best]
+        if self.files is not None and (sequence := self._read(self.files, token_ids, scope, usable, (best, shared))):
             return sequence
         if best is None or not shared or best not in self._prefixes:  # evicted for what could not be read
             return None
@@ -182,8 +186,8 @@ class SequencePool:
         except NoPagesError:
             if self._states is not None:
                 return None
-            shared -= shared % math.lcm(PAGE_TOKENS, multiple)
-            sequence = self._pool.fork(best.sequence, shared if images is None else images.usable(shared) // PAGE_TOKENS * PAGE_TOKENS)
+            whole_pages = range(shared // PAGE_TOKENS * PAGE_TOKENS, -1, -PAGE_TOKENS)
+            sequence = self._pool.fork(best.sequence, next(tokens for tokens in whole_pages if usable(tokens) == tokens))
         finally:
             self._prefixes.append(best)
         if self._states is not None:
@@ -191,23 +195,13 @@ class SequencePool:
         return sequence
 
     def _read(
-        self,
-        files: PrefixFiles,
-        token_ids: IntArray,
-        scope: str,
-        multiple: int,
-        images: ImageInputs | None,
-        known: tuple[_Prefix | None, int],
+        self, files: PrefixFiles, token_ids: IntArray, scope: str, usable: Callable[[int], int], known: tuple[_Prefix | None, int]
     ) -> PagedSequence | None:
         """Return a sequence with a prefix on disk; None if there is none with more tokens than one in memory.
 
         Args:
             known: that prefix, and with how many of its tokens a sequence can begin.
         """
-
-        def usable(tokens: int) -> int:
-            return (tokens if images is None else images.usable(tokens)) // multiple * multiple
-
         prefix, shared = known
         parts, tokens = files.find(token_ids, scope, usable, states=self._states is not None)
         if tokens <= shared:
@@ -259,14 +253,12 @@ class SequencePool:
             for name, data in self._states.data.items():
                 yield ".".join(map(str, name)), data, [place]
 
-    def _usable(self, prefix: _Prefix, token_ids: IntArray, multiple: int, images: ImageInputs | None) -> int:
+    def _shared(self, prefix: _Prefix, token_ids: IntArray, usable: Callable[[int], int]) -> int:
         """Return with how many tokens of a prefix a sequence can begin."""
-        shared = prefix.shared(token_ids)
-        shared = (shared if images is None else images.usable(shared)) // multiple * multiple
+        shared = usable(prefix.shared(token_ids))
         if self._states is None:
             return shared
-        fitting = (at for at in prefix.sequence.checkpoints if at <= shared and at % multiple == 0)
-        return max((at for at in fitting if images is None or images.usable(at) == at), default=0)
+        return max((at for at in prefix.sequence.checkpoints if at <= shared and usable(at) == at), default=0)
 
     def until_checkpoint(self, sequence: PagedSequence, prompt_tokens: int, multiple: int) -> int:
         """Return how many tokens of a prompt may be computed in one part: up to its last checkpoint, or all that are left.
