@@ -209,7 +209,7 @@ class _Codes(Storage):
     def form(self) -> QuantisedForm:
         rank: int | None = getattr(self.config, "kv_lora_rank", None)
         # With a latent, a token has a row of latents and one of rotary keys.
-        row = _heads(self.config)[1][0] if rank is None else (rank + self.config.qk_rope_head_dim) // 2
+        row = min(_heads(self.config)[1]) if rank is None else (rank + self.config.qk_rope_head_dim) // 2
         return QuantisedForm(self.options.bits, row, 0, scale_bytes=SCALE_BYTES, in_place=True)
 
     def new_cache(self) -> Cache:
@@ -339,8 +339,9 @@ def _heads(config: PreTrainedConfig) -> tuple[int, list[int]]:
     latent = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")]
     if any(latent):
         return 1, [width for width in latent if width]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads, [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
+    layers = getattr(config, "per_layer_config", None) or [config]
+    heads = min(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers)
+    return heads, [getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers]
 
 
 def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], storage: Storage) -> str | None:

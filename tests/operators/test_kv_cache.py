@@ -33,7 +33,7 @@ from moegraft.injection.verify import verify
 from moegraft.operators import kv_cache as kv_options
 from moegraft.operators.cache_form import QuantisedForm, kv_cache
 from moegraft.operators.decode.coded_cache import CodedCache
-from moegraft.operators.decode.pages import UnreadPagesError
+from moegraft.operators.decode.pages import PAGE_TOKENS, UnreadPagesError
 from moegraft.operators.decode.states import TENSORS, has_states
 from moegraft.operators.kv_cache import QuantizedKvCache
 from moegraft.operators.registry import load_registry
@@ -538,6 +538,18 @@ def test_drafts_over_codes_change_no_text(draft: str, model_type: str, first: bo
 def test_drafts_need_a_cache_from_which_they_can_be_removed(backend: str, load) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuleErrors, match=r"rejected drafts cannot be removed .* write 'backend: native'"):
         load(options=f"backend: {backend}", more=DRAFTS.format(options="draft: ngram"))
+
+
+def test_codes_of_heads_of_several_widths_have_bytes(load) -> None:  # type: ignore[no-untyped-def]
+    model = load("gemma4_text", "backend: native")
+    cache = new_cache(model)
+    with torch.no_grad():
+        model(input_ids=prompt(PAGE_TOKENS, batch=1, seed=3), past_key_values=cache)
+    widths = {layer.head_dim for layer in model.config.per_layer_config}
+    assert len(widths) == 2 and form_of(model).group == min(widths)
+    page = sum(layer.data[0].nbytes for layer in cache.coded.values())
+    predicted = replace(kv_cache(stock("gemma4_text").to("meta")), form=form_of(model)).nbytes(PAGE_TOKENS)
+    assert page <= predicted <= 1.3 * page  # a scale for each 8 values of the wide heads, which have one for 16
 
 
 @HQQ
