@@ -20,7 +20,7 @@ from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
 from moegraft.operators.decode.pages import SCALE_BYTES
 from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, why_not_split
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.structure import counts_cached_tokens, is_attention
+from moegraft.operators.structure import counts_cached_tokens, is_attention, sees_whole_images
 
 Backend = Literal["hqq", "fp8", "native"]
 GROUPS = (64, 32, 16, 8)  # the largest that fits is used
@@ -245,6 +245,8 @@ class _Codes(Storage):
             return "the model is in training mode, in which attention is PyTorch's"
         if setting("output_attentions") or model.config.output_attentions:
             return "the call asks for attention weights"
+        if arguments.get("pixel_values") is not None and sees_whole_images(model.config):
+            return "tokens of an image attend to later ones, which attention over codes leaves out"
         mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
         padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
         if mask is None and isinstance(ids, torch.Tensor) and pad is not None:  # of which `generate` makes a mask

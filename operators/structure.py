@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from moegraft.operators.base import CACHE, Kind
 
@@ -138,6 +139,11 @@ def counts_cached_tokens(module: nn.Module) -> bool:
     """Return whether a layer asks its cache for the number of tokens, which is one for all rows of a batch (attention of Llama 4)."""
     owners: tuple[Any, ...] = type(module).__mro__  # an operator may have given it a class of its own
     return any(f"{CACHE}.get_seq_length(self.layer_idx)" in source_of(owner) for owner in owners if is_library(owner))
+
+
+def sees_whole_images(config: PreTrainedConfig) -> bool:
+    """Return whether tokens of an image attend to later ones of it, by a mask of the model's own (Gemma 4)."""
+    return bool(getattr(config.get_text_config(), "use_bidirectional_attention", None))
 
 
 def is_norm(module: nn.Module) -> bool:

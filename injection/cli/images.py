@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moegraft.injection.meta_model import read_config
 from moegraft.operators.errors import MoegraftError, error_sentence
+from moegraft.operators.structure import sees_whole_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -265,8 +266,8 @@ class ImageReader:
         for number, place in enumerate(sorted(set(places))):
             cache_ids[place] = words[number % len(words)]
         # Where tokens of an image see later ones of it, the model's mask counts them from the beginning of the pass.
-        seen = getattr(self._model.config.get_text_config(), "use_bidirectional_attention", None)
-        return ImageInputs(token_ids, cache_ids, 0 if seen else min(places), max(places) + 1, tensors, self._model)
+        start = 0 if sees_whole_images(self._model.config) else min(places)
+        return ImageInputs(token_ids, cache_ids, start, max(places) + 1, tensors, self._model)
 
 
 def read_image_reader(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ImageReader | str:

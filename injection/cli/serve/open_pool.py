@@ -23,7 +23,7 @@ from moegraft.operators.decode.state_pool import StatePool
 from moegraft.operators.decode.states import has_states, state_tensors
 from moegraft.operators.draft import BatchDrafts
 from moegraft.operators.machine import probe_machine
-from moegraft.operators.structure import counts_cached_tokens
+from moegraft.operators.structure import counts_cached_tokens, sees_whole_images
 
 logger = logging.getLogger(__name__)
 MOST_RAGGED = 64  # tokens of prompts in a pass of decoding
@@ -113,9 +113,9 @@ def open_pool(
         raise
     except (ValueError, RuntimeError) as error:  # the latter: there is not enough memory
         raise UnbatchableError(f"its keys and values cannot be stored in pages ({error})") from error
-    # Operators that read pages know these kinds of layers; for another kind the model's own masks are right.
-    known = set(layer_types(model.config)) <= KNOWN_LAYERS
-    reason = "its attention layers are of a kind whose codes nothing reads"
+    # Operators that read pages know these kinds of layers, and no tokens of images that see later ones; the model's own masks are right.
+    known = set(layer_types(model.config)) <= KNOWN_LAYERS and (images is None or not sees_whole_images(model.config))
+    reason = "its attention is of a kind that is not computed over codes"
     for offers_pages in (each for each in (True, False) if (known if each else not coded)):
         caches = [cache := PagedCache(memory, example, offers_pages=offers_pages)]
         streams = None

@@ -43,7 +43,7 @@ from moegraft.injection.cli.chat.conversation import PromptRefusedError, Templat
 from moegraft.injection.cli.images import ImageError, decode_picture, read_image_reader, read_picture, read_url
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.options import SamplingOptions
-from moegraft.injection.cli.serve import engine
+from moegraft.injection.cli.serve import engine, open_pool
 from moegraft.injection.cli.serve.scheduler import Scheduler
 from moegraft.injection.cli.serve.service import Limits
 from moegraft.injection.meta_model import find_model
@@ -531,6 +531,30 @@ def test_bodies_with_images_may_be_large(server: Server) -> None:
     noise = Image.frombytes("RGB", (1000, 700), os.urandom(3 * 1000 * 700))  # 2 MB, which no format makes smaller
     assert text_of(server, [shown(noise, "what?")])
     assert server.service.max_body == 1 << 24
+
+
+def test_tokens_of_an_image_see_later_ones(pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only where the logits of the first image show by how much they differ without: in bfloat16 they may, by rounding."""
+    pair = pair_of("gemma4")
+    monkeypatch.setattr(open_pool, "_tolerance", lambda model, pool: 0.5)
+    with serving(pair.loaded, Limits(max_tokens=20)) as server:
+        assert {about: text_of(server, messages) for about, messages in CHATS.items()} == {
+            about: pair.answer(messages) for about, messages in CHATS.items()
+        }
+
+
+def test_images_whose_tokens_see_later_ones_are_not_read_from_codes(
+    pair_of: Callable[[str], Pair], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, rules = pair_of("gemma4"), tmp_path / "codes.yaml"
+    replacing = "- match: {kind: model}\n  replace: {class: quantized_kv_cache, kwargs: {backend: native}}\n"
+    rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{replacing}")
+    loaded, inputs = load_vision_model(pair.folder, str(rules)), pair.inputs(CHATS["two images"])
+    found: Any = loaded.model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)
+    assert loaded.tokenizer.decode(found[0, inputs["input_ids"].shape[1] :]) == pair.answer(CHATS["two images"])
+    assert "the cache is not quantised: tokens of an image attend to later ones" in caplog.text
+    with serving(loaded, Limits(max_tokens=20)) as server, pytest.raises(openai.BadRequestError, match="not computed over codes"):
+        answers(server, CHATS["two images"])
 
 
 def test_a_batch_that_computes_images_otherwise_refuses_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
