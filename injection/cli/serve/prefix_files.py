@@ -82,15 +82,15 @@ class PrefixFiles:
 
     Args:
         key: of the model and of everything that its keys and values depend on.
+        limit: by default a quarter of what is free on the disk, and of what the files take.
 
     Raises:
         OSError: the folder cannot be made, read or written.
     """
 
-    def __init__(self, folder: Path, key: str, limit: int) -> None:
+    def __init__(self, folder: Path, key: str, limit: int | None) -> None:
         self._folder = folder
         self._key = key
-        self.limit = limit
         self.size = self.read_tokens = 0
         self._lock = threading.Lock()
         self._sizes: OrderedDict[Part, int] = OrderedDict()  # of each file, the least recently used first
@@ -102,6 +102,8 @@ class PrefixFiles:
         self._queue: queue.SimpleQueue[tuple[Part, bytes, Tensors] | None] = queue.SimpleQueue()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._list_files()
+        self.limit = (shutil.disk_usage(folder).free + self.size) // 4 if limit is None else limit
+        self._evict()
         with self._unfinished(f"test{SUFFIX}") as (path, _):
             path.unlink()
         self._writer = threading.Thread(target=self._write_all, name="prefix files", daemon=True)
@@ -251,7 +253,6 @@ class PrefixFiles:
             used[part.before] = max(used[part.digest], used.get(part.before, 0))
         for part, size, _ in sorted(found, key=lambda each: (used[each[0].digest], -each[0].end)):
             self._add(part, size)
-        self._evict()
 
     def _add(self, part: Part, size: int) -> None:
         self.size += size - self._sizes.get(part, 0)
@@ -324,10 +325,3 @@ def _checksum(*content: bytes) -> bytes:
     for part in content:
         checksum = zlib.crc32(part, checksum)
     return f"{checksum:08x}".encode()
-
-
-def default_limit(folder: Path) -> int:
-    """Return a quarter of what is free on the disk of a folder, which may not be there yet, and of what its prefixes take, in bytes."""
-    place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-    stored = sum(entry.stat().st_size for entry in os.scandir(place) if NAME.fullmatch(entry.name))
-    return (shutil.disk_usage(place).free + stored) // 4

@@ -41,7 +41,6 @@ from moegraft.injection.cli.serve.open_pool import UnbatchableError, default_lim
 from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
-from moegraft.injection.cli.serve.prefix_files import default_limit as prefix_limit
 from moegraft.injection.cli.serve.protocol import Request, RequestError
 from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit, stores_codes
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
@@ -235,7 +234,7 @@ class Service:
         chunk = limits.prefill_chunk if limits.batch_invariant else None  # of which every bit depends there
         key = f"{model_fingerprint(self.loaded.model)} {pool.layout} {limits.batch_invariant} {chunk}"
         try:
-            files = PrefixFiles(folder, key, prefix_limit(folder) if limits.prefix_cache_disk is None else limits.prefix_cache_disk)
+            files = PrefixFiles(folder, key, limits.prefix_cache_disk)
         except OSError as error:
             raise OptionsError(f"--prefix-cache-dir {folder}: {error.strerror}; give a folder that can be written") from error
         logger.info("serve: %s has %s of prefixes, of at most %s", folder, human_bytes(files.size), human_bytes(files.limit))

@@ -25,7 +25,7 @@ from moegraft.injection.cli.options import OptionsError
 from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles
-from moegraft.injection.cli.serve.service import Limits
+from moegraft.injection.cli.serve.service import Limits, Service
 from moegraft.operators.decode.pages import PAGE_TOKENS
 
 ATTENTION = ("qwen3_moe", "gpt_oss", "deepseek_v3")  # of which one has sliding windows, and one a latent cache
@@ -217,6 +217,27 @@ def test_a_file_that_another_server_removes_is_computed_again(started: Pools, tm
     assert "damaged" not in caplog.text
     read(started(), ids)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_files_that_another_server_removes_while_this_one_starts(
+    started: Pools, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(started(), ids_of(LENGTH))
+    scandir = os.scandir
+
+    def scanned(folder: Path) -> list[Any]:
+        entries = list(scandir(folder))
+        for entry in entries:
+            Path(entry.path).unlink()
+        return entries
+
+    free = shutil.disk_usage(tmp_path).free
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", scanned)
+        service = Service(loaded, Limits(prefix_cache_dir=tmp_path))
+    service.close()
+    assert service.prefix_files is not None
+    assert service.prefix_files.size == 0 and service.prefix_files.limit == pytest.approx(free / 4, rel=0.2)
 
 
 def test_the_least_recently_used_go_first_and_none_before_what_follows_it(started: Pools, tmp_path: Path) -> None:
