@@ -122,7 +122,8 @@ def test_a_machine_without_packages_of_files_or_servers(tmp_path: Path) -> None:
     files are refused in a sentence without their package."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES.replace("packed", str(tmp_path / "packed")))
-    commands = ["--version", "doctor", "plan cpu --gguf model.gguf", f"quantize --weights Q4_K --out {tmp_path}/model.gguf"]
+    (tmp_path / "theirs.gguf").write_bytes(b"GGUF")
+    commands = ["--version", "doctor", f"plan cpu --gguf {tmp_path}/theirs.gguf", f"quantize --weights Q4_K --out {tmp_path}/model.gguf"]
     done = run_with(NEEDED, GPU_EXPERTS + COMMANDS, str(tmp_path / "model"), str(rules), json.dumps(commands))
     assert done.returncode == 0, done.stderr
     figures, *answers = done.stdout.splitlines()

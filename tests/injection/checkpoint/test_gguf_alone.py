@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFValueType as Kind
-from gguf import GGUFWriter
 from support.byte_tokenizer import byte_tokenizer
 from support.families import prompt
+from support.gguf_files import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -156,7 +155,7 @@ def test_tokens_of_characters_are_those_of_the_tokenizer(prepends: bool, tmp_pat
 def read(tokenizer: Tokenizer, change: Callable[[Any], None], folder: Path) -> Tokenizer:
     """Return the tokenizer that is read from a file without a copy of tokenizer.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    writer = GGUFWriter(folder / "vocabulary.gguf", "qwen3moe")
+    writer = gguf.GGUFWriter(folder / "vocabulary.gguf", "qwen3moe")
     add_vocabulary(writer, folder, tokenizer.get_vocab_size(), {})
     change(writer)
     del writer.kv_data[0]["tokenizer.huggingface.json"]
@@ -231,15 +230,16 @@ def test_a_file_without_a_vocabulary_is_refused_with_what_to_give(tmp_path: Path
 def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny(tmp_path)
     path = written(tmp_path)
-    whole = GGUFWriter.write_kv_data_to_file
+    whole = gguf.GGUFWriter.write_kv_data_to_file
 
     def damaged(writer: Any) -> None:
         name = f"tokenizer.{'' if key.startswith('h') else 'ggml.'}{key}"
         writer.kv_data[0].pop(name)
-        writer.add_key_value(name, value, {int: Kind.UINT32, str: Kind.STRING, list: Kind.ARRAY}[type(value)])
+        kinds = {int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING, list: gguf.GGUFValueType.ARRAY}
+        writer.add_key_value(name, value, kinds[type(value)])
         whole(writer)
 
-    monkeypatch.setattr(GGUFWriter, "write_kv_data_to_file", damaged)
+    monkeypatch.setattr(gguf.GGUFWriter, "write_kv_data_to_file", damaged)
     with pytest.raises(CheckpointError, match="the vocabulary is damaged"):
         folder_of(written(tmp_path, "damaged.gguf"))
     assert folder_of(path).is_dir()
