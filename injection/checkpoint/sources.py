@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
-from moegraft.injection.checkpoint.coded_matrices import ScaledCodes
 from moegraft.injection.checkpoint.files import SUPPORTED, Checkpoint, LazyTensor, stored_identity
 from moegraft.injection.checkpoint.keymap import KeyMap, Target, map_keys, mtp_names
 from moegraft.injection.checkpoint.packed import MARK, packed_modules
@@ -77,7 +76,7 @@ def _missing(tensors: Mapping[str, LazyTensor], name: str) -> CheckpointError:
 
 
 class _Store(Protocol):
-    """The storage of one parameter; `piece` reads one part of one expert."""
+    """The storage of one parameter; `piece` reads one part of one expert, or a part of a linear layer."""
 
     def piece(self, part: Part, expert: int) -> torch.Tensor: ...
 
@@ -110,21 +109,6 @@ def _weight_type(tensor: LazyTensor, *, as_codes: bool) -> _WeightType:
     return _WeightType(quantised.lossless_types[0], packed[0] if packed else quantised.converted_type)
 
 
-def _stored_types(gate_up: Set[_WeightType], down: Set[_WeightType]) -> StoredTypes:
-    return StoredTypes(
-        narrowest({each.packed for each in gate_up | down}),
-        narrowest({each.stored for each in gate_up}),
-        narrowest({each.stored for each in down}),
-    )
-
-
-def _codes(matrix: ScaledCodes, weight_type: str, origin: str, lossless_types: Sequence[str]) -> Codes | StoredBlocks | None:
-    packed = matrix.packed_as(weight_type)
-    if packed is None and weight_type in STORED_FORMATS and weight_type in lossless_types:
-        raise CheckpointError(f"{origin}: a weight or scale is NaN or too large for {weight_type}; download it again, or set another type")
-    return packed
-
-
 def _quantised(tensor: LazyTensor) -> Quantised | None:
     return tensor.conversion if isinstance(tensor.conversion, Quantised) else None
 
@@ -144,77 +128,57 @@ class _LastExpert(threading.local):
         return value
 
 
-class _Fused:
-    """A parameter that is stored in the model's layout, (E, ...). One expert's slice is read at a time."""
+class _Stored:
+    """A parameter in tensors that are read as they are: one for all experts, of which one's slice is read at a time, or one for each.
 
-    def __init__(self, layout: ExpertsLayout, tensor: LazyTensor, expected: tuple[int, ...]) -> None:
-        _check_shape(tensor, expected)
-        self._layout = layout
-        self._tensor = tensor
-        self._latest = _LastExpert()
-        quantised = _quantised(tensor)
-        if quantised is not None and quantised.halves and (layout.interleaved or quantised.transposed != layout.transposed):
-            raise CheckpointError(
-                f"{tensor.origin}: gate and up have a scale each, and are no halves of its rows in this model, as which they are read; "
-                "quantise the model again with one scale for both, or load the floating-point checkpoint or a GGUF file instead"
-            )
-        # Codes are of a matrix in `nn.Linear` orientation.
-        self._has_codes = quantised is not None and quantised.transposed == layout.transposed
+    Args:
+        by_part: the tensors of each part, by expert; of a linear layer, and of all experts, one.
+        layout: that parts are cut by; None where each tensor is one part.
+        sliced: whether a tensor holds all experts, (E, ...).
+        as_codes: whether codes are of matrices in `nn.Linear` orientation, as which they are read.
+    """
 
-    def piece(self, part: Part, expert: int) -> torch.Tensor:
-        return self._layout.cut(part, self._latest.read(expert, self._tensor.__getitem__))
-
-    def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
-        if not self._has_codes:
-            return None
-        quantised = _quantised(self._tensor)
-        assert quantised is not None, "only these have codes"
-        codes = self._latest.read(expert, quantised.read)
-        return _codes(codes.rows(self._layout.rows(part)), weight_type, self.origin(part, expert), quantised.lossless_types)
-
-    @property
-    def weight_types(self) -> set[_WeightType]:
-        return {_weight_type(self._tensor, as_codes=self._has_codes)}
-
-    def origin(self, part: Part, expert: int) -> str:
-        return f"{self._tensor.origin}[{expert}]"
-
-
-class _PerExpert:
-    """A parameter with one key per expert and part, as `experts.N.gate_proj.weight`, or one key per expert with several parts."""
-
-    def __init__(self, layout: ExpertsLayout, by_part: Mapping[Part, Sequence[LazyTensor]], *, fused: bool) -> None:
-        self._layout = layout
+    def __init__(
+        self, by_part: Mapping[Part, Sequence[LazyTensor]], layout: ExpertsLayout | None, *, sliced: bool = False, as_codes: bool = True
+    ) -> None:
         self._by_part = by_part
-        self._fused = fused
-        for part, tensors in by_part.items() if not fused else ():
-            for tensor in tensors:
-                _check_shape(tensor, layout.part_shape(part))
+        self._layout = layout
+        self._sliced = sliced
+        self._as_codes = as_codes
+        self._latest = _LastExpert()
+
+    def _tensor(self, part: Part, expert: int) -> LazyTensor:
+        return self._by_part[part][0 if self._sliced else expert]
 
     def piece(self, part: Part, expert: int) -> torch.Tensor:
-        tensor = self._by_part[part][expert][...]
-        return self._layout.cut(part, tensor) if self._fused else tensor
+        tensor = self._tensor(part, expert)
+        stored = self._latest.read(expert, tensor.__getitem__) if self._sliced else tensor[...]
+        return stored if self._layout is None else self._layout.cut(part, stored)
 
     def codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
-        quantised = _quantised(self._by_part[part][expert])
+        quantised = _quantised(self._tensor(part, expert)) if self._as_codes else None
         if quantised is None:
             return None
-        matrix = quantised.read(None)
-        coded = matrix.rows(self._layout.rows(part)) if self._fused else matrix
-        return _codes(coded, weight_type, self.origin(part, expert), quantised.lossless_types)
+        stored = self._latest.read(expert, quantised.read) if self._sliced else quantised.read(None)
+        matrix = stored if self._layout is None else stored.rows(self._layout.rows(part))
+        packed = matrix.packed_as(weight_type)
+        if packed is None and weight_type in STORED_FORMATS and weight_type in quantised.lossless_types:
+            reason = f"a weight or scale is NaN or too large for {weight_type}; download it again, or set another type"
+            raise CheckpointError(f"{self.origin(part, expert)}: {reason}")
+        return packed
 
     @property
     def weight_types(self) -> set[_WeightType]:
-        return {_weight_type(tensor, as_codes=True) for tensors in self._by_part.values() for tensor in tensors}
+        return {_weight_type(tensor, as_codes=self._as_codes) for tensors in self._by_part.values() for tensor in tensors}
 
     def origin(self, part: Part, expert: int) -> str:
-        return self._by_part[part][expert].origin
+        return self._tensor(part, expert).origin + (f"[{expert}]" if self._sliced else "")
 
 
 class _Converted:
     """A parameter in a form that only transformers' converter can read: the first piece converts all of it."""
 
-    def __init__(self, layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
+    def __init__(self, layout: ExpertsLayout | None, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
         self._layout = layout
         self._target = target
         self._tensors = tensors
@@ -226,7 +190,7 @@ class _Converted:
         with self._lock:
             if self._whole is None:
                 self._whole = convert(self._target, self._tensors, self._skeleton)
-        return self._layout.cut(part, self._whole[expert])
+        return self._whole if self._layout is None else self._layout.cut(part, self._whole[expert])
 
     def codes(self, part: Part, expert: int, weight_type: str) -> None:
         return None
@@ -239,31 +203,19 @@ class _Converted:
         return self._tensors[self._target.all_keys[0]].origin
 
 
-class CheckpointExperts(WeightSource):
-    """A `WeightSource` over one experts module's part of a checkpoint.
+class CheckpointSource(WeightSource):
+    """A `WeightSource` over one module's part of a checkpoint.
 
-    Raises:
-        CheckpointError: from the constructor, if a parameter, an expert or a part is missing, or of the wrong shape or dtype.
+    Args:
+        stores: by part.
+        targets: of the module's parameters, by name.
+        tensors: of the checkpoint.
     """
 
-    def __init__(
-        self,
-        module: str,
-        layout: ExpertsLayout,
-        targets: Mapping[str, Target],
-        tensors: Mapping[str, LazyTensor],
-        skeleton: PreTrainedModel,
-    ) -> None:
-        self._layout = layout
-        self._stores: dict[str, _Store] = {}
-        for name in dict.fromkeys(layout.parameter(part) for part in layout.parts()):
-            target = targets.get(name)
-            if target is None:
-                raise _missing(tensors, f"{module}.{name}")
-            _check_dtypes([tensors[key] for key in target.all_keys])
-            self._stores[name] = _store(layout, target, tensors, skeleton)
+    def __init__(self, stores: Mapping[Part, _Store], targets: Mapping[str, Target], tensors: Mapping[str, LazyTensor]) -> None:
+        self._stores = stores
         self._all_tensors = [tensors[key] for target in targets.values() for key in target.all_keys]
-        matrices = [tensors[key] for name, target in targets.items() if not name.endswith("_bias") for key in target.all_keys]
+        matrices = [tensors[key] for name, target in targets.items() if not name.endswith("bias") for key in target.all_keys]
         self._dtype = widest(tensor.dtype for tensor in matrices if tensor.dtype is not None)
 
     @property
@@ -275,24 +227,46 @@ class CheckpointExperts(WeightSource):
         return stored_identity(extent for tensor in self._all_tensors for extent in tensor.extents)
 
     def parts(self) -> Sequence[Part]:
-        return self._layout.parts()
+        return tuple(self._stores)
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        return self._stores[self._layout.parameter(part)].piece(part, expert)
+        return self._stores[part].piece(part, expert)
 
     def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
-        return self._stores[self._layout.parameter(part)].codes(part, expert, weight_type)
+        return self._stores[part].codes(part, expert, weight_type)
 
     def stored_types(self) -> StoredTypes | None:
-        """Return the weight types of matrices of which some are quantised; None if none is."""
+        """Return the weight types of matrices of which some are quantised, a linear layer's as that of all parts; None if none is."""
         if not any(_quantised(tensor) for tensor in self._all_tensors):
             return None
-        down = self._stores[self._layout.parameter("down")].weight_types
-        gate_up = self._stores[self._layout.parameter("up")].weight_types
-        return _stored_types(gate_up, down)
+        whole = self._stores.get("weight")
+        gate_up, down = ((whole or self._stores[part]).weight_types for part in ("up", "down"))
+        return StoredTypes(
+            narrowest({each.packed for each in gate_up | down}),
+            narrowest({each.stored for each in gate_up}),
+            narrowest({each.stored for each in down}),
+        )
 
     def origin(self, part: Part, expert: int = 0) -> str:
-        return self._stores[self._layout.parameter(part)].origin(part, expert)
+        return self._stores[part].origin(part, expert)
+
+
+def _experts_source(
+    module: str, layout: ExpertsLayout, targets: Mapping[str, Target], tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel
+) -> CheckpointSource:
+    """Return the source of one experts module.
+
+    Raises:
+        CheckpointError: a parameter, an expert or a part is missing, or of the wrong shape or dtype.
+    """
+    stores: dict[str, _Store] = {}
+    for name in dict.fromkeys(map(layout.parameter, layout.parts())):
+        target = targets.get(name)
+        if target is None:
+            raise _missing(tensors, f"{module}.{name}")
+        _check_dtypes([tensors[key] for key in target.all_keys])
+        stores[name] = _store(layout, target, tensors, skeleton)
+    return CheckpointSource({part: stores[layout.parameter(part)] for part in layout.parts()}, targets, tensors)
 
 
 def _check_shape(tensor: LazyTensor, expected: tuple[int, ...]) -> None:
@@ -307,15 +281,24 @@ def _check_dtypes(tensors: Sequence[LazyTensor]) -> None:
 
 
 def _store(layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> _Store:
+    parts = [part for part in layout.parts() if layout.parameter(part) == target.name.rpartition(".")[2]]
     if target.converter is None:
-        return _Fused(layout, tensors[target.all_keys[0]], tuple(skeleton.get_parameter(target.name).shape))
+        tensor = tensors[target.all_keys[0]]
+        _check_shape(tensor, tuple(skeleton.get_parameter(target.name).shape))
+        quantised = _quantised(tensor)
+        as_linear = quantised is None or quantised.transposed == layout.transposed
+        if quantised is not None and quantised.halves and (layout.interleaved or not as_linear):
+            raise CheckpointError(
+                f"{tensor.origin}: gate and up have a scale each, and are no halves of its rows in this model, as which they are read; "
+                "quantise the model again with one scale for both, or load the floating-point checkpoint or a GGUF file instead"
+            )
+        return _Stored({part: [tensor] for part in parts}, layout, sliced=True, as_codes=as_linear)
     operations = list(target.converter.operations)
     last = operations[-1]
     transposes = isinstance(last, Transpose) and (last.dim0, last.dim1, last.check_dims) == (1, 2, False)
     operations = operations[:-1] if transposes else operations
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist)
     joined = len(operations) == 2 and isinstance(operations[1], Concatenate)
-    parts = [part for part in layout.parts() if layout.parameter(part) == target.name.rpartition(".")[2]]
     fused = not joined and len(parts) > 1
     as_linear = transposes == layout.transposed and not (fused and layout.transposed)
     plain = as_linear and not layout.interleaved and len(target.converter.target_patterns) == 1
@@ -327,7 +310,10 @@ def _store(layout: ExpertsLayout, target: Target, tensors: Mapping[str, LazyTens
         lacking = [pattern for pattern in target.converter.source_patterns if pattern not in target.keys]
         raise _missing(tensors, f"{target.name} (no key matches {', '.join(lacking)})")
     by_part = {part: columns[0 if fused else position] for position, part in enumerate(parts)}
-    return _PerExpert(layout, by_part, fused=fused)
+    for part, stored in by_part.items() if not fused else ():
+        for tensor in stored:
+            _check_shape(tensor, layout.part_shape(part))
+    return _Stored(by_part, layout if fused else None)
 
 
 def _by_expert(layout: ExpertsLayout, tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
@@ -349,67 +335,28 @@ def _by_expert(layout: ExpertsLayout, tensors: Sequence[LazyTensor]) -> list[Laz
     return [by_number[expert] for expert in range(layout.num_experts)]
 
 
-class CheckpointLinear(WeightSource):
-    """A `WeightSource` over a linear layer's weight and, where it has one, bias; a tied weight is read where it is stored.
+def _linear_source(module: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> CheckpointSource:
+    """Return the source of a linear layer's weight and, where it has one, bias; a tied weight is read where it is stored.
 
     Raises:
-        CheckpointError: from the constructor, if a part is missing or of the wrong shape or dtype.
+        CheckpointError: a part is missing or of the wrong shape or dtype.
     """
-
-    def __init__(self, module: str, keymap: KeyMap, tensors: Mapping[str, LazyTensor], skeleton: PreTrainedModel) -> None:
-        self._tensors = tensors
-        self._skeleton = skeleton
-        self._targets: dict[Part, Target] = {}
-        parts: tuple[Part, ...] = ("weight", "bias")
-        for part in parts:
-            name = f"{module}.{part}"
-            if getattr(skeleton.get_submodule(module), part) is None:
-                continue
-            target = self._targets[part] = target_of(name, keymap, tensors, skeleton)
-            stored = [tensors[key] for key in target.all_keys]
-            _check_dtypes(stored)
-            if target.converter is None:
-                _check_shape(stored[0], tuple(skeleton.get_parameter(name).shape))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype = self._tensors[self._targets["weight"].all_keys[0]].dtype
-        assert dtype is not None, "checked by the constructor"
-        return dtype
-
-    @property
-    def fingerprint(self) -> str | None:
-        tensors = [self._tensors[key] for target in self._targets.values() for key in target.all_keys]
-        return stored_identity(extent for tensor in tensors for extent in tensor.extents)
-
-    def parts(self) -> Sequence[Part]:
-        return tuple(self._targets)
-
-    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        return read_parameter(self._targets[part], self._tensors, self._skeleton)
-
-    def read_codes(self, part: Part, expert: int, weight_type: str) -> Codes | StoredBlocks | None:
-        quantised = self._quantised
-        if part != "weight" or quantised is None:
-            return None
-        return _codes(quantised.read(None), weight_type, self.origin(part), quantised.lossless_types)
-
-    def stored_types(self) -> StoredTypes | None:
-        """Return the weight type as that of all parts if the weight is quantised, else None."""
-        tensors = [self._tensors[key] for key in self._targets["weight"].all_keys]
-        if not any(_quantised(tensor) for tensor in tensors):
-            return None
-        types = {_weight_type(tensor, as_codes=self._quantised is not None) for tensor in tensors}
-        return _stored_types(types, types)
-
-    @property
-    def _quantised(self) -> Quantised | None:
-        """The weight if it is stored in codes in this layer's own layout."""
-        target = self._targets["weight"]
-        return _quantised(self._tensors[target.all_keys[0]]) if target.converter is None else None
-
-    def origin(self, part: Part, expert: int = 0) -> str:
-        return self._tensors[self._targets[part].all_keys[0]].origin
+    stores: dict[Part, _Store] = {}
+    targets: dict[str, Target] = {}
+    parts: tuple[Part, ...] = ("weight", "bias")
+    for part in parts:
+        name = f"{module}.{part}"
+        if getattr(skeleton.get_submodule(module), part) is None:
+            continue
+        target = targets[part] = target_of(name, keymap, tensors, skeleton)
+        stored = [tensors[key] for key in target.all_keys]
+        _check_dtypes(stored)
+        if target.converter is None:
+            _check_shape(stored[0], tuple(skeleton.get_parameter(name).shape))
+            stores[part] = _Stored({part: stored}, None)
+        else:
+            stores[part] = _Converted(None, target, tensors, skeleton)
+    return CheckpointSource(stores, targets, tensors)
 
 
 class StoredWeights(Protocol):
@@ -462,12 +409,12 @@ class CheckpointWeights:
     def source(self, path: str, kind: str) -> WeightSource:
         return self.packed.get(path) or self._stock_source(path, kind)
 
-    def _stock_source(self, path: str, kind: str) -> CheckpointExperts | CheckpointLinear:
+    def _stock_source(self, path: str, kind: str) -> CheckpointSource:
         if kind == "experts":
             layout = read_layout(self._skeleton.get_submodule(path))
-            return CheckpointExperts(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
+            return _experts_source(path, layout, self.keymap.under(path), self.tensors, self._skeleton)
         assert kind == "linear", f"operators of kind {kind} take no weights"
-        return CheckpointLinear(path, self.keymap, self.tensors, self._skeleton)
+        return _linear_source(path, self.keymap, self.tensors, self._skeleton)
 
     def _is_no_bias(self, key: str) -> bool:
         """Whether a key is a bias of zeros beside quantised weights, which AutoGPTQ writes for layers without a bias."""
