@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from moegraft.injection.checkpoint.sources import live_source, refuse_meta
+from moegraft.injection.checkpoint.sources import ModuleSource, refuse_meta
 from moegraft.injection.injected import Injection, injected_class
 from moegraft.injection.loading import CheckpointLoader
 from moegraft.injection.meta_model import MetaModel
@@ -124,7 +124,7 @@ def graft(
         injection = replace(injection, new_head=checkpoint.new_head)
     if sparsity is not None:
         sparsity.check_weights(
-            checkpoint.source if checkpoint is not None else lambda path: live_source(path, skeleton.get_submodule(path))
+            checkpoint.source if checkpoint is not None else lambda path: ModuleSource(path, skeleton.get_submodule(path))
         )
     base = model.source.model_class if isinstance(model, MetaModel) else type(model)
     return GraftedModel(

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import KeyMap
 from moegraft.injection.checkpoint.packed import StoredPacked
-from moegraft.injection.checkpoint.sources import StoredWeights, live_source
+from moegraft.injection.checkpoint.sources import ModuleSource, StoredWeights
 from moegraft.injection.injected import Injection, place
 from moegraft.injection.meta_model import ModelSource
 from moegraft.injection.progress import ProgressLine, progress_line
@@ -96,7 +96,7 @@ def _in_memory(grafted: GraftedModel, model: PreTrainedModel, line: ProgressLine
     try:
         with line.stage(LOADING, total_bytes) as advance:
             for path, operator in injection.replacing.items():
-                operator.load(live_source(path, model.get_submodule(path)), advance)
+                operator.load(ModuleSource(path, model.get_submodule(path)), advance)
                 place(model, path, operator)
                 loaded[path] = operator
     except BaseException:

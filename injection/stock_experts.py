@@ -24,7 +24,7 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
     The parameters stay, and are packed at the first call and again when one of them has changed, so that the experts are in memory twice.
     With gradients, transformers' grouped products compute them.
     """
-    from moegraft.injection.checkpoint.sources import live_source
+    from moegraft.injection.checkpoint.sources import ModuleSource
 
     parameters = list(self.parameters(recurse=False))
     if torch.is_grad_enabled() and (hidden_states.requires_grad or any(each.requires_grad for each in parameters)):
@@ -34,7 +34,7 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
     packed: tuple[Any, Operator] | None = self.__dict__.get("_moegraft_packed")
     if packed is None or packed[0] != state:
         operator = _stock_experts(self, hidden_states.dtype)
-        operator.load(live_source("experts", self), lambda size: None)
+        operator.load(ModuleSource("experts", self), lambda size: None)
         packed = self.__dict__["_moegraft_packed"] = (state, operator)
     result: torch.Tensor = packed[1](hidden_states, top_k_index, top_k_weights)
     return result

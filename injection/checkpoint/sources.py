@@ -449,54 +449,32 @@ class CheckpointWeights:
             )
 
 
-class ModuleExperts(WeightSource):
-    """A `WeightSource` over an experts module in memory; pieces are views, on the CPU."""
+class ModuleSource(WeightSource):
+    """A `WeightSource` over an experts module or a linear layer in memory; pieces are views, on the CPU."""
 
-    def __init__(self, path: str, module: nn.Module, layout: ExpertsLayout) -> None:
+    def __init__(self, path: str, module: nn.Module) -> None:
         self._path = path
-        self._layout = layout
-        self._parameters = {name: module.get_parameter(name).detach() for name in map(layout.parameter, layout.parts())}
+        self._layout = None if isinstance(module, nn.Linear) else read_layout(module)
+        parts: Sequence[Part] = ("weight", "bias") if self._layout is None else self._layout.parts()
+        found = {part: getattr(module, self._name(part)) for part in parts}
+        self._parameters: dict[Part, torch.Tensor] = {part: each.detach() for part, each in found.items() if each is not None}
+
+    def _name(self, part: Part) -> str:
+        return part if self._layout is None else self._layout.parameter(part)
 
     @property
     def dtype(self) -> torch.dtype:
-        return widest(parameter.dtype for name, parameter in self._parameters.items() if not name.endswith("_bias"))
-
-    def parts(self) -> Sequence[Part]:
-        return self._layout.parts()
-
-    def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        return self._layout.cut(part, self._parameters[self._layout.parameter(part)][expert]).to("cpu")
-
-    def origin(self, part: Part, expert: int = 0) -> str:
-        return f"{self._path}.{self._layout.parameter(part)}[{expert}]"
-
-
-class ModuleLinear(WeightSource):
-    """A `WeightSource` over a linear layer in memory."""
-
-    def __init__(self, path: str, module: nn.Linear) -> None:
-        self._path = path
-        self._parameters: dict[Part, torch.Tensor] = {"weight": module.weight.detach()}
-        if module.bias is not None:
-            self._parameters["bias"] = module.bias.detach()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._parameters["weight"].dtype
+        return widest(parameter.dtype for part, parameter in self._parameters.items() if not part.endswith("bias"))
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._parameters)
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
-        return self._parameters[part].to("cpu")
+        stored = self._parameters[part]
+        return (stored if self._layout is None else self._layout.cut(part, stored[expert])).to("cpu")
 
     def origin(self, part: Part, expert: int = 0) -> str:
-        return f"{self._path}.{part}"
-
-
-def live_source(path: str, module: nn.Module) -> WeightSource:
-    """Return the source for an operator that replaces `module`, which is in memory."""
-    return ModuleLinear(path, module) if isinstance(module, nn.Linear) else ModuleExperts(path, module, read_layout(module))
+        return f"{self._path}.{self._name(part)}" + ("" if self._layout is None else f"[{expert}]")
 
 
 def refuse_meta(path: str, module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection.api import optimize_and_load
-from moegraft.injection.checkpoint.sources import live_source
+from moegraft.injection.checkpoint.sources import ModuleSource
 from moegraft.injection.injected import injection_of
 from moegraft.injection.parallel import Processes
 from moegraft.operators.atomic_file import user_cache, write_file
@@ -206,7 +206,7 @@ def _cases(operators: list[type[Operator]], kind: str) -> list[tuple[str, type[O
 
 def _loaded(operator: type[Operator], module: nn.Module, options: Any, context: InjectionContext) -> nn.Module:
     built = operator.build(module, options, context)
-    built.load(live_source(operator.kind, module), lambda size: None)
+    built.load(ModuleSource(operator.kind, module), lambda size: None)
     return built
 
 

@@ -83,11 +83,11 @@ def test_the_commands_know_the_operator(installed: Path) -> None:
 def test_a_bias_is_kept(installed: Path) -> None:
     from fp8_linear import Fp8Linear  # type: ignore[import-not-found]
 
-    from moegraft.injection.checkpoint.sources import live_source
+    from moegraft.injection.checkpoint.sources import ModuleSource
 
     module = torch.nn.Linear(64, 32)
     operator = Fp8Linear.build(module, Fp8Linear.options_type(), None)
-    operator.load(live_source("linear", module), lambda size: None)
+    operator.load(ModuleSource("linear", module), lambda size: None)
     x = torch.randn(3, 64)
     assert (operator(x) - module(x)).norm() < 0.05 * module(x).norm()
     assert operator.bias is not None and torch.equal(operator.bias, module.bias)

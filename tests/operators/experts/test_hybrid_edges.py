@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moegraft.injection.checkpoint.sources import live_source
+from moegraft.injection.checkpoint.sources import ModuleSource
 from moegraft.operators.base import Operator
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
@@ -24,7 +24,7 @@ EXPERTS, HIDDEN, TOKENS, TOP_K = 5, 64, 6, 2
 def built(operator: type[Operator], module: nn.Module, options: object) -> Operator:
     context = InjectionContext(dtype=torch.float32, threads=1)
     made = operator.build(module, options, context)
-    made.load(live_source("experts", module), lambda size: None)
+    made.load(ModuleSource("experts", module), lambda size: None)
     return made
 
 

@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint.sources import live_source
+from moegraft.injection.checkpoint.sources import ModuleSource
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.layout import read_layout
@@ -40,7 +40,7 @@ def module() -> Qwen3MoeExperts:
 def built(module: nn.Module, options: HybridExpertsOptions) -> HybridExperts:
     context = InjectionContext(dtype=torch.float32, threads=1)
     made = HybridExperts.build(module, options, context)
-    made.load(live_source("experts", module), lambda size: None)
+    made.load(ModuleSource("experts", module), lambda size: None)
     return made
 
 

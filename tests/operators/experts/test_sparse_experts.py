@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint.sources import live_source
+from moegraft.injection.checkpoint.sources import ModuleSource
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
@@ -50,7 +50,7 @@ def initialised(module: nn.Module) -> nn.Module:
 def built(module: nn.Module, options: SparseExpertsOptions | None = None, context: InjectionContext | None = None) -> SparseExperts:
     context = context or InjectionContext(dtype=torch.float32, threads=1)
     operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
-    operator.load(live_source("experts", module), lambda size: None)
+    operator.load(ModuleSource("experts", module), lambda size: None)
     return operator
 
 

@@ -12,7 +12,7 @@ from support.triton_cases import DEVICE, INTERPRETED, ROUNDED
 from torch import nn
 
 from moegraft.cpu_backend import PackedLinear
-from moegraft.injection.checkpoint.sources import live_source
+from moegraft.injection.checkpoint.sources import ModuleSource
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.kernels.linear import PackedLinearOnGpu
 from moegraft.operators.kernels.packed_layout import gpu_format
@@ -97,7 +97,7 @@ def test_the_operator_takes_its_bytes_to_the_device() -> None:
     context = InjectionContext(dtype=torch.float32, threads=1)
     operator, on_cpu = (QuantizedLinear.build(module, QuantizedLinearOptions("int8", gpu=gpu), context) for gpu in ("auto", "none"))
     for each in (operator, on_cpu):
-        each.load(live_source("linear", module), lambda size: None)
+        each.load(ModuleSource("linear", module), lambda size: None)
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():  # the CPU rounds activations to 8 bits
         torch.testing.assert_close(operator(x.to(DEVICE)).cpu(), on_cpu(x), rtol=0.02, atol=0.02)

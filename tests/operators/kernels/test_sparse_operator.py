@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.calibration import ActivationHistogram
-from moegraft.injection.checkpoint.sources import live_source
+from moegraft.injection.checkpoint.sources import ModuleSource
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
@@ -39,7 +39,7 @@ def stock() -> nn.Module:
 def built(module: nn.Module, options: SparseExpertsOptions | None = None) -> SparseExperts:
     context = InjectionContext(dtype=torch.float32, threads=1)
     operator = SparseExperts.build(module, options or SparseExpertsOptions(SPARSITY), context)
-    operator.load(live_source("experts", module), lambda size: None)
+    operator.load(ModuleSource("experts", module), lambda size: None)
     return operator
 
 
