@@ -41,7 +41,10 @@ _SAME = {
 # Of these, a token that is in the vocabulary as a whole is not merged from parts. Texts begin with a token where files do not state it.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2")
 # Tokens that end an answer, beside those that keys name: llama.cpp finds them by their text as well.
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>")
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<|flush|>", "<|calls|>"),  # the last two of Solar Open
+)
 _IDS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -174,9 +177,13 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
     settings = {f"{name}_token": texts[number] for name, number in named.items()}
     if "tokenizer.chat_template" in keys:
         settings["chat_template"] = keys["tokenizer.chat_template"]
-    ends = [named.get("eos"), keys.get("eot_token_id"), keys.get("eom_token_id"), *(vocabulary.get(text) for text in _ENDS)]
-    ends = [number for number in dict.fromkeys(ends) if number is not None and kinds[number] in (TokenType.CONTROL, TokenType.USER_DEFINED)]
-    generation: dict[str, Any] = {"eos_token_id": ends, **{f"{name}_token_id": named[name] for name in ("bos", "pad") if name in named}}
+    stated = [keys[f"{name}_token_id"] for name in ("eos", "eot", "eom") if keys.get(f"{name}_token_id") is not None]
+    known = [vocabulary[text] for text in _ENDS if text in vocabulary]
+    ends = {number: texts[number] for number in (*stated, *(each for each in known if kinds[each] in marks))}
+    generation: dict[str, Any] = {
+        "eos_token_id": [*ends] or None,
+        **{f"{name}_token_id": named[name] for name in ("bos", "pad") if name in named},
+    }
     for name, ours in SAMPLING.items():
         if (value := fields.get(f"general.sampling.{name}")) is not None:
             generation |= {"do_sample": True, ours: round(value, 6)}

@@ -183,11 +183,27 @@ def test_the_first_token_is_added_where_the_file_states_it(adds: bool | None) ->
     assert tokenizer.encode("a").ids == ([1] if adds is False else [0, 1]), "llama.cpp adds one to texts that are split so"
 
 
-def test_all_tokens_that_end_an_answer() -> None:
-    texts = ["a", "<eos>", "<eot>", "<|im_end|>", "<|return|>"]
-    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": texts, "token_type": [1, 3, 3, 3, 1], "merges": []}
-    fields = {f"tokenizer.ggml.{key}": value for key, value in {**keys, "eos_token_id": 1, "eot_token_id": 2}.items()}
-    assert read_vocabulary(fields)["generation_config.json"]["eos_token_id"] == [1, 2, 3], "not one that is ordinary text"
+@pytest.mark.parametrize(
+    ("texts", "kinds", "stated", "ends"),
+    [
+        (
+            ["a", "<eos>", "<eot>", "<|im_end|>", "<|return|>"],
+            [1, 3, 3, 3, 1],
+            {"eos": 1, "eot": 2},
+            [1, 2, 3],
+        ),  # the last is ordinary text
+        (["a", "<eos>"], [1, 1], {"eos": 1}, [1]),
+        (["a", "<|endoftext|>", "<|im_end|>"], [1, 3, 3], {"eos": 2}, [2, 1]),  # of Qwen, whose texts without a chat end with the first
+        (["a", "<|endoftext|>", "<|end|>", "<|flush|>", "<|calls|>"], [1, 3, 3, 3, 3], {"eos": 1, "eot": 1}, [1, 3, 4]),  # of Solar Open
+        (["a"], [1], {}, None),
+    ],
+)
+def test_all_tokens_that_end_an_answer(texts: list[str], kinds: list[int], stated: dict[str, int], ends: list[int] | None) -> None:
+    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": texts, "token_type": kinds, "merges": []}
+    fields = {
+        f"tokenizer.ggml.{key}": value for key, value in {**keys, **{f"{name}_token_id": each for name, each in stated.items()}}.items()
+    }
+    assert read_vocabulary(fields)["generation_config.json"]["eos_token_id"] == ends
 
 
 @pytest.mark.parametrize(
