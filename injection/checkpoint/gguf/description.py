@@ -330,9 +330,11 @@ class _Reading:
         self._put(count, "n_group", needed=False)
         self._put(chosen, "topk_group", needed=False)
         self._put("greedy" if count <= 1 else "group_limited_greedy", "topk_method", needed=False)
+        if gating == "softmax":
+            self._expect("expert_weights_norm", False)
         # Families whose configs have no such field normalise always, and ignore the key.
-        normalises = keys.pop("expert_weights_norm", None)
-        if normalises is not None and "norm_topk_prob" not in self._values:
+        normalises = keys.pop("expert_weights_norm", False)
+        if "norm_topk_prob" not in self._values:
             self._put(normalises, "norm_topk_prob", needed=False)
         scale = keys.pop("expert_weights_scale", 0.0) or 1.0  # both mean that nothing is scaled
         if scale != self._values.get("routed_scaling_factor"):

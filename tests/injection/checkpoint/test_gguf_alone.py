@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.byte_tokenizer import byte_tokenizer
-from support.families import prompt
+from support.families import build_config, case_of, prompt
 from support.gguf_files import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint.gguf.description import folder_of, read_config
+from moegraft.injection.checkpoint.gguf.description import folder_of, keys_of, read_config
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
+from moegraft.injection.checkpoint.gguf.families import FAMILIES
 from moegraft.injection.checkpoint.gguf.files import open_file
 from moegraft.injection.checkpoint.gguf.vocabulary import add_vocabulary, read_vocabulary
 from moegraft.injection.meta_model import build_meta_model, find_model
@@ -229,6 +230,28 @@ def test_what_is_not_in_the_config_is_refused(changes: dict[str, Any], message: 
     with pytest.raises(UnsupportedModelError, match="the file alone does not describe its model") as raised:
         read_config(fields, shapes)
     assert message in str(raised.value)
+
+
+def described(model_type: str, further: Mapping[str, tuple[int, ...]] | None = None, **changes: object) -> PretrainedConfig:
+    """Return the config that is read from the keys of a tiny model, with `changes`: those that are None are left out."""
+    config = build_config(case_of(model_type))
+    architecture = FAMILIES[model_type].architecture
+    keys = {**keys_of(config), **{key.replace("__", "."): value for key, value in changes.items()}}
+    fields = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
+    names = ("token_embd", "output", *(f"blk.{layer}.ffn_gate_inp" for layer in range(config.num_hidden_layers)))
+    return read_config(fields, {**{f"{name}.weight": (config.vocab_size, config.hidden_size) for name in names}, **(further or {})})
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "dots1", "glm4_moe"])
+def test_weights_of_experts_are_normalised_where_the_file_states_it(model_type: str) -> None:
+    """llama.cpp's converter leaves the key out where they are not, or states it as false."""
+    stated = {value: described(model_type, expert_weights_norm=value).norm_topk_prob for value in (True, False, None)}
+    assert stated == {True: True, False: False, None: False}
+
+
+def test_weights_of_experts_that_transformers_does_not_normalise_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="expert_weights_norm is True, and transformers computes False"):
+        described("deepseek_v2", expert_weights_norm=True)
 
 
 def test_a_file_without_a_vocabulary_is_refused_with_what_to_give(tmp_path: Path) -> None:
