@@ -38,8 +38,9 @@ _SAME = {
     "hunyuan-dense": "deepseek-v3",
     "olmo": "gpt-2",
 }
-# Of these, a token that is in the vocabulary as a whole is not merged from parts. Texts begin with a token where files do not state it.
-_WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2")
+# With these, texts begin with a token where files do not state it.
+_BEGUN = ("llama-bpe", "llama3", "llama-v3", "lfm2")
+_WHOLE = (*_BEGUN, "glm4")  # a token that is in the vocabulary as a whole is not merged from parts
 # Tokens that end an answer, beside those that keys name: llama.cpp finds them by their text as well.
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>"),
@@ -167,7 +168,7 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         for text, number in vocabulary.items()
         if kinds[number] in marks
     ]
-    begins = keys.get("add_bos_token", kind == "llama" or split in _WHOLE) and "bos" in named
+    begins = keys.get("add_bos_token", kind == "llama" or split in _BEGUN) and "bos" in named
     processor = None
     if begins:
         bos = texts[named["bos"]]

@@ -185,6 +185,15 @@ def test_the_first_token_is_added_where_the_file_states_it(adds: bool | None) ->
 
 
 @pytest.mark.parametrize(
+    ("split", "ids"), [("llama-bpe", [2]), ("lfm2", [2]), ("glm4", [2]), ("chatglm-bpe", [0, 1]), ("qwen2", [0, 1]), ("gpt-4o", [0, 1])]
+)
+def test_a_token_that_is_a_word_is_not_merged_where_llama_cpp_does_not(split: str, ids: list[int]) -> None:
+    keys = {"model": "gpt2", "pre": split, "tokens": ["a", "b", "ab"], "token_type": [1, 1, 1], "merges": [], "bos_token_id": 0}
+    fields = {f"tokenizer.ggml.{key}": value for key, value in {**keys, "add_bos_token": False}.items()}
+    assert Tokenizer.from_str(json.dumps(read_vocabulary(fields)["tokenizer.json"])).encode("ab").ids == ids
+
+
+@pytest.mark.parametrize(
     ("texts", "kinds", "stated", "ends"),
     [
         (
