@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from moegraft.injection.checkpoint.gguf.families import FAMILIES, Family, family_of
 from moegraft.injection.checkpoint.gguf.files import find_parts, merge, open_file
+from moegraft.injection.checkpoint.gguf.model import COMPUTED
 from moegraft.injection.checkpoint.gguf.vocabulary import read_vocabulary
 from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
@@ -214,6 +215,8 @@ class _Reading:
         layers = self._keys.pop("block_count") - self._keys.get("nextn_predict_layers", 0)
         if not 0 < layers < len(self._tensors):
             raise _UnfitError(f"{layers} layers, and {len(self._tensors)} tensors")
+        if not self._keys.get("expert_count"):
+            raise _UnfitError("it has no experts")
         self._put(self._keys.pop("nextn_predict_layers", 0), "num_nextn_predict_layers", needed=False)
         values["vocab_size"] = self._tensors["token_embd.weight"][0]
         self._keys["vocab_size"] = values["vocab_size"]
@@ -297,6 +300,8 @@ class _Reading:
         sections = keys.pop("rope.dimension_sections", None)
         if not parameters:
             return
+        if computed := [name for name in self._tensors if name.startswith(COMPUTED)]:
+            raise _UnfitError(f"rotary frequencies are in {computed[0]}, and no key states how they are scaled")
         parameters = {name: parameters[name] for name in ("truncate", "partial_rotary_factor") if name in parameters}
         parameters |= {"rope_type": "default" if kind == "none" else kind, "rope_theta": float(theta)}
         head = self._values.get("head_dim") or keys["embedding_length"] // keys["attention.head_count"]

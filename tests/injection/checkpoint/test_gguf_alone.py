@@ -263,6 +263,18 @@ def test_weights_of_experts_that_transformers_does_not_normalise_are_refused() -
         described("deepseek_v2", expert_weights_norm=True)
 
 
+def test_rotary_frequencies_in_a_tensor_are_refused() -> None:
+    """Such as those of Llama 3.1, of which there are mixtures of experts in Mixtral's layout."""
+    with pytest.raises(UnsupportedModelError, match=r"rotary frequencies are in rope_freqs\.weight"):
+        described("mixtral", {"rope_freqs.weight": (8,)})
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_a_file_without_experts_is_refused(count: int | None) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"\(it has no experts\)"):
+        described("mixtral", expert_count=count)
+
+
 def test_a_file_without_a_vocabulary_is_refused_with_what_to_give(tmp_path: Path) -> None:
     tiny(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
