@@ -22,7 +22,7 @@ from moegraft.operators.atomic_file import user_cache, write_file
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError, error_sentence
 
 # What values of other types and lengths than those that are expected lead to.
-MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, StrictDataclassError)
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError, StrictDataclassError)
 SHARED_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
 # Keys, without the architecture in front, and the config's names of their values: the first that a config has.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -384,13 +384,13 @@ def _folder_of(parts: tuple[Path, ...], changed: tuple[int, ...]) -> Path:
         fields = {**first.fields, **{key: first.array(key) for key in first.arrays}}
         config = read_config(fields, {name: tensor.shape for name, tensor in merge(files).items()})
         contents = read_vocabulary(fields)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, contents["generation_config.json"].get(name))
     except UnsupportedModelError as error:
         hint = "give the folder or hub id that it was made from as the model, and the file as its weights (--gguf, gguf=)"
         raise UnsupportedModelError(f"{first.path}: {error}; {hint}") from error
     except MALFORMED as error:
         raise CheckpointError(f"{first.path}: the vocabulary is damaged ({error_sentence(error)}); download the file again") from error
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, contents["generation_config.json"].get(name))
     texts = {name: json.dumps(body) for name, body in {**contents, "config.json": config.to_dict()}.items()}
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:12]
     try:

@@ -285,7 +285,10 @@ def test_a_file_without_a_vocabulary_is_refused_with_what_to_give(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("token_type", [1]), ("eos_token_id", 10**6), ("tokens", 3), ("huggingface.json", "{"), ("token_type", [99] * 257)],
+    [
+        *[("token_type", [1]), ("token_type", [99] * 257), ("tokens", 3)],
+        *[("eos_token_id", 10**6), ("eos_token_id", True), ("huggingface.json", "{"), ("huggingface.json", "[" * 10**5)],
+    ],
 )
 def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny(tmp_path)
@@ -295,7 +298,8 @@ def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path
     def damaged(writer: Any) -> None:
         name = f"tokenizer.{'' if key.startswith('h') else 'ggml.'}{key}"
         writer.kv_data[0].pop(name)
-        kinds = {int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING, list: gguf.GGUFValueType.ARRAY}
+        types = gguf.GGUFValueType
+        kinds = {int: types.UINT32, bool: types.BOOL, str: types.STRING, list: types.ARRAY}
         writer.add_key_value(name, value, kinds[type(value)])
         whole(writer)
 
