@@ -575,6 +575,7 @@ def test_other_families_are_refused() -> None:
 
 NUMBERS = r"\p{N}{1,3}"
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHINESE = "[一-龥぀-ゟ゠-ヿ]+"  # noqa: RUF001
 WORDS = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
@@ -588,6 +589,7 @@ WORDS = (
         ("deepseek_v3", (NUMBERS, CHINESE, WORDS), "deepseek-v3"),
         ("glm4_moe", (LETTERS,), "glm4"),
         ("qwen3_moe", (LETTERS,), "llama-bpe"),
+        ("qwen3_5_moe_text", (MARKS,), "qwen35"),
         ("deepseek_v3", (CHINESE, NUMBERS, WORDS), "gpt-2"),  # another order
     ],
 )
