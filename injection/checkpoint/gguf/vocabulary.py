@@ -160,7 +160,7 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         steps = _with_spaces(prepends=bool(keys.get("add_space_prefix", True)))
     else:
         model |= {"merges": [merge.split(" ", 1) for merge in keys.get("merges", ())], "ignore_merges": split in _WHOLE}
-        steps = _with_bytes(str(patterns).split("\n"), composes=split in ("qwen2", "qwen35"))
+        steps = _with_bytes(str(patterns).split("\n"), composes=split in ("qwen2", "qwen35", "olmo"))
     marks = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
