@@ -294,7 +294,8 @@ class _Reading:
     def _read_rope(self) -> None:
         keys, parameters = self._keys, dict(rope_of(self._default))
         theta, dimensions = keys.pop("rope.freq_base", 10000.0), keys.pop("rope.dimension_count", None)
-        kind, factor = keys.pop("rope.scaling.type", "none"), keys.pop("rope.scaling.factor", None)
+        factor = keys.pop("rope.scaling.factor", None)
+        kind = keys.pop("rope.scaling.type", "linear" if factor else "none")
         finetuned = keys.pop("rope.scaling.finetuned", None)
         self._put("rope" if finetuned else None, "position_embedding_type", needed=False)
         sections = keys.pop("rope.dimension_sections", None)

@@ -264,6 +264,13 @@ def test_weights_of_experts_that_transformers_does_not_normalise_are_refused() -
         described("deepseek_v2", expert_weights_norm=True)
 
 
+def test_positions_are_scaled_linearly_where_the_file_states_a_factor_alone() -> None:
+    """llama.cpp's default of the type."""
+    keys: dict[str, Any] = {"rope__scaling__type": None, "rope__scaling__factor": 4.0}
+    assert described("mixtral", **keys).rope_parameters == {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+    assert described("mixtral", **{**keys, "rope__scaling__type": "none"}).rope_parameters["rope_type"] == "default"
+
+
 def test_rotary_frequencies_in_a_tensor_are_refused() -> None:
     """Such as those of Llama 3.1, of which there are mixtures of experts in Mixtral's layout."""
     with pytest.raises(UnsupportedModelError, match=r"rotary frequencies are in rope_freqs\.weight"):
