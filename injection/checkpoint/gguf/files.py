@@ -200,6 +200,7 @@ class GgufFile:
 
         Raises:
             CheckpointError: it holds arrays.
+            ValueError: a string is not UTF-8.
         """
         return _Reader(self.path, self.data, self.arrays[key]).array(key)
 
@@ -314,11 +315,20 @@ class _Reader:
             fields[name] = self._text() if kind is GGUFValueType.STRING else self._number(_FORMATS[kind])
 
     def array(self, name: str) -> list[Any]:
-        """Read the array that begins here."""
+        """Read the array that begins here, whose lengths have been checked.
+
+        Raises:
+            ValueError: a string is not UTF-8.
+        """
         self._where = f"key {name[:100]!r}"
         kind, count = self._type(), self._number("<Q")
-        if kind is GGUFValueType.STRING:
-            return [self._text() for _ in range(count)]
+        if kind is GGUFValueType.STRING:  # of which vocabularies have some hundred thousand
+            strings, offset, length_at = [], self._offset, struct.Struct("<Q").unpack_from
+            for _ in range(count):
+                begin = offset + 8
+                offset = begin + length_at(self._data.data, offset)[0]
+                strings.append(str(self._data.data[begin:offset], "utf-8"))
+            return strings
         if kind not in _FORMATS:
             self._refuse("an array of arrays")
         values: list[Any] = np.frombuffer(self._data.data, _FORMATS[kind], count, self._offset).tolist()

@@ -25,7 +25,7 @@ from support.serving import Server, ask, one_by_one, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.output import Terminal, library_log
-from moegraft.injection.cli.serve import constraints, scheduler
+from moegraft.injection.cli.serve import answer_form, scheduler
 from moegraft.injection.cli.serve.app import Preparation
 from moegraft.injection.cli.serve.openai import TextBody
 from moegraft.injection.cli.serve.sampling import usable
@@ -313,8 +313,8 @@ def test_a_grammar_that_grows_too_large_ends_its_answer_alone(model: LoadedModel
         if bound == "items":
             monkeypatch.setattr(llguidance, "LLMatcher", partial(llguidance.LLMatcher, limits=few))
         else:
-            monkeypatch.setattr(constraints, "TOKEN_S", 0.0)
-            monkeypatch.setattr(constraints, "SPARE_S", 0.02)
+            monkeypatch.setattr(answer_form, "TOKEN_S", 0.0)
+            monkeypatch.setattr(answer_form, "SPARE_S", 0.02)
         others = [pool.submit(said, server, "hello", max_tokens=60) for _ in range(2)]
         with pytest.raises(openai.InternalServerError, match="cannot follow its grammar any further"):
             ask(server, LONG, max_tokens=200, logit_bias={"0": -100}, extra_body={"grammar": 'start: s\ns: s s | "a" | "b" | "c"'})
@@ -333,14 +333,14 @@ def test_a_grammar_that_grows_too_large_ends_its_answer_alone(model: LoadedModel
 def test_an_answers_grammar_has_a_bounded_time_in_the_mean(
     costs_s: list[float], ends: int | None, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = constraints.Grammars(loaded.tokenizer, len(loaded.tokenizer), [0])
-    constraint = prepared.constraint(constraints.grammars("start: /a*/"))
+    prepared = answer_form.Grammars(loaded.tokenizer, len(loaded.tokenizer), [0])
+    constraint = prepared.constraint(answer_form.grammars("start: /a*/"))
     clock = iter([now for cost in costs_s for now in (0.0, cost)])
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     answer = loaded.tokenizer("a" * len(costs_s))["input_ids"]
     for tokens in range(len(costs_s)):
         if tokens == ends:
-            with pytest.raises(constraints.GrammarError, match=r"ms of CPU time, .* an ambiguous rule"):
+            with pytest.raises(answer_form.GrammarError, match=r"ms of CPU time, .* an ambiguous rule"):
                 constraint.restrict(torch.zeros(len(loaded.tokenizer)), answer[:tokens])
             return
         constraint.restrict(torch.zeros(len(loaded.tokenizer)), answer[:tokens])
