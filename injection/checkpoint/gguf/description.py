@@ -165,7 +165,7 @@ def _key_value_heads(config: PretrainedConfig) -> int | list[int]:
     return [heads * (kind == "full_attention") for kind in layer_types(config)]
 
 
-def read_config(fields: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> PretrainedConfig:
+def config_of(fields: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> PretrainedConfig:
     """Return the config of the model that a file's keys describe: the first of its architecture's model types that these fit.
 
     Args:
@@ -188,7 +188,7 @@ def read_config(fields: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]
             return _Reading(model_type, family, keys, tensors).config()
         except (_UnfitError, *MALFORMED) as error:
             reasons.append(f"it has no key {error}" if isinstance(error, KeyError) else error_sentence(error))
-    reason = reasons[0] if reasons else f"the architecture {str(architecture)[:100]!r} is not supported"
+    reason = "; ".join(dict.fromkeys(reasons)) or f"the architecture {str(architecture)[:100]!r} is not supported"
     raise UnsupportedModelError(f"the file alone does not describe its model ({reason})")
 
 
@@ -359,7 +359,9 @@ class _Reading:
         names = {**NAMES, "expert_feed_forward_length": (self._family.expert_size,), "feed_forward_length": ("intermediate_size",)}
         if "ssm.inner_size" in keys:
             self._put(keys.pop("ssm.inner_size") // keys["ssm.time_step_rank"], *HEAD_DIMS)
-        for key in names.keys() & keys.keys():
+        # Tensors' shapes do not show these, and a config has defaults of its own.
+        epsilon = "attention.layer_norm_epsilon" if "attention.layer_norm_epsilon" in keys else "attention.layer_norm_rms_epsilon"
+        for key in names.keys() & {*keys, "context_length", "expert_used_count", epsilon}:
             self._put(keys.pop(key), *names[key])
 
 
@@ -383,7 +385,7 @@ def _folder_of(parts: tuple[Path, ...], changed: tuple[int, ...]) -> Path:
     first = files[0]
     try:
         fields = {**first.fields, **{key: first.array(key) for key in first.arrays}}
-        config = read_config(fields, {name: tensor.shape for name, tensor in merge(files).items()})
+        config = config_of(fields, {name: tensor.shape for name, tensor in merge(files).items()})
         contents = read_vocabulary(fields)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, contents["generation_config.json"].get(name))

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.checkpoint.gguf.description import folder_of, keys_of, read_config
+from moegraft.injection.checkpoint.gguf.description import config_of, folder_of, keys_of
 from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, write_export
 from moegraft.injection.checkpoint.gguf.families import FAMILIES
 from moegraft.injection.checkpoint.gguf.files import open_file
@@ -224,6 +224,9 @@ def test_all_tokens_that_end_an_answer(texts: list[str], kinds: list[int], state
         ({"qwen3moe.rope.scaling.type": "longrope"}, "rotary embeddings of the type longrope"),
         ({"qwen3moe.attention.value_length": 8}, "attention.value_length is 8, and transformers computes 16"),
         ({"qwen3moe.embedding_length": None}, "it has no key 'embedding_length'"),
+        ({"qwen3moe.attention.layer_norm_rms_epsilon": None}, "it has no key 'attention.layer_norm_rms_epsilon'"),
+        ({"qwen3moe.expert_used_count": None}, "it has no key 'expert_used_count'"),
+        ({"qwen3moe.context_length": None}, "it has no key 'context_length'"),
         ({"qwen3moe.block_count": 1 << 40}, "1099511627776 layers, and 2"),
         ({"qwen3moe.block_count": "two"}, "unsupported operand type"),
         ({"qwen3moe.rope.freq_base": "high"}, "could not convert string to float"),
@@ -238,7 +241,7 @@ def test_what_is_not_in_the_config_is_refused(changes: dict[str, Any], message: 
     fields = {key: value for key, value in {**fields_of(path), **changes}.items() if value is not None}
     shapes = {name: tensor.shape for name, tensor in open_file(path).tensors.items()}
     with pytest.raises(UnsupportedModelError, match="the file alone does not describe its model") as raised:
-        read_config(fields, shapes)
+        config_of(fields, shapes)
     assert message in str(raised.value)
 
 
@@ -249,7 +252,7 @@ def described(model_type: str, further: Mapping[str, tuple[int, ...]] | None = N
     keys = {**keys_of(config), **{key.replace("__", "."): value for key, value in changes.items()}}
     fields = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
     names = ("token_embd", "output", *(f"blk.{layer}.ffn_gate_inp" for layer in range(config.num_hidden_layers)))
-    return read_config(fields, {**{f"{name}.weight": (config.vocab_size, config.hidden_size) for name in names}, **(further or {})})
+    return config_of(fields, {**{f"{name}.weight": (config.vocab_size, config.hidden_size) for name in names}, **(further or {})})
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "dots1", "glm4_moe"])
