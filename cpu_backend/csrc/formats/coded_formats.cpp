@@ -10,11 +10,6 @@ namespace moegraft {
 namespace {
 
 template <class Coded, class = void>
-constexpr bool kHasGrid = false;
-template <class Coded>
-constexpr bool kHasGrid<Coded, std::void_t<decltype(Coded::kBytes)>> = true;
-
-template <class Coded, class = void>
 constexpr bool kIsSearched = false;
 template <class Coded>
 constexpr bool kIsSearched<Coded, std::void_t<decltype(Coded::kSearch)>> = true;
@@ -22,7 +17,7 @@ constexpr bool kIsSearched<Coded, std::void_t<decltype(Coded::kSearch)>> = true;
 template <class Coded>
 constexpr GridTable grid_table() {
   GridTable found{};
-  if constexpr (kHasGrid<Coded>) {
+  if constexpr (kHasPoints<Coded>) {
     found.count = static_cast<int>(std::size(Coded::kBytes.bytes));
     found.bytes = Coded::kBytes.bytes;
   }

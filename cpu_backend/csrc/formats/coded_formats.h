@@ -24,6 +24,17 @@ constexpr bool kIsGrid = false;
 template <class Coded>
 constexpr bool kIsGrid<Coded, std::void_t<decltype(Coded::kGrid)>> = true;
 
+// Whether its codes are indexes into a grid; TQ1_0's are not.
+template <class Coded, class = void>
+constexpr bool kHasPoints = false;
+template <class Coded>
+constexpr bool kHasPoints<Coded, std::void_t<decltype(Coded::kBytes)>> = true;
+// Whether the columns of an index are all by 1 up or down instead of having signs.
+template <class Coded, class = void>
+constexpr bool kIsShifted = false;
+template <class Coded>
+constexpr bool kIsShifted<Coded, std::void_t<decltype(Coded::kShifted)>> = true;
+
 template <class Coded, class = void>
 constexpr bool kIsFloat8 = false;
 template <class Coded>
@@ -161,6 +172,39 @@ inline float number_of(const RecordForm& form, int code) {
   return form.float8 ? float_from_e4m3(code) : static_cast<float>(code - form.offset);
 }
 
+// The same of points of a grid.
+template <class Coded>
+inline GroupScales signed_points(const RowGroup& packed, GroupCodes& codes) {
+  const std::uint32_t signs = Coded::template signs<OneRow>(packed);
+  for (int first = 0; first < kGroup; first += Coded::kPointColumns) {
+    const std::uint64_t point = Coded::kBytes.bytes[Coded::template index<OneRow>(packed, first / Coded::kPointColumns)];
+    for (int k = 0; k < Coded::kPointColumns; ++k) {
+      const int value = static_cast<int>(point >> 8 * k & 255), negative = static_cast<int>(signs >> (first + k) & 1);
+      codes[first + k] =
+          static_cast<std::uint8_t>(kIsShifted<Coded> ? value + 2 - 2 * negative : Coded::kOffset + (negative ? -value : value));
+    }
+  }
+  GroupScales scales{};
+  Coded::template scales<OneRow>(packed, scales.scale);
+  return scales;
+}
+
+// A group of a packed block, for a vector of rows from `row` on; RowGroup describes it.
+template <class T, class Coded>
+struct PackedGroup {
+  const std::byte* block;
+  int group, row;
+  MOEGRAFT_INLINE typename T::F scale() const { return halves_of<T>(block, 0, row); }
+  MOEGRAFT_INLINE typename T::I word(int index) const {
+    return T::load_int(block + Derived<Coded>::kLinesOffset + group * Derived<Coded>::kLinesBytes + index * kWordsBytes + row * 4);
+  }
+  MOEGRAFT_INLINE typename T::I field(int before) const { return T::load_int(field_at<4>(block, before, row)); }
+  template <int Groups>
+  MOEGRAFT_INLINE typename T::I header(int before) const {
+    return T::shift_right(field(before + group / Groups * 4), 32 / Groups * (group % Groups));
+  }
+};
+
 // A row's part of a packed block.
 template <class Coded>
 struct PackedRow {
@@ -186,8 +230,12 @@ struct PackedRow {
     if constexpr (kIsGrid<Coded>) {
       std::uint32_t words[Coded::kLowBits + 1];
       for (int word = 0; word < Coded::kLowBits; ++word) std::memcpy(&words[word], of_group + word * kWordsBytes + row * 4, 4);
-      Coded::codes(header, words, index, codes);
-      return Coded::scales(header, words, index);
+      if constexpr (kHasPoints<Coded>) {
+        return signed_points<Coded>({header, words, index}, codes);
+      } else {
+        Coded::codes(header, words, index, codes);
+        return Coded::scales(header, words, index);
+      }
     } else {
       for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<std::uint8_t>(code_at<Coded>(of_group, row, k));
       return Coded::scales(header, index);

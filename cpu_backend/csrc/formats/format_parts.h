@@ -27,8 +27,11 @@
 //   kLowBits               32-bit words of a group, which are packed as they are; none where the header has all codes
 //   kOffset, kParts        as above
 //   word_offset            of a word in the file's block
-//   codes, scales          of a group, from the packed order of the header's bytes and the words
-//   kPoints, kLevels       the grid and the magnitudes of its digits, and kBytes, the columns of each index; absent where there is no grid
+//   codes, scales          of a group, from the packed order of the header's bytes and the words; where there is a grid instead, of a row
+//                          or a vector of rows (RowGroup, PackedGroup):
+//   index, signs, scales   the index of point i, a bit for each column, and the scales of a group's parts
+//   kShifted               true where the bit of a column says that it is 1 down instead of up; absent where it is the sign
+//   kPoints, kLevels       the grid and the magnitudes of its digits, kPointColumns, and kBytes, the columns of each index
 //   kSearch                how numbers are quantised to the grid; absent where they are not
 // Their groups are expanded, to codes of 8 bits, in front of every product.
 //

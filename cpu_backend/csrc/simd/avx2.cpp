@@ -96,6 +96,7 @@ struct Avx2 {
   static I and_words(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi32(mask)); }
   static I and_bytes(I x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask))); }
   static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
+  static I xor_int(I a, I b) { return _mm256_xor_si256(a, b); }
   static I add_bytes(I a, I b) { return _mm256_add_epi8(a, b); }
   // The integer part of 3 / 256 times each byte.
   static I first_digits(I x) {
@@ -144,6 +145,45 @@ struct Avx2 {
   // A table of 16 bytes, and its bytes at the indexes in the bytes of x.
   static I table(const std::uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static I lookup(I table, I x) { return _mm256_shuffle_epi8(table, x); }
+
+  // The eight bytes of each index as two words, and the lower four of them.
+  static void load_points(const std::uint64_t* points, I index, I& first, I& second) {
+    const Lanes at(index);
+    const auto two = [&](int i) {
+      const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(points + at[i]));
+      return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), reinterpret_cast<const __m64*>(points + at[i + 1])));
+    };
+    const F a = _mm256_castsi256_ps(_mm256_set_m128i(two(4), two(0))), b = _mm256_castsi256_ps(_mm256_set_m128i(two(6), two(2)));
+    first = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88));
+    second = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
+  }
+  static I load_half_points(const std::uint64_t* points, I index) {
+    const Lanes at(index);
+    const auto half = [&](int i) { return static_cast<int>(points[at[i]]); };
+    return _mm256_setr_epi32(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7));
+  }
+  // Words in registers for integers: as pairs, since only one in a cycle comes from a vector.
+  struct Lanes {
+    std::uint64_t pairs[4];
+    explicit Lanes(I x) {
+      const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+      pairs[0] = static_cast<std::uint64_t>(_mm_cvtsi128_si64(low));
+      pairs[1] = static_cast<std::uint64_t>(_mm_extract_epi64(low, 1));
+      pairs[2] = static_cast<std::uint64_t>(_mm_cvtsi128_si64(high));
+      pairs[3] = static_cast<std::uint64_t>(_mm_extract_epi64(high, 1));
+    }
+    std::uint64_t operator[](int lane) const { return lane % 2 == 0 ? pairs[lane / 2] & 0xffffffffu : pairs[lane / 2] >> 32; }
+  };
+  // Bits 4 * index to 4 * index + 3 of each word, each as a byte of ones or zeros.
+  static I spread_bits(I x, int index) {
+    const I first = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+    const I bytes = _mm256_shuffle_epi8(x, _mm256_or_si256(_mm256_set1_epi8(static_cast<char>(index / 2)), first));
+    const I bits = _mm256_set1_epi32(index % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010u));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits);
+  }
+  // With the other sign where a mask has ones.
+  static I negated(I bytes, I mask) { return _mm256_sub_epi8(_mm256_xor_si256(bytes, mask), mask); }
+  static F halves_to_float(I x) { return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1))); }
 
   static F broadcast_float(const std::uint32_t* p) { return _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(*p))); }
   static I broadcast_int(const std::uint32_t* p) { return _mm256_set1_epi32(static_cast<int>(*p)); }

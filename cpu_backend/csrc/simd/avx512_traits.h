@@ -184,6 +184,7 @@ struct Avx512Base {
     _mm512_store_si512(target, _mm512_maskz_loadu_epi8(~std::uint64_t{0} >> (64 - count), p));
   }
   static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static F halves_to_float(I x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x)); }
   static void store_f16(std::uint16_t* p, F x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

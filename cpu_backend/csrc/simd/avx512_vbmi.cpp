@@ -165,17 +165,9 @@ constexpr bool is_one_of() {
   return (std::is_same_v<Coded, Others> || ...);
 }
 template <class Coded>
-constexpr bool kIsShifted = is_one_of<Coded, Iq1S, Iq1M>();  // eight columns by 1 up or down, and no signs
-template <class Coded>
-constexpr bool kHasThreeLevels = kIsShifted<Coded> || is_one_of<Coded, Iq2Xxs, Iq2Xs, Iq2S>();
+constexpr bool kHasThreeLevels = is_one_of<Coded, Iq2Xxs, Iq2Xs, Iq2S, Iq1S, Iq1M>();
 template <class Coded>
 constexpr bool kHasEightLevels = is_one_of<Coded, Iq3Xxs, Iq3S>();
-
-// d * (0.5 + scale) * factor, of scales of 4 bits from `bit` on.
-MOEGRAFT_INLINE F half_scale(F d, I words, int bit, float factor) {
-  const F scale = Avx512Base::to_float(Avx512Base::and_words(Avx512Base::shift_right(words, bit), 15));
-  return _mm512_mul_ps(_mm512_mul_ps(d, _mm512_add_ps(_mm512_set1_ps(0.5f), scale)), _mm512_set1_ps(factor));
-}
 
 // Four bytes of each of 16 words, of one vector (0 to 3) or of a second one (64 to 67).
 MOEGRAFT_INLINE I words_of(int a, int b, int c, int e) {
@@ -184,22 +176,17 @@ MOEGRAFT_INLINE I words_of(int a, int b, int c, int e) {
   return _mm512_add_epi8(starts, _mm512_set1_epi32(a | b << 8 | c << 16 | e << 24));
 }
 
-// A group of a packed block.
+// Of half the rows.
 template <class Coded>
-struct PackedGroup {
-  const std::byte* block;
-  int group;
-  MOEGRAFT_INLINE F d(int row) const { return halves_of<Avx512Base>(block, 0, row); }
-  MOEGRAFT_INLINE I word(int index, int row) const {
-    return _mm512_loadu_si512(block + Derived<Coded>::kLinesOffset + group * Derived<Coded>::kLinesBytes + index * kWordsBytes + row * 4);
-  }
-  // The 32 / Groups bits of this group in a field with those of Groups.
-  template <int Groups>
-  MOEGRAFT_INLINE I header(int before, int row) const {
-    return Avx512Base::shift_right(_mm512_loadu_si512(field_at<4>(block, before + group / Groups * 4, row)),
-                                   32 / Groups * (group % Groups));
-  }
-};
+using Packed = PackedGroup<Avx512Base, Coded>;
+
+template <class Coded, class Out>
+MOEGRAFT_INLINE void read_scales(const Packed<Coded>& packed, Out& out) {
+  F scales[2];
+  Coded::template scales<Avx512Base>(packed, scales);
+#pragma GCC unroll 2
+  for (int part = 0; part < Coded::kParts; ++part) out.scale(part, packed.row / kLanes, scales[part]);
+}
 
 // Four indexes of each row: their lower 8 bits, those above them from bit 1 of a byte on, and the signs of a byte's eight columns. Of
 // shifted formats the signs are 2, or 0 where columns are shifted down.
@@ -207,68 +194,27 @@ struct Indexes {
   I index, above, signs;
 };
 
-template <class Out>
-MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq2Xxs>& packed, int half, Out& out) {
-  const int row = half * kLanes;
-  const I last = packed.word(1, row);
-  out.scale(0, half, half_scale(packed.d(row), last, 28, 0.25f));
-  return {packed.word(0, row), Avx512Base::zero_int(), even_signs_of(to_bottom<7>(last, 0))};
+MOEGRAFT_INLINE Indexes read(const Packed<Iq2Xxs>& packed) {
+  return {packed.word(0), Avx512Base::zero_int(), even_signs_of(to_bottom<7>(packed.word(1), 0))};
 }
 
-template <class Coded, class Out>
-MOEGRAFT_INLINE void read_nibble_scales(const PackedGroup<Coded>& packed, int before, int half, Out& out) {
-  const int row = half * kLanes;
-  const I scales = packed.template header<4>(before, row);
-  out.scale(0, half, half_scale(packed.d(row), scales, 0, 0.25f));
-  out.scale(1, half, half_scale(packed.d(row), scales, 4, 0.25f));
-}
-
-template <class Out>
-MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq2Xs>& packed, int half, Out& out) {
-  const int row = half * kLanes;
-  const I four = words_of(0, 2, 64, 66), low = packed.word(0, row), high = packed.word(1, row);
+MOEGRAFT_INLINE Indexes read(const Packed<Iq2Xs>& packed) {
+  const I four = words_of(0, 2, 64, 66), low = packed.word(0), high = packed.word(1);
   const I second = _mm512_permutex2var_epi8(low, _mm512_add_epi8(four, _mm512_set1_epi8(1)), high);
-  read_nibble_scales(packed, 2, half, out);
   return {_mm512_permutex2var_epi8(low, four, high), _mm512_add_epi8(second, second), even_signs_of(_mm512_srli_epi16(second, 1))};
 }
 
-template <class Out>
-MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq2S>& packed, int half, Out& out) {
-  const int row = half * kLanes;
-  read_nibble_scales(packed, 10, half, out);
-  return {packed.word(0, row), to_bottom<2>(packed.template header<4>(2, row), -1), packed.word(1, row)};
-}
+MOEGRAFT_INLINE Indexes read(const Packed<Iq2S>& packed) { return {packed.word(0), to_bottom<2>(packed.header<4>(2), -1), packed.word(1)}; }
 
-// (1 + 2 * scale) * d / 8, of scales of 3 bits from `bit` on.
-MOEGRAFT_INLINE F odd_scale(F d, I words, int bit) {
-  using T = Avx512Base;
-  const F scale = T::to_float(T::and_words(T::shift_right(words, bit), 7));
-  return T::mul(T::mul(d, T::add(T::add(scale, scale), T::set(1.0f))), T::set(0.125f));
-}
-
-template <class Out>
-MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq1S>& packed, int half, Out& out) {
-  const int row = half * kLanes;
-  const I bits = packed.template header<2>(2, row);
-  out.scale(0, half, odd_scale(packed.d(row), bits, 12));
+MOEGRAFT_INLINE Indexes read(const Packed<Iq1S>& packed) {
+  const I bits = packed.header<2>(2);
   const I up = _mm512_andnot_si512(_mm512_multishift_epi64_epi8(shift_counts<0>(14), bits), _mm512_set1_epi8(2));
-  return {packed.word(0, row), to_bottom<3>(bits, -1), up};
+  return {packed.word(0), to_bottom<3>(bits, -1), up};
 }
 
-template <class Out>
-MOEGRAFT_INLINE Indexes read(const PackedGroup<Iq1M>& packed, int half, Out& out) {
-  using T = Avx512Base;
-  const int row = half * kLanes, group = packed.group;
-  const I first = T::load_int(field_at<4>(packed.block, 0, row)), second = T::load_int(field_at<4>(packed.block, 4, row));
-  const auto part = [](I words, int bit, int mask) { return T::and_words(T::shift_right(words, bit), mask); };
-  const I low = T::or_int(part(first, 12, 0xf), part(first, 24, 0xf0)), high = T::or_int(part(second, 4, 0xf00), part(second, 16, 0xf000));
-  const F d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(T::or_int(low, high)));
-  const I scales = group < 4 ? first : second;
-  const int bit = 16 * (group / 2 % 2) + 6 * (group % 2);
-  out.scale(0, half, odd_scale(d, scales, bit));
-  out.scale(1, half, odd_scale(d, scales, bit + 3));
-  const I bits = packed.template header<2>(8, row);
-  return {packed.word(0, row), to_bottom<4>(bits, -1), _mm512_andnot_si512(to_bottom<4>(bits, 2), _mm512_set1_epi8(2))};
+MOEGRAFT_INLINE Indexes read(const Packed<Iq1M>& packed) {
+  const I bits = packed.header<2>(8);
+  return {packed.word(0), to_bottom<4>(bits, -1), _mm512_andnot_si512(to_bottom<4>(bits, 2), _mm512_set1_epi8(2))};
 }
 
 // The signs of an index's columns at the bottom of a word's bytes; of shifted formats, its shift in all of them.
@@ -289,7 +235,9 @@ MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const std::byte*
   I indexes[4], upper[4], signs[4];  // [group and half]
 #pragma GCC unroll 4
   for (int at = 0; at < 4; ++at) {
-    const Indexes found = read(PackedGroup<Coded>{block, first + at / 2}, at % 2, outs[at / 2]);
+    const Packed<Coded> packed{block, first + at / 2, at % 2 * kLanes};
+    const Indexes found = read(packed);
+    read_scales(packed, outs[at / 2]);
     indexes[at] = found.index;
     signs[at] = found.signs;
     upper[at] = upper_bits<kCount>(found.index, found.above);
@@ -321,31 +269,26 @@ MOEGRAFT_INLINE std::enable_if_t<kHasThreeLevels<Coded>> expand(const std::byte*
 }
 
 template <class Coded, class Out>
-MOEGRAFT_INLINE void expand_one(const PackedGroup<Coded>& packed, Out& out) {
-  using T = Avx512Base;
+MOEGRAFT_INLINE void expand_one(const std::byte* block, int group, Out& out) {
   constexpr auto& kTables = Bits<Coded>::kTables;
   constexpr int kCount = sizeof kTables.third;
   I signs[2], index[4], upper[4], lower[4], third[4];  // [half and 16 columns]
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
-    const int row = half * kLanes;
-    const I last = packed.word(2, row);
+    const Packed<Coded> packed{block, group, half * kLanes};
+    read_scales(packed, out);
+    signs[half] = packed.word(2);
     I above[2] = {};
     if constexpr (std::is_same_v<Coded, Iq3Xxs>) {
-      signs[half] = even_signs_of(to_bottom<7>(last, 0));
-      out.scale(0, half, half_scale(packed.d(row), last, 28, 0.5f));
+      signs[half] = even_signs_of(to_bottom<7>(signs[half], 0));
     } else {
-      const I bits = packed.template header<4>(2, row);
+      const I bits = packed.template header<4>(2);
       above[0] = to_bottom<1>(bits, -1);
       above[1] = to_bottom<1>(bits, 3);
-      signs[half] = last;
-      const I scales = T::load_int(field_at<4>(packed.block, 10, row));
-      const F odd = T::add(T::to_float(T::and_words(T::shift_right(scales, 4 * packed.group), 15)), T::set(0.5f));
-      out.scale(0, half, T::mul(packed.d(row), T::add(odd, odd)));
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      index[2 * half + i] = packed.word(i, row);
+      index[2 * half + i] = packed.word(i);
       upper[2 * half + i] = upper_bits<kCount>(index[2 * half + i], above[i]);
     }
   }
@@ -366,7 +309,7 @@ MOEGRAFT_INLINE void expand_one(const PackedGroup<Coded>& packed, Out& out) {
 template <class Coded, class Out>
 MOEGRAFT_INLINE std::enable_if_t<kHasEightLevels<Coded>> expand(const std::byte* block, int first, Out (&outs)[kTogether]) {
 #pragma GCC unroll 2
-  for (int group = 0; group < kTogether; ++group) expand_one(PackedGroup<Coded>{block, first + group}, outs[group]);
+  for (int group = 0; group < kTogether; ++group) expand_one<Coded>(block, first + group, outs[group]);
 }
 
 struct ToMemory {

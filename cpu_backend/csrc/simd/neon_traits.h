@@ -97,6 +97,7 @@ struct Neon {
   }
   static I and_int(I a, I b) { return {vandq_u32(a.low, b.low), vandq_u32(a.high, b.high)}; }
   static I or_int(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
+  static I xor_int(I a, I b) { return {veorq_u32(a.low, b.low), veorq_u32(a.high, b.high)}; }
   static int reduce_add(I x) { return static_cast<int>(vaddvq_u32(vaddq_u32(x.low, x.high))); }
   static F to_float(I x) { return {vcvtq_f32_s32(vreinterpretq_s32_u32(x.low)), vcvtq_f32_s32(vreinterpretq_s32_u32(x.high))}; }
   static I round_to_int(F x) { return {vreinterpretq_u32_s32(vcvtnq_s32_f32(x.low)), vreinterpretq_u32_s32(vcvtnq_s32_f32(x.high))}; }
@@ -184,6 +185,45 @@ struct Neon {
     const uint8x16_t bytes = vreinterpretq_u8_u32(table.low);
     return {vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(x.low))),
             vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(x.high)))};
+  }
+
+  // The eight bytes of each index as two words, and the lower four of them.
+  static void load_points(const std::uint64_t* points, I index, I& first, I& second) {
+    const auto four = [points](uint32x4_t at, uint32x4_t& even, uint32x4_t& odd) {
+      const auto two = [points](std::uint32_t a, std::uint32_t b) {
+        return vreinterpretq_u32_u64(vcombine_u64(vld1_u64(points + a), vld1_u64(points + b)));
+      };
+      const uint32x4_t low = two(vgetq_lane_u32(at, 0), vgetq_lane_u32(at, 1)), high = two(vgetq_lane_u32(at, 2), vgetq_lane_u32(at, 3));
+      even = vuzp1q_u32(low, high);
+      odd = vuzp2q_u32(low, high);
+    };
+    four(index.low, first.low, second.low);
+    four(index.high, first.high, second.high);
+  }
+  static I load_half_points(const std::uint64_t* points, I index) {
+    I first, second;
+    load_points(points, index, first, second);
+    return first;
+  }
+  // Bits 4 * index to 4 * index + 3 of each word, each as a byte of ones or zeros.
+  static I spread_bits(I x, int index) {
+    const uint8x16_t bits = vreinterpretq_u8_u32(vdupq_n_u32(index % 2 == 0 ? 0x08040201u : 0x80402010u));
+    const auto spread = [&](uint32x4_t words) {
+      const uint32x4_t byte = vandq_u32(vshlq_u32(words, vdupq_n_s32(-8 * (index / 2))), vdupq_n_u32(255));
+      return vreinterpretq_u32_u8(vtstq_u8(vreinterpretq_u8_u32(vmulq_n_u32(byte, 0x01010101u)), bits));
+    };
+    return {spread(x.low), spread(x.high)};
+  }
+  // With the other sign where a mask has ones.
+  static I negated(I bytes, I mask) {
+    const auto each = [](uint32x4_t x, uint32x4_t ones) {
+      return vreinterpretq_u32_u8(vsubq_u8(vreinterpretq_u8_u32(veorq_u32(x, ones)), vreinterpretq_u8_u32(ones)));
+    };
+    return {each(bytes.low, mask.low), each(bytes.high, mask.high)};
+  }
+  static F halves_to_float(I x) {
+    const auto each = [](uint32x4_t words) { return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(words))); };
+    return {each(x.low), each(x.high)};
   }
 
   static I broadcast_int(const std::uint32_t* p) { return all_words(*p); }
