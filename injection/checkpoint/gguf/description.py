@@ -403,5 +403,6 @@ def _folder_of(parts: tuple[Path, ...], changed: tuple[int, ...]) -> Path:
             if not (folder / name).is_file():
                 write_file(folder / name, text)
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: the config and tokenizer of {first.path} cannot be written ({error.strerror})") from error
+        reason = f"the config and tokenizer of {first.path} cannot be written ({error.strerror})"
+        raise CheckpointError(f"{error.filename}: {reason}; set XDG_CACHE_HOME to a folder that can be written") from error
     return folder

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +14,52 @@ from gguf import GGUFWriter, Keys, SpecialVocab, TokenType
 
 from moegraft.operators.errors import CheckpointError, UnsupportedModelError
 
-# The regular expressions by which tokenizers split text, and llama.cpp's names for them.
-_SPLITS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen35",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+# Regular expressions by which tokenizers split text.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
-    # Of DeepSeek-V3, which splits three times.
-    "\\p{N}{1,3}\n[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+\n"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
-    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "deepseek-v3",
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """
+    Attributes:
+        begins: texts begin with a token where the file does not state it.
+        whole: a token that is in the vocabulary as a whole is not merged from parts.
+        composes: characters are composed (NFC).
+    """
+
+    patterns: tuple[str, ...]
+    begins: bool = False
+    whole: bool = False
+    composes: bool = False
+
+
+# By llama.cpp's names (llama-vocab.cpp). The first of those with equal patterns is written.
+_SPLITS = {
+    "gpt-2": _Split((_GPT2,)),
+    "olmo": _Split((_GPT2,), composes=True),
+    "refact": _Split((r"\p{N}", _GPT2)),
+    "qwen2": _Split((_QWEN,), composes=True),
+    "qwen35": _Split((_QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),), composes=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "hunyuan", "solar-open", "megrez"), _Split((_QWEN,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), _Split((_LLAMA3,), begins=True, whole=True)),
+    "glm4": _Split((_LLAMA3,), whole=True),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), _Split((_LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((_GPT4O,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split(_DEEPSEEK3)),
 }
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# The regular expressions of files, one for each name above, and other names in the order of llama.cpp's table (llama-vocab.cpp).
-_PATTERNS = {name: split for split, name in _SPLITS.items()} | {
-    "gpt-2": _GPT2,
-    "refact": f"\\p{{N}}\n{_GPT2}",
-}
-_SAME = {
-    **dict.fromkeys(("llama3", "llama-v3", "lfm2", "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), "llama-bpe"),
-    **dict.fromkeys(("deepseek-r1-qwen", "hunyuan", "solar-open", "megrez"), "qwen2"),
-    **dict.fromkeys(("llama4", "minimax-m2"), "gpt-4o"),
-    "hunyuan-dense": "deepseek-v3",
-    "olmo": "gpt-2",
-}
-# With these, texts begin with a token where files do not state it.
-_BEGUN = ("llama-bpe", "llama3", "llama-v3", "lfm2")
-_WHOLE = (*_BEGUN, "glm4")  # a token that is in the vocabulary as a whole is not merged from parts
 # Tokens that end an answer, beside those that keys name: llama.cpp finds them by their text as well.
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>"),
@@ -128,8 +147,8 @@ def _split_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
     if not patterns and len(steps) == 1 and steps[0].get("type") == "ByteLevel" and steps[0].get("use_regex", True):
         return "gpt-2"
-    written = (str(pattern).replace("\r", r"\r").replace("\n", r"\n") for pattern in patterns)  # line ends may be characters
-    return _SPLITS.get("\n".join(written))
+    written = tuple(str(pattern).replace("\r", r"\r").replace("\n", r"\n") for pattern in patterns)  # line ends may be characters
+    return next((name for name, known in _SPLITS.items() if known.patterns == written), None)
 
 
 def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,10 +163,10 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedModelError: the file has no vocabulary, or one that is not known here.
     """
     keys = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if key.startswith("tokenizer.")}
-    kind, split = keys.get("model"), keys.get("pre", "default")
-    patterns = _PATTERNS.get(_SAME.get(split, split))
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and patterns is None and Keys.Tokenizer.HF_JSON not in keys):
-        raise UnsupportedModelError(f"a tokenizer that is not known here (tokenizer.ggml.model: {kind!r}, pre: {split!r})")
+    kind, name = keys.get("model"), keys.get("pre", "default")
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and name not in _SPLITS and Keys.Tokenizer.HF_JSON not in keys):
+        raise UnsupportedModelError(f"a tokenizer that is not known here (tokenizer.ggml.model: {kind!r}, pre: {name!r})")
+    split = _SPLITS.get(name, _Split(()))
     texts, kinds = keys["tokens"], keys.get("token_type") or [TokenType.NORMAL] * len(keys["tokens"])
     vocabulary: dict[str, int] = {}
     for number, text in enumerate(texts):
@@ -159,8 +178,8 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         model |= {"unk_token": texts[named.get("unk", 0)], "merges": _merges_by_score(normal, keys["scores"])}
         steps = _with_spaces(prepends=bool(keys.get("add_space_prefix", True)))
     else:
-        model |= {"merges": [merge.split(" ", 1) for merge in keys.get("merges", ())], "ignore_merges": split in _WHOLE}
-        steps = _with_bytes(str(patterns).split("\n"), composes=split in ("qwen2", "qwen35", "olmo"))
+        model |= {"merges": [merge.split(" ", 1) for merge in keys.get("merges", ())], "ignore_merges": split.whole}
+        steps = _with_bytes(split.patterns, composes=split.composes)
     marks = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -168,7 +187,7 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         for text, number in vocabulary.items()
         if kinds[number] in marks
     ]
-    begins = keys.get("add_bos_token", kind == "llama" or split in _BEGUN) and "bos" in named
+    begins = keys.get("add_bos_token", kind == "llama" or split.begins) and "bos" in named
     processor = None
     if begins:
         bos = texts[named["bos"]]
@@ -186,7 +205,9 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         **{f"{name}_token_id": named[name] for name in ("bos", "pad") if name in named},
     }
     for name, ours in SAMPLING.items():
-        if (value := fields.get(f"general.sampling.{name}")) is not None:
+        if (value := fields.get(key := f"general.sampling.{name}")) is not None:
+            if not math.isfinite(value):
+                raise ValueError(f"{key} is {value}")
             generation |= {"do_sample": True, ours: round(value, 6)}
     made = {"version": "1.0", "added_tokens": added, "post_processor": processor, "model": model, **steps}
     return {

@@ -299,6 +299,7 @@ def test_a_file_without_a_vocabulary_is_refused_with_what_to_give(tmp_path: Path
     [
         *[("token_type", [1]), ("token_type", [99] * 257), ("tokens", 3)],
         *[("eos_token_id", 10**6), ("eos_token_id", True), ("huggingface.json", "{"), ("huggingface.json", "[" * 10**5)],
+        *[("general.sampling.temp", float("nan")), ("general.sampling.top_p", float("inf"))],
     ],
 )
 def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,10 +308,10 @@ def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path
     whole = gguf.GGUFWriter.write_kv_data_to_file
 
     def damaged(writer: Any) -> None:
-        name = f"tokenizer.{'' if key.startswith('h') else 'ggml.'}{key}"
-        writer.kv_data[0].pop(name)
+        name = key if key.startswith("general.") else f"tokenizer.{'' if key.startswith('h') else 'ggml.'}{key}"
+        writer.kv_data[0].pop(name, None)
         types = gguf.GGUFValueType
-        kinds = {int: types.UINT32, bool: types.BOOL, str: types.STRING, list: types.ARRAY}
+        kinds = {int: types.UINT32, bool: types.BOOL, str: types.STRING, list: types.ARRAY, float: types.FLOAT32}
         writer.add_key_value(name, value, kinds[type(value)])
         whole(writer)
 
@@ -318,6 +319,14 @@ def test_a_damaged_vocabulary_is_refused(key: str, value: object, tmp_path: Path
     with pytest.raises(CheckpointError, match="the vocabulary is damaged"):
         folder_of(written(tmp_path, "damaged.gguf"))
     assert folder_of(path).is_dir()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny(tmp_path)
+    path = written(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    with pytest.raises(CheckpointError, match=r"model\.gguf cannot be written \(Not a directory\); set XDG_CACHE_HOME"):
+        folder_of(path)
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
