@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection.calibration import collect, quantiles
 from moegraft.injection.injected import sparse_layers
-from moegraft.operators.sparsity import LayerSparsity, achieved, total_counts
-from moegraft.operators.thresholds import experts_layer
+from moegraft.operators.sparsity import LayerSparsity, achieved, experts_layer, total_counts
 
 PROMPT = 512
 SHARES = (0.0, 0.5, 0.7, 0.85, 0.9)

@@ -26,12 +26,12 @@ from moegraft.operators.errors import CheckpointError, ThresholdsError, Unsuppor
 from moegraft.operators.registry import OperatorRegistry
 from moegraft.operators.router_maps import RouterMaps, fit_maps, named_shares, save_maps
 from moegraft.operators.routing_trace import Trace, record_trace
-from moegraft.operators.sparsity import LayerSparsity, whole
-from moegraft.operators.thresholds import (
+from moegraft.operators.sparsity import (
     FILE_NAME,
     GRID,
     ExpertsLayer,
     HeldOut,
+    LayerSparsity,
     LayerThresholds,
     Mode,
     Scope,
@@ -40,6 +40,7 @@ from moegraft.operators.thresholds import (
     experts_layer,
     read_thresholds,
     weights_hash,
+    whole,
 )
 from moegraft.operators.weights import WeightSource
 

@@ -219,7 +219,7 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         CheckpointError: the folder holds other weights, or cannot be written.
     """
     from moegraft.injection.meta_model import read_config
-    from moegraft.operators.thresholds import FILE_NAME
+    from moegraft.operators.sparsity import FILE_NAME
 
     unknown = sorted(name for name, value in options.items() if value is not None and name not in OF_FILES | OF_HUB)
     if unknown:
@@ -293,7 +293,7 @@ def _write_packed(injection: Injection, stock: Path, folder: Path, *, trusted: b
     from moegraft.injection.checkpoint.packed import PackedModule, write_packed
     from moegraft.injection.loading import keys_taken
     from moegraft.injection.meta_model import build_meta_model
-    from moegraft.operators.thresholds import weights_hash
+    from moegraft.operators.sparsity import weights_hash
 
     _refuse_others(folder, [*folder.glob("*.safetensors")])
     meta = build_meta_model(stock, weights=True, trust_remote_code=trusted)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from moegraft.operators.cache_form import QuantisedForm
     from moegraft.operators.context import InjectionContext
     from moegraft.operators.draft import BatchDrafts, DraftSettings
-    from moegraft.operators.sparsity import LayerSparsity
-    from moegraft.operators.thresholds import SparsityOptions
+    from moegraft.operators.sparsity import LayerSparsity, SparsityOptions
     from moegraft.operators.timeline import Timeline
 
 MAX_REPLAYED_SEQUENCES = 8  # at once, in a decode step that is a native program

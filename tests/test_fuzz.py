@@ -41,7 +41,7 @@ from moegraft.operators.errors import MoegraftError
 from moegraft.operators.experts.packed_cache import PackedCache, key_for
 from moegraft.operators.layout import read_layout
 from moegraft.operators.registry import load_registry
-from moegraft.operators.thresholds import read_thresholds
+from moegraft.operators.sparsity import read_thresholds
 
 SECONDS = 2.0  # of the CPU
 FILE_COPIES, OTHER_BYTES = 4, 64 << 20  # memory: four times the file, and a constant for what does not depend on it

@@ -85,7 +85,6 @@ INTERFACE = {
     "schedule",
     "sparsity",
     "structure",
-    "thresholds",
     "timeline",
     "weight_formats",
     "weights",

@@ -41,8 +41,7 @@ from moegraft.injection.injected import sparse_layers
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.offload.engine import Engine
-from moegraft.operators.sparsity import achieved, total_counts
-from moegraft.operators.thresholds import SparsityOptions, experts_layer
+from moegraft.operators.sparsity import SparsityOptions, achieved, experts_layer, total_counts
 from moegraft.operators.timeline import Timeline
 from moegraft.operators.weights import WeightSource
 

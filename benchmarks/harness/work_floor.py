@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from moegraft.operators.thresholds import ExpertsLayer, SparsityOptions
+from moegraft.operators.sparsity import ExpertsLayer, SparsityOptions
 
 
 class Shape(NamedTuple):

@@ -18,8 +18,8 @@ from moegraft.operators.cache_form import KvCache, QuantisedForm
 from moegraft.operators.layout import read_layout
 from moegraft.operators.machine import Machine
 from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.sparsity import experts_layer
 from moegraft.operators.structure import kinds
-from moegraft.operators.thresholds import experts_layer
 
 ASSUMED_RATES = GpuRates(540.0, 60.0, 24.0, "assumed, as an A6000; --gpu-bandwidth and --link-bandwidth state others")
 

@@ -17,8 +17,8 @@ from moegraft.injection.rules.patterns import Patterns, SlowPatternError
 from moegraft.injection.rules.rule import grouped, layer_of, runs
 from moegraft.operators.base import Kind, ModelOperator, Operator, Traits
 from moegraft.operators.registry import OperatorRegistry
+from moegraft.operators.sparsity import sparsity_errors
 from moegraft.operators.structure import MTP, kinds, layers_before_mtp
-from moegraft.operators.thresholds import sparsity_errors
 
 
 class ModelModules:

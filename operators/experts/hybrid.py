@@ -33,7 +33,7 @@ from moegraft.operators.offload.scheduler import ScheduleName
 from moegraft.operators.offload.shared_overlap import SharedOverlap, overlap_in
 from moegraft.operators.routing import Router, router_of, sibling_router
 from moegraft.operators.routing_trace import TraceError
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparsityOptions
 from moegraft.operators.weight_formats import FLOAT_TYPES, FORMATS, WEIGHT_TYPES, why_not_packed
 from moegraft.operators.weights import PackedWeights, WeightSource, WeightTypes
 

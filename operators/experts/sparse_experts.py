@@ -22,8 +22,7 @@ from moegraft.operators.experts.cpu import pack_piece, stored_type
 from moegraft.operators.kernels.launch import interpreted, why_unavailable
 from moegraft.operators.kernels.packed_layout import sparse_layout
 from moegraft.operators.layout import ExpertsLayout, read_layout, why_unsupported
-from moegraft.operators.sparsity import LayerSparsity
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import LayerSparsity, SparsityOptions
 from moegraft.operators.weight_formats import FLOAT_TYPES
 from moegraft.operators.weights import WeightSource, sampled
 

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from moegraft.operators.sparsity import WINDOW_TOKENS, LayerSparsity, SparseLayers
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import WINDOW_TOKENS, LayerSparsity, SparseLayers, SparsityOptions
 
 OPTIONS = SparsityOptions(0.7, "routed")
 NEURONS = 100  # neurons per token in these tests

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moegraft.operators.thresholds import ExpertsLayer, SparsityOptions
+from moegraft.operators.sparsity import ExpertsLayer, SparsityOptions
 
 QWEN35 = ExpertsLayer("", 256, 2048, 512, 512, 8)  # Qwen3.5-35B-A3B: a shared expert as wide as each of 8
 

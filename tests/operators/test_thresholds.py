@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moegraft.operators.errors import ThresholdsError
-from moegraft.operators.thresholds import (
+from moegraft.operators.sparsity import (
     GRID,
     HeldOut,
     LayerThresholds,

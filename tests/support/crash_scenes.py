@@ -42,7 +42,7 @@ from moegraft.operators.base import Rate
 from moegraft.operators.experts.packed_cache import HEADER_BYTES
 from moegraft.operators.registry import load_registry
 from moegraft.operators.routing_trace import Trace
-from moegraft.operators.thresholds import LayerThresholds, Thresholds, read_thresholds, write_thresholds
+from moegraft.operators.sparsity import LayerThresholds, Thresholds, read_thresholds, write_thresholds
 from moegraft.operators.timeline import Timeline, write_trace
 from support.families import tiny_model
 

@@ -14,7 +14,7 @@ from moegraft.injection.texts import text_content
 
 if TYPE_CHECKING:
     from moegraft.operators.routing_trace import Trace
-    from moegraft.operators.thresholds import Thresholds
+    from moegraft.operators.sparsity import Thresholds
 
 
 @user_errors(PROGRAM, wrong_rules=FINDINGS)
@@ -71,7 +71,7 @@ def calibrate(
     from moegraft.injection.cli.models import find_source, load_model, rules_of, short_name, text_ids
     from moegraft.injection.rules import read_rules
     from moegraft.operators.registry import load_registry
-    from moegraft.operators.thresholds import write_thresholds
+    from moegraft.operators.sparsity import write_thresholds
 
     try:
         run = CalibrationOptions(tuple(target or (0.5, 0.7, 0.85)), scope, mode, window)

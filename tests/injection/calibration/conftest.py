@@ -17,7 +17,7 @@ from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.injection.texts import read_text
 from moegraft.operators.registry import load_registry
-from moegraft.operators.thresholds import Thresholds, write_thresholds
+from moegraft.operators.sparsity import Thresholds, write_thresholds
 
 Load = Callable[..., PreTrainedModel]
 

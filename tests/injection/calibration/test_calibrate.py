@@ -17,7 +17,7 @@ from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.registry import load_registry
-from moegraft.operators.thresholds import Thresholds
+from moegraft.operators.sparsity import Thresholds
 
 Calibrate = Callable[..., Thresholds]
 

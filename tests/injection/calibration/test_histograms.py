@@ -8,8 +8,7 @@ import torch
 
 from moegraft.injection.calibration import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, all_bins, calibrating, quantiles
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.sparsity import SparseLayers
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers, SparsityOptions
 
 SHARES = [0.0, 0.01, 0.3, 0.5, 0.85, 0.95, 0.99, 0.999]
 BIN = 2 ** (1 / PER_OCTAVE)

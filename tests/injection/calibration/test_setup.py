@@ -22,7 +22,7 @@ from moegraft.injection.texts import read_text
 from moegraft.operators.errors import ThresholdsError, UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts
 from moegraft.operators.registry import load_registry
-from moegraft.operators.thresholds import FILE_NAME, Thresholds
+from moegraft.operators.sparsity import FILE_NAME, Thresholds
 
 Load = Callable[..., PreTrainedModel]
 BIN = 2 ** (1 / 256)

@@ -16,7 +16,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.linear import QuantizedLinear, QuantizedLinearOptions
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparsityOptions
 
 EXPERTS, HIDDEN, TOKENS, TOP_K = 5, 64, 6, 2
 

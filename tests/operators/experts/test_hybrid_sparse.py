@@ -19,7 +19,7 @@ from moegraft.operators.context import InjectionContext
 from moegraft.operators.experts.hybrid import HybridExperts, HybridExpertsOptions
 from moegraft.operators.layout import read_layout
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparsityOptions
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 5, 64, 40, 9, 2
 SPARSE = SparsityOptions(0.5, "routed")

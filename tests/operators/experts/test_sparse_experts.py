@@ -21,8 +21,7 @@ from moegraft.operators.draft import DraftSettings
 from moegraft.operators.errors import RuleFileError, UnsupportedModelError
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.registry import load_registry
-from moegraft.operators.sparsity import SparseLayers
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers, SparsityOptions
 
 SPARSITY = SparsityOptions(0.5, "routed")
 

@@ -16,8 +16,7 @@ from support.triton_cases import DEVICE
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.sparsity import SparseLayers
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers, SparsityOptions
 
 EXPERTS, SLOTS = 5, {1: 2, 3: 0, 4: 1}  # experts in slots
 

@@ -21,7 +21,7 @@ from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.sparse_experts import SparseExperts, SparseExpertsOptions
 from moegraft.operators.layout import read_layout
 from moegraft.operators.reference import reference_experts
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparsityOptions
 
 SPARSITY = SparsityOptions(0.5, "routed")
 

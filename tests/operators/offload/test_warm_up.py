@@ -23,8 +23,7 @@ from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.model_experts import SyntheticCalls
 from moegraft.operators.offload.queue import ExpertCache, open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, even_plan
-from moegraft.operators.sparsity import SparseLayers
-from moegraft.operators.thresholds import SparsityOptions
+from moegraft.operators.sparsity import SparseLayers, SparsityOptions
 
 
 class NoArithmetic:

@@ -17,9 +17,8 @@ from moegraft.injection.demo import demo_path
 from moegraft.injection.rules import RuleErrors
 from moegraft.operators.draft import DraftSettings, DraftSwitch
 from moegraft.operators.experts.hybrid import HybridExperts
-from moegraft.operators.sparsity import LayerSparsity, SparseLayers
+from moegraft.operators.sparsity import LayerSparsity, SparseLayers, SparsityOptions
 from moegraft.operators.speculative import SpeculativeOptions
-from moegraft.operators.thresholds import SparsityOptions
 
 PROMPT = torch.tensor([[0, 48, 721, 47, 565, 32, 205, 47, 590]])  # JULIET: I would
 STEPS = 40

@@ -21,7 +21,7 @@ from moegraft.injection.injected import sparse_layers
 from moegraft.injection.texts import read_text
 from moegraft.operators.errors import RuleFileError
 from moegraft.operators.routing_trace import Trace
-from moegraft.operators.thresholds import FILE_NAME, read_thresholds
+from moegraft.operators.sparsity import FILE_NAME, read_thresholds
 
 Run = Callable[..., Result]
 RunJson = Callable[..., dict[str, Any]]
