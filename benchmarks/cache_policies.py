@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from moegraft.cpu_backend import CachePolicy
 from moegraft.injection.demo import demo_path
-from moegraft.operators.offload.cache import CacheOptions, make_policy
+from moegraft.operators.offload.options import CacheOptions, make_policy
 from moegraft.operators.router_maps import RouterMaps, fit_maps, save_maps
 from moegraft.operators.routing_trace import DEPTHS, NO_EXPERT, RoutedCall, Trace, joined, record_trace, watch_routing
 

@@ -25,7 +25,7 @@ from harness.routing import MODELS, synthetic_trace
 from harness.simulation import Figures, Simulation, System
 from support.virtual_device import PROFILES
 
-from moegraft.operators.offload.cache import CacheOptions
+from moegraft.operators.offload.options import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
 
 NO_PREFETCH = PrefetchOptions(policy="none", promote=False)

@@ -24,7 +24,7 @@ from harness.simulation import Simulation, System
 from support.virtual_device import PROFILES
 
 from moegraft.operators.experts.forecast import MachineProfile
-from moegraft.operators.offload.cache import CacheOptions
+from moegraft.operators.offload.options import CacheOptions
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.schedule import DraftSchedule, FixedSchedule, MarginalSchedule
 

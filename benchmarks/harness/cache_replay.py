@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import CachePolicy
-from moegraft.operators.offload.cache import Ids
+from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.routing_trace import NO_EXPERT, Trace
 
 Mask = NDArray[np.bool_]

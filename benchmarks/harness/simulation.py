@@ -19,10 +19,10 @@ from support.virtual_device import VirtualDevice
 
 from harness.routing import ModelShape
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
-from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Work
 from moegraft.operators.offload.engine import Engine
+from moegraft.operators.offload.options import CacheOptions, make_policy
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import LayerStep, Prediction, ScheduleName, Scheduler, layers_that_fit

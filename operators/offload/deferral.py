@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.devices.base import CpuTicket
+from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.structure import MTP
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
-from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
 from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
+from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.router_maps import RouterMaps
 from moegraft.operators.routing import Router, RouterRows
 from moegraft.operators.routing_trace import DEPTHS

@@ -15,8 +15,7 @@ import torch
 from moegraft.cpu_backend import ExpertFrames, PackedExperts
 from moegraft.operators.errors import NotEnoughMemoryError, UnsupportedModelError, human_bytes
 from moegraft.operators.machine import probe_machine
-from moegraft.operators.offload.cache import CacheOptions, make_policy
-from moegraft.operators.offload.options import parse_bytes
+from moegraft.operators.offload.options import CacheOptions, make_policy, parse_bytes
 from moegraft.operators.router_maps import RouterMaps
 from moegraft.operators.routing import Router, RouterRows
 

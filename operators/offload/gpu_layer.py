@@ -14,11 +14,10 @@ from torch import nn
 
 from moegraft.operators.cpu import rounded
 from moegraft.operators.draft import DraftSettings, DraftSwitch
-from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.deferral import LayerDeferral
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.offload.scheduler import DraftStep, LayerStep, Prediction
+from moegraft.operators.offload.scheduler import DraftStep, Ids, LayerStep, Prediction
 from moegraft.operators.offload.shared_overlap import Experts
 from moegraft.operators.offload.step_graph import CallShape, CapturedLayer
 from moegraft.operators.routing import Router

@@ -17,14 +17,13 @@ from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cache_form import KvCache
 from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.offload.cache import make_policy
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.deferral import connect
 from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceError, DeviceKind, Neurons
 from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
-from moegraft.operators.offload.options import GpuOptions, free_for_slots
+from moegraft.operators.offload.options import GpuOptions, free_for_slots, make_policy
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import Scheduler, layers_that_fit
 from moegraft.operators.offload.statistics import TimingRecorder

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import Planner, check_problem
-from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.devices.base import Neurons
 
+Ids = NDArray[np.int64]
 UNBOUNDED = 2**31 - 1
 ScheduleName = Literal["all_cpu", "fixed", "layer_map", "on_demand", "greedy", "two_threshold"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)

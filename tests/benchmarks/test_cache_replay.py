@@ -14,7 +14,7 @@ from support import import_benchmark
 from support.routing_traces import random_trace
 
 from moegraft.cpu_backend import CachePolicy
-from moegraft.operators.offload.cache import Ids
+from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.routing_trace import Trace
 
 _cache_replay = import_benchmark("harness.cache_replay")

@@ -19,11 +19,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moegraft.cpu_backend import ExpertsShape, GateSpec, PackedExperts, Runtime
 from moegraft.operators.draft import DraftSwitch
-from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, CostTables
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.gpu_layer import GpuLayer
+from moegraft.operators.offload.options import CacheOptions, make_policy
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import ScheduleName, Scheduler

@@ -12,10 +12,10 @@ import torch
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.experts.forecast import MachineProfile
-from moegraft.operators.offload.cache import CacheOptions, make_policy
 from moegraft.operators.offload.costs import CostModel, CostTables
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
+from moegraft.operators.offload.options import CacheOptions, make_policy
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.scheduler import LayerStep, Prediction, ScheduleName, Scheduler

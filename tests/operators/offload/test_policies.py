@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from support.routing_traces import random_trace
 
 from moegraft.cpu_backend import CachePolicy
-from moegraft.operators.offload.cache import CacheOptions, make_policy
+from moegraft.operators.offload.options import CacheOptions, make_policy
 from moegraft.operators.routing_trace import Trace, TraceError
 
 LAYERS, EXPERTS, TOP_K = 2, 7, 3

@@ -16,12 +16,12 @@ from support.model_shapes import MODELS
 from support.virtual_device import PROFILES, VirtualDevice
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.offload.cache import Ids
 from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
 from moegraft.operators.offload.devices.base import CpuTicket, DeviceError, Event, Neurons, Stream, Work
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.model_experts import SyntheticCalls
 from moegraft.operators.offload.queue import ExpertCache, open_expert_cache
+from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.offload.store import ExpertStore, even_plan
 from moegraft.operators.sparsity import SparseLayers, SparsityOptions
 
