@@ -32,7 +32,7 @@ from transformers.utils import output_capturing
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.cpu import ELEMENT_CODES, as_array, is_plain
-from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NoOptions, NotRecognisedError, answered, probe
+from moegraft.operators.cpu_ops.in_place import CpuOperator, NoOptions, NotRecognisedError, let_answer, probe
 from moegraft.operators.custom_ops import attention, needs_gradient, register
 from moegraft.operators.decode.last_layer import LastLayer
 from moegraft.operators.decode.pages import PAGE_TOKENS, LayerInPages, UnreadPagesError
@@ -109,19 +109,14 @@ class CpuAttention(CpuOperator):
             self._latents = "latents expanded"
             return {"config": config}
         self._latents = "latents absorbed"
-        cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
-        module.__class__ = answered(cls, EXPAND)
-        module.__dict__[OPERATOR] = self
-        return {"config": config, OPERATOR: None}
+        return {"config": config, **let_answer(self, module, EXPAND)}
 
     def on_model_loaded(self, model: PreTrainedModel, path: str) -> None:
         super().on_model_loaded(model, path)
         found = LastLayer.of(model, model.get_submodule(path)) if self._stock_attributes else None
         if found is not None:
             layer, self.last_layer = found
-            cls: Any = type(layer)  # mypy takes a module's __hash__ for that of its class
-            layer.__class__ = answered(cls, "forward")
-            layer.__dict__[OPERATOR] = self.last_layer
+            let_answer(self.last_layer, layer)
 
     def _self_test(self, module: nn.Module) -> None:
         """Compare the kernel with the module's own function on random tensors: the function may read sinks or caps of the module itself.

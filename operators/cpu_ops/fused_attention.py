@@ -21,7 +21,7 @@ from transformers.cache_utils import StaticLayer
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import CACHE
 from moegraft.operators.cpu_ops.attention import SUPPORTED, UNREAD_TENSORS, CpuAttention, asks_for_weights
-from moegraft.operators.cpu_ops.in_place import OPERATOR, NotRecognisedError, answered, probe
+from moegraft.operators.cpu_ops.in_place import NotRecognisedError, let_answer, probe
 from moegraft.operators.cpu_ops.norm import FusedNorm
 from moegraft.operators.linear import JointLinear
 
@@ -94,10 +94,7 @@ class FusedAttention(CpuAttention):
             self._joint = JointLinear.of([module.q_proj, module.k_proj, module.v_proj])
         except torch.OutOfMemoryError as error:
             logger.info("fused_attention: projections are not joined: %s", error)
-        cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
-        module.__class__ = answered(cls, "forward")
-        module.__dict__[OPERATOR] = self
-        return {OPERATOR: None}
+        return let_answer(self, module)
 
     def answer(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.on_gpu:

@@ -144,12 +144,7 @@ class CpuForwardOperator(CpuOperator):
         self._device, self._dtype, self._shape, self._columns = weight.device, weight.dtype, weight.shape, weight.shape[-1:]
         with self.kernels_compile():
             self.fit(module, weight, self._value)
-        # A subclass with another `forward`: nothing refers back to the module, copies stay copies, and code that looks for the class or
-        # for the signature of `forward` finds them.
-        cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
-        module.__class__ = answered(cls, "forward")
-        module.__dict__[OPERATOR] = self
-        return {OPERATOR: None}
+        return let_answer(self, module)
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # it answers for the weight of the module that asks, such as PEFT's copy of one that is trained whole
@@ -173,8 +168,20 @@ class CpuForwardOperator(CpuOperator):
         return self.compute(module, x, weight, *args[1:])
 
 
+def let_answer(operator: Any, module: nn.Module, method: str = "forward") -> dict[str, object]:
+    """Let `operator.answer` answer the calls of a module's method; return what `CpuOperator.install` does.
+
+    The module gets a subclass with another `method`: nothing refers back to the module, copies stay copies, and code that looks for the
+    class or for the signature of `forward` finds them.
+    """
+    cls: Any = type(module)  # mypy takes a module's __hash__ for that of its class
+    module.__class__ = _answered(cls, method)
+    module.__dict__[OPERATOR] = operator
+    return {OPERATOR: None}
+
+
 @lru_cache(maxsize=512)
-def answered(cls: Any, method: str) -> type[nn.Module]:
+def _answered(cls: Any, method: str) -> type[nn.Module]:
     """Return a subclass whose `method` asks the `answer` of the operator that the module's attribute OPERATOR holds."""
     own = getattr(cls, method)
 

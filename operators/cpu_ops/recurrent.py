@@ -25,7 +25,7 @@ from torch import nn
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.base import CACHE
 from moegraft.operators.cpu import ELEMENT_CODES
-from moegraft.operators.cpu_ops.in_place import OPERATOR, CpuOperator, NotRecognisedError, probe
+from moegraft.operators.cpu_ops.in_place import CpuOperator, NotRecognisedError, let_answer, probe
 from moegraft.operators.custom_ops import needs_gradient
 from moegraft.operators.decode.states import CONVOLUTIONS, KEEPS_PAST, RECURRENT, KeptPass, NotKeptError, kept_pass
 from moegraft.operators.structure import recurrent_functions
@@ -85,12 +85,14 @@ class CpuRecurrent(CpuOperator):
             stock.__code__, {**stock.__globals__, **kernels}, stock.__name__, stock.__defaults__, stock.__closure__
         )
         self._forward.__kwdefaults__ = stock.__kwdefaults__
-        module.__class__ = _with_operator(cls)
-        module.__dict__[OPERATOR] = self
-        return {OPERATOR: None}
+        replaced = let_answer(self, module)
+        setattr(type(module), KEEPS_PAST, True)
+        return replaced
 
-    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the forward pass of `module` computes."""
+    def answer(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the forward pass of `module` computes; None for a call that is left to the module."""
+        if any(hasattr(child, "_hf_hook") for child in module._modules.values()):
+            return None  # accelerate's hooks bring the weights of children in place that only the family's own wrapper knows
         with self._state_of(module, args, kwargs):
             return self._forward(module, *args, **kwargs)
 
@@ -338,24 +340,6 @@ class CpuRecurrent(CpuOperator):
             isinstance(one, Tensor) and one.shape == other.shape and float((one - other).norm()) <= _TOLERANCE * float(other.norm())
             for one, other in zip(computed, expected, strict=True)
         )
-
-
-@functools.lru_cache(maxsize=512)
-def _with_operator(cls: Any) -> type[nn.Module]:
-    """Return a subclass whose forward pass is that of the operator which the module's attribute OPERATOR holds."""
-    stock = cls.forward
-
-    @functools.wraps(stock)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        operator = None if self.training or torch.compiler.is_compiling() else self.__dict__.get(OPERATOR)
-        # Accelerate's hooks bring the weights of children in place that only the family's own wrapper knows.
-        hooked = operator is not None and any(hasattr(child, "_hf_hook") for child in self._modules.values())
-        if operator is None or hooked:
-            return stock(self, *args, **kwargs)
-        return operator.forward(self, *args, **kwargs)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, KEEPS_PAST: True}
-    return type(cls.__name__, (cls,), {"forward": forward, **names})
 
 
 def _rows(tensor: Tensor) -> Tensor:
