@@ -10,7 +10,7 @@ Shapes: T tokens, E experts, K experts per token, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import nn
 from moegraft.operators.atomic_file import new_file
 from moegraft.operators.errors import MoegraftError, UnsupportedModelError, error_sentence
 from moegraft.operators.routing import Router, RouterRows
-from moegraft.operators.routing_trace import DEPTHS, RoutedCall, watch_routing
+from moegraft.operators.routing_trace import DEPTHS, routed_calls
 from moegraft.operators.structure import MTP
 
 FORMAT = "moegraft router maps 1"
@@ -126,7 +126,7 @@ def fit_maps(model: nn.Module, texts: Iterable[torch.Tensor]) -> dict[str, torch
     """
     sums: dict[str, _Sums] = {}
     routers: dict[str, Router] = {}
-    for calls in _routed(model, texts):
+    for calls in routed_calls(model, texts):
         inputs = [call.router_input.float().cpu() for call in calls]
         for number, (call, unshifted) in enumerate(zip(calls, inputs, strict=True)):
             if call.router.path not in sums:
@@ -185,7 +185,7 @@ def named_shares(model: nn.Module, texts: Iterable[torch.Tensor], maps: RouterMa
     """Return which share of the tokens' experts routers and maps name, by the number of layers ahead; a text is as in `fit_maps`."""
     hits = torch.zeros(DEPTHS, 2, dtype=torch.float64)
     counts = torch.zeros(DEPTHS, 1, dtype=torch.float64)
-    for calls in _routed(model, texts):
+    for calls in routed_calls(model, texts):
         for number, call in enumerate(calls):
             for depth, later in enumerate(calls[number + 1 : number + 1 + DEPTHS]):
                 rows = maps.rows(call.router.path, later.router)
@@ -196,13 +196,3 @@ def named_shares(model: nn.Module, texts: Iterable[torch.Tensor], maps: RouterMa
                 hits[depth] += torch.tensor([float((each[:, :, None] == chosen[:, None]).sum()) for each in named])
                 counts[depth] += chosen.numel()
     return [(float(routed / count), float(fitted / count)) for (routed, fitted), (count,) in zip(hits, counts, strict=True) if count]
-
-
-def _routed(model: nn.Module, texts: Iterable[torch.Tensor]) -> Iterable[Sequence[RoutedCall]]:
-    """Run texts; yield the calls of all layers for each."""
-    run: Callable[..., object] = model
-    for ids in texts:
-        calls: list[RoutedCall] = []
-        with watch_routing(model, calls.append):
-            run(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
-        yield calls

@@ -273,6 +273,15 @@ class _Watch:
         self._on_call(RoutedCall(self._router, router_input, scores, index.long(), weights))
 
 
+def routed_calls(model: nn.Module, texts: Iterable[torch.Tensor]) -> Iterator[Sequence[RoutedCall]]:
+    """Run `model` over texts; yield the calls of all layers for each."""
+    for ids in texts:
+        calls: list[RoutedCall] = []
+        with watch_routing(model, calls.append):
+            model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
+        yield calls
+
+
 @torch.no_grad()
 def record_trace(model: nn.Module, texts: Iterable[torch.Tensor], source: str, depths: int = DEPTHS) -> Trace:
     """Run `model` over `texts`, each (tokens,) int64 ids in one forward pass, and record every layer with a router.
@@ -288,10 +297,7 @@ def record_trace(model: nn.Module, texts: Iterable[torch.Tensor], source: str, d
         TraceError: layers differ in experts or in experts per token.
     """
     traces = []
-    for ids in texts:
-        calls: list[RoutedCall] = []
-        with watch_routing(model, calls.append):
-            model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
+    for calls in routed_calls(model, texts):
         if not calls:
             raise UnsupportedModelError(f"{type(model).__name__} ran no experts module that has a router: there is no routing to record")
         traces.append(_trace_of_calls(calls, source, depths))
