@@ -197,8 +197,7 @@ def lazy(stored: Stored) -> LazyTensor:
 class GgufExperts(WeightSource):
     """A `WeightSource` over one experts module; pieces are read from the mapped file."""
 
-    def __init__(self, layout: ExpertsLayout, parts: Mapping[Part, ExpertPart]) -> None:
-        self._layout = layout
+    def __init__(self, parts: Mapping[Part, ExpertPart]) -> None:
         self._parts = parts
 
     @property
@@ -211,7 +210,7 @@ class GgufExperts(WeightSource):
         return stored_identity(replace(extent, meaning=f"{part} {extent.meaning}") for part, extent in parts)
 
     def parts(self) -> Sequence[Part]:
-        return self._layout.parts()
+        return tuple(self._parts)
 
     def read(self, part: Part, expert: int = 0) -> torch.Tensor:
         tensor, index = self._parts[part].at(expert)
@@ -235,10 +234,6 @@ class GgufLinear(WeightSource):
     @property
     def dtype(self) -> torch.dtype:
         return self._parts["weight"].dtype
-
-    @property
-    def fingerprint(self) -> str | None:
-        return stored_identity(extent for part in self._parts.values() for extent in part.extents)
 
     def parts(self) -> Sequence[Part]:
         return tuple(self._parts)
@@ -427,7 +422,7 @@ class GgufWeights:
         self._config = skeleton.config
         self._names = Names(self._config, count_mtp_layers(skeleton))
         self._read: set[str] = set()
-        self._experts: dict[str, tuple[ExpertsLayout, dict[Part, ExpertPart]]] = {}
+        self._experts: dict[str, dict[Part, ExpertPart]] = {}
         self._stored: dict[str, Stored] = {}
         for path, module in skeleton.named_modules():
             if why_unsupported(module) is None:
@@ -446,7 +441,7 @@ class GgufWeights:
     def source(self, path: str, kind: str) -> WeightSource:
         """Return the weights for an operator of `kind` that replaces the module at `path`."""
         if kind == "experts":
-            return GgufExperts(*self._experts[path])
+            return GgufExperts(self._experts[path])
         assert kind == "linear", f"operators of kind {kind} take no weights"
         return GgufLinear(self._held(path))
 
@@ -483,7 +478,7 @@ class GgufWeights:
     def _matrices(self, path: str) -> tuple[Sequence[BlockTensor], Sequence[BlockTensor]]:
         """Return the tensors of gate and up and those of down; for a linear layer, its tensor as both."""
         if path in self._experts:
-            parts = self._experts[path][1]
+            parts = self._experts[path]
             gate_up = [tensor for name, part in parts.items() if name in ("gate", "up") for tensor in part.tensors]
             return gate_up, parts["down"].tensors
         weight = self._held(path).get("weight")
@@ -513,7 +508,7 @@ class GgufWeights:
     def _find_experts(self, path: str, module: nn.Module) -> None:
         layout = read_layout(module)
         parts = {part: self._expert_part(path, layout, part) for part in layout.parts()}
-        self._experts[path] = layout, parts
+        self._experts[path] = parts
         for name, parameter in module.named_parameters(recurse=False):
             own = {part: found for part, found in parts.items() if layout.parameter(part) == name}
             self._stored[f"{path}.{name}"] = FusedExperts(layout, own, tuple(parameter.shape))
