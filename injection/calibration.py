@@ -465,7 +465,7 @@ class SparsitySetup:
                 thresholds = [self.files[sparse.file].threshold(path, target, sparse.options.mode) for target in targets]
             states[path].set_threshold(thresholds[0], targets[0])
             if len(targets) > 1:
-                states[path].set_draft_threshold(thresholds[1], targets[1])
+                states[path].set_draft_threshold(thresholds[1])
 
     def _calibrate(self, model: PreTrainedModel) -> dict[str, list[float]]:
         """Return a threshold for each target of each layer, by path."""

@@ -381,18 +381,12 @@ class LayerSparsity:
         self._counts: NDArray[np.int64] = np.zeros(2, np.int64)
         self._switch = switch
         self._draft_threshold: float | None = None
-        self._draft_target = 0.0
         self._draft_counts: NDArray[np.int64] = np.zeros(2, np.int64)
         self._on_device: DeviceSparsity | None = None
         self.observer: Observer | None = None
         self._group = group
         self.window_tokens = 0
         self.routed_target = 0.0
-
-    @property
-    def target_in_force(self) -> float:
-        """The target share of routed neurons for calls of this thread."""
-        return self._draft_target if self.drafting else self.routed_target
 
     @property
     def achieved(self) -> float | None:
@@ -425,9 +419,9 @@ class LayerSparsity:
         if self._draft_threshold is not None:
             on_device.set_threshold(self._draft_threshold, drafting=True)
 
-    def set_draft_threshold(self, threshold: float, routed_target: float) -> None:
+    def set_draft_threshold(self, threshold: float) -> None:
         """Set the threshold of drafts, which leave out more neurons."""
-        self._draft_threshold, self._draft_target = threshold, routed_target
+        self._draft_threshold = threshold
         if self._on_device is not None:
             self._on_device.set_threshold(threshold, drafting=True)
 

@@ -23,13 +23,12 @@ from harness.rounds import percentiles, seconds
 from support.virtual_device import VirtualDevice
 
 from moegraft.operators.experts.forecast import MachineProfile
-from moegraft.operators.offload.devices.base import Bytes, Device, DeviceError, Work
+from moegraft.operators.offload.devices.base import Bytes, Device, DeviceError
 from moegraft.operators.offload.devices.cuda import CudaDevice
 
 PAGE = mmap.PAGESIZE
 KIB, MIB = 1 << 10, 1 << 20
 CHUNKS = (64 * KIB, 256 * KIB, MIB, 2560 * KIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WORK = Work("host", cost_ms=0.001)
 NAMES = 40  # streams: more than the 32 that PyTorch hands out from its pool
 
 
@@ -171,7 +170,7 @@ def latencies(device: Device, rounds: int) -> Iterator[Row]:
         "record, timed": partial(stream.record, timed=True),
         "record and wait": lambda: stream.record().wait(),
         "order two streams": lambda: other.wait(stream.record()),
-        "launch nothing": lambda: device.launch(stream, lambda: None, WORK),
+        "launch nothing": lambda: device.launch(stream, lambda: None),
     }
     if device.torch_device.type == "cuda":
         spinning, small = torch.cuda.Event(), torch.zeros(8, device=device.torch_device)
@@ -219,7 +218,7 @@ def host_nodes(device: Device, rounds: int) -> Iterator[Row]:
         def step(nodes: int = nodes) -> None:
             held.add_(1)
             for _ in range(nodes):
-                device.launch_host(compute, function, 0, WORK)
+                device.launch_host(compute, function, 0)
                 held.add_(1)
 
         step() if device.torch_device.type == "cuda" else None

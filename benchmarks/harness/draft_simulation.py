@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from support.virtual_device import Timed, Work
 
 from harness.routing import MTP_NOISE, PREDICTION_NOISE, SPREAD
 from harness.simulation import Simulation, _Counted, head_ms, rest_layer_ms
-from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.scheduler import LayerStep, Prediction
 from moegraft.operators.routing_trace import Trace
 from moegraft.operators.schedule import DraftSchedule, Round, Statistics
@@ -152,7 +152,7 @@ class DraftSimulation:
         return self._way.acceptance, bool(self._accepting.random() < self._way.acceptance)
 
     def _head(self) -> None:
-        self._base.device.launch(self._compute, None, Work("dense", cost_ms=self._head_ms))
+        self._base.device.launch(self._compute, Timed(Work(cost_ms=self._head_ms)))
         self._compute.record().wait()
 
     def _pass(self, tokens: Sequence[Trace], kind: str) -> None:
@@ -164,10 +164,10 @@ class DraftSimulation:
 
     def _layer(self, step: LayerStep, tokens: int, kind: str) -> None:
         device, engine = self._base.device, self._base.engine
-        device.launch(self._compute, None, Work("dense", cost_ms=rest_layer_ms(self._base.model, self._base.machine, tokens)))
+        device.launch(self._compute, Timed(Work(cost_ms=rest_layer_ms(self._base.model, self._base.machine, tokens))))
         self._compute.record().wait()
         self.played.parts[kind].add(step, engine.cache.slots.slot_of(step.layer) >= 0)
-        engine.run(step, _Counted())
+        engine.run(step, _Counted(step.experts, step.loads, self._base.expert_bytes))
 
     def _absent(self) -> NDArray[np.float64]:
         """Return what has not landed of each expert, (L, E), as a share of it."""

@@ -15,12 +15,12 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from support.virtual_device import VirtualDevice
+from support.virtual_device import Timed, VirtualDevice, Work
 
 from harness.routing import ModelShape
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
 from moegraft.operators.offload.costs import CostModel, warm_up
-from moegraft.operators.offload.devices.base import CpuTicket, Event, Waiter, Work
+from moegraft.operators.offload.devices.base import CpuTicket, Event
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.options import CacheOptions, make_policy
 from moegraft.operators.offload.prefetch import PrefetchOptions
@@ -71,13 +71,17 @@ class Figures:
 
 
 class _Counted:
-    """An executor that computes nothing: the clock charges the work."""
+    """An executor that computes nothing: the clock charges the work on experts (A,), of which each has `loads` (A,) tokens."""
 
-    def on_cpu(self, experts: NDArray[np.int64]) -> Callable[[], Waiter | None] | None:
-        return None
+    def __init__(self, experts: Sequence[int] | NDArray[np.int64], loads: Sequence[int] | NDArray[np.int32], expert_bytes: int) -> None:
+        self._loads = dict(zip(np.asarray(experts).tolist(), np.asarray(loads).tolist(), strict=True))
+        self._expert_bytes = expert_bytes
 
-    def on_gpu(self, experts: NDArray[np.int64], slots: NDArray[np.int32]) -> Callable[[], None] | None:
-        return None
+    def on_cpu(self, experts: NDArray[np.int64]) -> Timed:
+        return Timed(Work(tuple(self._loads[expert] for expert in experts.tolist()), self._expert_bytes))
+
+    def on_gpu(self, experts: NDArray[np.int64], slots: NDArray[np.int32]) -> Timed:
+        return self.on_cpu(experts)
 
     def defer(self, experts: NDArray[np.int64], submit: Callable[[None], CpuTicket]) -> None:
         raise AssertionError("nothing is deferred in this simulation")
@@ -106,7 +110,8 @@ class Simulation:
         self.system = system
         self.device = VirtualDevice(machine, bits_per_weight=bits_per_weight)
         self.machine = machine
-        store = ExpertStore.phantom(model.layers, model.num_experts, model.expert_bytes(bits_per_weight))
+        self.expert_bytes = model.expert_bytes(bits_per_weight)
+        store = ExpertStore.phantom(model.layers, model.num_experts, self.expert_bytes)
         policy = make_policy(system.cache, list(map(str, range(model.layers))), model.num_experts, model.top_k)
         slots, admission = _slots(model, ratio, system), "bypass" if system.cache.bypasses else "always"
         timings = TimingRecorder(self.device)
@@ -114,7 +119,7 @@ class Simulation:
             self.device, store, slots, policy.priority, admission, on_span=timings.on_span, on_transfer=timings.on_transfer
         )
         assert cache is not None, "the modelled GPU has room"
-        costs = CostModel(warm_up(self.device, cache, lambda experts, load: _Counted()))
+        costs = CostModel(warm_up(self.device, cache, lambda experts, load: _Counted(experts, [load] * len(experts), self.expert_bytes)))
         gpu_layers = [cache.slots.capacity_of(layer) > 0 for layer in range(model.layers)] if system.schedule == "layer_map" else None
         self.engine = Engine(self.device, cache, Scheduler(system.schedule, gpu_layers), costs, policy, system.prefetch, timings)
         self._fill(profile)
@@ -135,18 +140,19 @@ class Simulation:
         compute = device.stream("compute")
         rest_ms = rest_layer_ms(self.model, self.machine, batch)
         shared_ms = rest_ms * self.model.shared_share if beside else 0.0
-        between = partial(device.launch, compute, None, Work("dense", cost_ms=shared_ms)) if beside else None
+        between = partial(device.launch, compute, Timed(Work(cost_ms=shared_ms))) if beside else None
         start_ms, busy = device.now_ms(), self._busy_ms()
         step_ms: list[float] = []
         host_s = 0.0
         for tokens in _batches(trace, batch):
             began_ms = device.now_ms()
             for step in self._steps(tokens):
-                device.launch(compute, None, Work("dense", cost_ms=rest_ms - shared_ms))
+                device.launch(compute, Timed(Work(cost_ms=rest_ms - shared_ms)))
                 compute.record().wait()
                 device.advance(HOST_MS)
+                executor = _Counted(step.experts, step.loads, self.expert_bytes)
                 begin = time.perf_counter()
-                engine.run(step, _Counted(), between)
+                engine.run(step, executor, between)
                 host_s += time.perf_counter() - begin
             compute.record().wait()
             step_ms.append(device.now_ms() - began_ms)

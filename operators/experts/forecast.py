@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moegraft.operators.base import ExpertSlots, GpuRates, Rate, RoutedExperts, SlotCount
-from moegraft.operators.offload.devices.base import Neurons
 from moegraft.operators.offload.options import GpuOptions
 from moegraft.operators.offload.scheduler import UNBOUNDED, LayerProblem, ScheduleName, Scheduler
 
 ROUTINGS = 12  # random routings to average over: their mean is within a few per cent of the mean of many
 INT4_BITS = 4.5  # per weight, with its share of the group's 16-bit scale
+
+
+@dataclass(frozen=True, slots=True)
+class Neurons:
+    """The part of an expert's weights that a token needs where inactive neurons are skipped.
+
+    Attributes:
+        active: share of the neurons that are computed.
+        gate_share: share of the expert's weights that decides which neurons are active, and is always read.
+    """
+
+    active: float
+    gate_share: float
+
+    @classmethod
+    def without(cls, left_out: float, *, gated: bool) -> Self:
+        """Return what remains when a share is left out; the gate is one of three matrices, or, without gates, the up matrix of two."""
+        return cls(1.0 - left_out, 1 / 3 if gated else 1 / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Neurons, Work
+from moegraft.operators.offload.devices.base import Device, DeviceError, Graph
 from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.queue import ExpertCache
 from moegraft.operators.offload.transfers import Transfer, Urgency
@@ -202,24 +202,18 @@ MAX_MS = 25.0  # an expert that takes longer is the last one: beyond, time grows
 COUNTS = (1, 4, 16)
 
 
-def warm_up(
-    device: Device, cache: ExpertCache, executor_of: Callable[[Sequence[int], int], CallExecutor], neurons: Neurons | None = None
-) -> CostTables:
+def warm_up(device: Device, cache: ExpertCache, executor_of: Callable[[Sequence[int], int], CallExecutor]) -> CostTables:
     """Measure what experts cost.
 
     Slots are empty before, and hold some of layer 0's experts afterwards.
 
     Args:
         executor_of: makes the executor of a call of layer 0 in which each of the given experts has so many synthetic tokens.
-        neurons: what these tokens need of an expert; None: all of it.
     """
     queue, num_experts = cache.queue, cache.slots.num_experts
     expert_bytes = queue.store.expert_bytes
     compute = device.stream("compute")
     next_expert = 0
-
-    def work(load: int, count: int) -> Work:
-        return Work("experts", (load,) * count, expert_bytes, neurons=neurons)
 
     def cpu_job_ms(count: int, load: int) -> float:
         nonlocal next_expert
@@ -228,7 +222,7 @@ def warm_up(
         next_expert += count
         job = executor_of(experts, load).on_cpu(np.asarray(experts))
         start_ms = device.now_ms()
-        device.submit_cpu(job, work(load, count)).wait()
+        device.submit_cpu(job).wait()
         return device.now_ms() - start_ms
 
     def cpu_ms(load: int) -> tuple[float, float]:
@@ -259,16 +253,16 @@ def warm_up(
         try:
             for number in range(ROUNDS + 1):
                 start_ms = device.now_ms()
-                device.launch(compute, launch, work(load, count))
+                device.launch(compute, launch)
                 if number > 0:  # the first one compiles
                     host_ms.append(device.now_ms() - start_ms)
                 compute.record().wait()
             with suppress(DeviceError):
-                graph = device.capture(partial(device.launch, compute, launch, work(load, count)))
+                graph = device.capture(partial(device.launch, compute, launch))
             for _ in range(ROUNDS):
                 before = compute.record(timed=True)
                 if graph is None:  # its time is too long by the host's then
-                    device.launch(compute, launch, work(load, count))
+                    device.launch(compute, launch)
                 else:
                     graph.replay()
                 after = compute.record(timed=True)

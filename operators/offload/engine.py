@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import islice
 from threading import Lock
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from moegraft.cpu_backend import CachePolicy
 from moegraft.operators.interrupts import Uninterrupted
 from moegraft.operators.offload.costs import CostModel
-from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event, Work
+from moegraft.operators.offload.devices.base import CpuTicket, Device, DeviceError, Event
 from moegraft.operators.offload.executors import CallExecutor
 from moegraft.operators.offload.prefetch import Prefetcher, PrefetchOptions, VerificationPrefetcher
 from moegraft.operators.offload.queue import ExpertCache
@@ -117,7 +116,7 @@ class Engine:
                 submitted_ms = self.device.now_ms()
                 cpu = self._submit_cpu(step, plan.on_cpu & ~deferred, executor)
                 if deferred.any():  # behind the others; the next layer waits for these
-                    executor.defer(step.experts[deferred], partial(self.device.submit_cpu, work=self._work(step, deferred)))
+                    executor.defer(step.experts[deferred], self.device.submit_cpu)
                     self.statistics.deferred += int(deferred.sum())
 
                 slots = np.asarray(pin.slots, np.int32)
@@ -230,14 +229,11 @@ class Engine:
     def _submit_cpu(self, step: LayerStep, on_cpu: NDArray[np.bool_], executor: CallExecutor) -> CpuTicket | None:
         if not on_cpu.any():
             return None
-        return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]), self._work(step, on_cpu))
-
-    def _work(self, step: LayerStep, at: NDArray[np.bool_] | NDArray[np.intp]) -> Work:
-        return Work("experts", tuple(step.loads[at].tolist()), self._expert_bytes, neurons=step.neurons)
+        return self.device.submit_cpu(executor.on_cpu(step.experts[on_cpu]))
 
     def _launch(self, step: LayerStep, at: NDArray[np.intp], slots: NDArray[np.int32], executor: CallExecutor, *, waited: bool) -> Event:
         def launch() -> None:
-            self.device.launch(self._compute, executor.on_gpu(step.experts[at], slots), self._work(step, at))
+            self.device.launch(self._compute, executor.on_gpu(step.experts[at], slots))
 
         return self.timings.launch(self._compute, step.layer, step.loads[at], launch, waited=waited)
 

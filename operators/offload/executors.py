@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.cpu import as_array
 from moegraft.operators.offload.deferral import DeferredSum, LayerDeferral
-from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Neurons, Waiter
+from moegraft.operators.offload.devices.base import Buffer, CpuTicket, Event, Waiter
 from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.router_maps import RouterMaps
 from moegraft.operators.routing import Router, RouterRows
@@ -112,10 +112,6 @@ class EngineLayers:
         if not hasattr(kernel, "begin"):
             return None
         return kernel.begin(tokens.hidden_states, self._slot_memory, tokens.top_k_index, tokens.top_k_weights)
-
-    def neurons(self, sparsity: LayerSparsity | None) -> Neurons | None:
-        """Return what a token needs of an expert in a call of the calling thread; None: all of it."""
-        return None if sparsity is None else Neurons.without(sparsity.target_in_force, gated=self.packed[0].shape.gated)
 
     def fetch(self, tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
         """Return the tensors in host memory, fetched with one copy and one wait: the GPU has done all work before them."""

@@ -143,8 +143,7 @@ class GpuLayer:
         draft = None
         if settings is not None and settings.budget is None:  # with a budget, a draft is verified
             draft = DraftStep(self._ids(host["routed index"]), settings.top_k)
-        neurons = self.layers.neurons(self._sparsity)
-        step = LayerStep.of(self._index, self._ids(host["index"]), scores, self._predictions(host), draft, neurons)
+        step = LayerStep.of(self._index, self._ids(host["index"]), scores, self._predictions(host), draft)
         if draft is None and self.deferral is not None and self.deferral.defers(len(step.chosen)):
             return replace(step, deferrable=self.deferral.deferrable(host["index"], host["weights"]))
         return step

@@ -19,7 +19,7 @@ from moegraft.operators.cpu import as_array
 from moegraft.operators.errors import UnsupportedModelError
 from moegraft.operators.offload.costs import CostModel, warm_up
 from moegraft.operators.offload.deferral import connect
-from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceError, DeviceKind, Neurons
+from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceError, DeviceKind
 from moegraft.operators.offload.devices.cuda import CudaDevice, why_no_cuda
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import CallExecutor, EngineLayers, Tokens
@@ -259,7 +259,7 @@ def open_engine(
     if options.prefetch.maps is not None:
         layers.look_ahead.use(RouterMaps(options.prefetch.maps), device.torch_device)
     synthetic = SyntheticCalls(layers, top_k)
-    costs = CostModel(warm_up(device, cache, synthetic.executor, synthetic.neurons))
+    costs = CostModel(warm_up(device, cache, synthetic.executor))
     gpu_layers = None
     if options.schedule == "layer_map":
         gpu_layers = [slots.capacity_of(layer) >= slots.num_experts for layer in range(slots.layers)]
@@ -322,11 +322,6 @@ class SyntheticCalls:
         self._kernel = layers.device_kernel(self.sparsity)
         if self.sparsity is not None and of_model is not None and of_model.routed_target:
             self.sparsity.set_threshold(self._quantile(of_model.routed_target), of_model.routed_target)
-
-    @property
-    def neurons(self) -> Neurons | None:
-        """What a token needs of an expert; None: all of it."""
-        return self._layers.neurons(self.sparsity)
 
     def executor(self, experts: Sequence[int], load: int) -> CallExecutor:
         """Return the executor of a call in which each of these experts has `load` tokens."""

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moegraft.cpu_backend import Planner, check_problem
-from moegraft.operators.offload.devices.base import Neurons
 
 Ids = NDArray[np.int64]
 UNBOUNDED = 2**31 - 1
@@ -71,7 +70,6 @@ class LayerStep:
         scores: (T, E) float32 of the router, where a cache learns from them.
         predictions: of later layers, the next one first.
         draft: given for calls of a draft.
-        neurons: what a token needs of each expert; None: all of it.
         deferrable: (D,) ids of those experts that may be added to the next layer's, if the CPU computes them.
     """
 
@@ -82,7 +80,6 @@ class LayerStep:
     scores: NDArray[np.float32] | None
     predictions: Sequence[Prediction]
     draft: DraftStep | None
-    neurons: Neurons | None
     deferrable: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
@@ -93,12 +90,11 @@ class LayerStep:
         scores: NDArray[np.float32] | None = None,
         predictions: Sequence[Prediction] = (),
         draft: DraftStep | None = None,
-        neurons: Neurons | None = None,
     ) -> Self:
         """Make the step of a layer's routing (T, K), -1 for padded slots."""
         experts, counts = np.unique(chosen, return_counts=True)
         start = int(np.searchsorted(experts, 0))
-        return cls(layer, experts[start:], counts[start:].astype(np.int32), chosen, scores, predictions, draft, neurons)
+        return cls(layer, experts[start:], counts[start:].astype(np.int32), chosen, scores, predictions, draft)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

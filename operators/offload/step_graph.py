@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from moegraft.operators.cpu import as_array, rounded
 from moegraft.operators.offload.deferral import LayerDeferral
-from moegraft.operators.offload.devices.base import ALIGNMENT, Device, DeviceError, Graph, Work
+from moegraft.operators.offload.devices.base import ALIGNMENT, Device, DeviceError, Graph
 from moegraft.operators.offload.engine import Engine
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.transfers import Urgency
@@ -193,22 +193,19 @@ class CapturedLayer:
         if branches:
             device.order(compute, host)
         for own in self._calls[:1]:
-            device.launch(host, partial(buffers.to_host, self._index), Work("host"))
-            device.launch_host(host, self._function, own.address, Work("host"))
+            device.launch(host, partial(buffers.to_host, self._index))
+            device.launch_host(host, self._function, own.address)
         if branches:
-            device.launch(host, return_cpu_part, Work("host"))
+            device.launch(host, return_cpu_part)
         resident = torch.empty(tokens.shape, dtype=torch.float32 if branches else tokens.dtype, device=tokens.device)
         kernel = layers.bound_kernel(layers.kernels[self._index], layers.sparsity[self._index])
-        compute_resident = partial(kernel, tokens, row["slots"], row["weights"], resident, experts=index)
-        neurons = layers.neurons(layers.sparsity[self._index])
-        work = Work("experts", (len(tokens),), layers.packed[0].expert_bytes, neurons=neurons)
-        device.launch(compute, compute_resident, work)
+        device.launch(compute, partial(kernel, tokens, row["slots"], row["weights"], resident, experts=index))
         if overlap is not None:
             overlap()
         if branches:
             device.order(host, compute)
         for later in self._calls[1:]:
-            device.launch_host(host, self._function, later.address, Work("host"))
+            device.launch_host(host, self._function, later.address)
         if self._receives:
             resident += buffers.returned[1]
         if self._resident:
@@ -311,7 +308,7 @@ class StepGraph:
     def _whole(self, step: Callable[[], None]) -> None:
         step()
         if self._resident.any():  # layers with a branch have copied theirs, which are the same still
-            self._engine.device.launch(self._compute, partial(self._buffers.to_host, slice(None)), Work("host"))
+            self._engine.device.launch(self._compute, partial(self._buffers.to_host, slice(None)))
 
     def _warm_up(self) -> None:
         """Launch once what every layer launches: the first launch compiles a kernel and loads it, which drivers may refuse in a capture."""

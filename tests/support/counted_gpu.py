@@ -22,8 +22,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from moegraft.operators.experts.forecast import MachineProfile
-from moegraft.operators.offload.devices.base import Buffer, Bytes, Stream, Work
-from support.virtual_device import VirtualDevice, VirtualEvent
+from moegraft.operators.offload.devices.base import Buffer, Bytes, Stream
+from support.virtual_device import Timed, VirtualDevice, VirtualEvent, work_of
 
 GPU = torch.device("meta")
 # Operations that allocate or make views, which no kernel does.
@@ -208,16 +208,15 @@ class CountedGpu(VirtualDevice):
     def copy(self, stream: Stream, target: Buffer | None, target_offset: int, source: Bytes | None, nbytes: int) -> None:
         super().copy(stream, None, 0, None, nbytes)
 
-    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
-        if function is not None:
-            function()
-        super().launch(stream, None, work)
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
+        function()
+        super().launch(stream, Timed(work_of(function)))
 
-    def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
+    def launch_host(self, stream: Stream, function: int, data: int) -> None:
         self.counts.host_nodes += 1
 
-    def submit_cpu(self, function: Any, work: Work) -> Any:
-        ticket = super().submit_cpu(function, work)
+    def submit_cpu(self, function: Any) -> Any:
+        ticket = super().submit_cpu(function)
         if ticket.event is not None:
             ticket.event.__class__ = _CpuEnd
         return ticket

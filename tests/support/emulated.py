@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moegraft.cpu_backend import ExpertsShape, PackedExperts
 from moegraft.operators.cpu import as_array
-from moegraft.operators.offload.devices.base import DEVICE_KINDS, DeviceKind, Event
-from moegraft.operators.offload.executors import EngineLayers, SlotKernel, sparse_arguments
+from moegraft.operators.experts.forecast import Neurons
+from moegraft.operators.offload import gpu_layer, model_experts
+from moegraft.operators.offload.devices.base import DEVICE_KINDS, CpuTicket, DeviceKind, Event, Waiter
+from moegraft.operators.offload.executors import CallExecutor, EngineLayers, SlotKernel, sparse_arguments
+from moegraft.operators.offload.scheduler import Ids
 from moegraft.operators.sparsity import LayerSparsity
-from support.virtual_device import PROFILES, VirtualDevice
+from support.virtual_device import PROFILES, Timed, VirtualDevice, Work
 
 PROFILE = "a6000_10core"
 
@@ -81,6 +86,29 @@ class HostSlotLayers(EngineLayers):
             event.wait()
 
 
+class TimedExecutor(CallExecutor):
+    """Gives virtual devices the time of the experts that it computes."""
+
+    def __init__(self, layers: EngineLayers, packed: PackedExperts, sparsity: LayerSparsity | None, *call: Any, **more: Any) -> None:
+        super().__init__(layers, packed, sparsity, *call, **more)
+        self._neurons = None if sparsity is None else Neurons.without(sparsity.routed_target, gated=packed.shape.gated)
+        self._expert_bytes = packed.expert_bytes
+        self._loads = np.bincount(self._index.reshape(-1), minlength=layers.num_experts)
+
+    def on_cpu(self, experts: Ids) -> Callable[[], Waiter]:
+        return self._timed(experts, super().on_cpu(experts))
+
+    def defer(self, experts: Ids, submit: Callable[[Callable[[], Waiter]], CpuTicket]) -> None:
+        super().defer(experts, lambda job: submit(self._timed(experts, job)))
+
+    def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Callable[[], None]:
+        return self._timed(experts, super().on_gpu(experts, slots))
+
+    def _timed(self, experts: Ids, function: Callable[[], Any]) -> Timed:
+        return Timed(Work(tuple(self._loads[experts].tolist()), self._expert_bytes, neurons=self._neurons), function)
+
+
+gpu_layer.CallExecutor = model_experts.CallExecutor = TimedExecutor  # type: ignore[misc]
 DEVICE_KINDS["emulated"] = DeviceKind(lambda index: VirtualDevice(PROFILES[PROFILE], index=index), HostSlotLayers)
 
 

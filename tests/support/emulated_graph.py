@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, Work
+from moegraft.operators.offload.devices.base import Device, DeviceError
 
 Step = Callable[[], None]
 
@@ -124,7 +124,7 @@ class EmulatedGraph:
         compute = self._device.stream("compute")
         for item in self._items:
             if isinstance(item, list):
-                self._device.launch(compute, partial(_repeat, item), Work("dense"))
+                self._device.launch(compute, partial(_repeat, item))
             else:
                 item()
 

@@ -22,7 +22,7 @@ from moegraft.operators.offload.scheduler import LayerStep, Prediction, Schedule
 from moegraft.operators.offload.statistics import TimingRecorder
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.timeline import Timeline
-from support.emulated import HostSlotLayers
+from support.emulated import HostSlotLayers, TimedExecutor
 from support.kernel_cases import Layer, make_batch, make_layer, make_stored_layer
 from support.transfer_harness import make_device
 
@@ -103,7 +103,7 @@ class EngineRig:
     def executor(self, number: int, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> CallExecutor:
         layers, tokens = self.engine_layers(), Tokens(x, index, weights)
         on_device = Tokens(*(each.to(self.torch_device) for each in (x, index, weights)))
-        return CallExecutor(layers, layers.packed[number], None, layers.kernels[number], tokens, on_device)
+        return TimedExecutor(layers, layers.packed[number], None, layers.kernels[number], tokens, on_device)
 
     def _predictions(self, number: int, tokens: int) -> list[Prediction]:
         later = range(number + 1, min(number + 4, LAYERS))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-from moegraft.operators.offload.devices.base import Buffer, Bytes, DeviceError, OutOfDeviceMemoryError, Stream, Waiter, Work
-from support.virtual_device import HostBuffer, VirtualDevice
+from moegraft.operators.offload.devices.base import Buffer, Bytes, DeviceError, OutOfDeviceMemoryError, Stream, Waiter
+from support.virtual_device import HostBuffer, Timed, VirtualDevice, work_of
 
 EVERY = range(1 << 62)
 """All calls of a kind, for `Faults`."""
@@ -76,18 +76,18 @@ class FaultyDevice(VirtualDevice):
 
         self._own(stream).put_copy(self._prices.copy_ms(nbytes), first_half, fail)
 
-    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         def fail() -> None:
             raise DeviceError(f"{self.name}: injected: a launch failed")
 
         # A launch that is captured counts when it is replayed.
-        super().launch(stream, fail if self._recorder is None and self._fails("launches") else function, work)
+        super().launch(stream, Timed(work_of(function), fail) if self._recorder is None and self._fails("launches") else function)
 
-    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> Any:
+    def submit_cpu(self, function: Callable[[], Waiter | None]) -> Any:
         def fail() -> None:
             raise RuntimeError(f"{self.name}: injected: a job of the CPU engine failed")
 
-        return super().submit_cpu(fail if self._fails("cpu_jobs") else function, work)
+        return super().submit_cpu(Timed(work_of(function), fail) if self._fails("cpu_jobs") else function)
 
     def _fails(self, kind: str) -> bool:
         """Count a call of that kind and return whether it is to fail."""

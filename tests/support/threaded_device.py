@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
-from moegraft.operators.offload.devices.base import Callback, DeviceError, DeviceTimeoutError, Event, Stream, Waiter, Work, check_not_forked
+from moegraft.operators.offload.devices.base import Callback, DeviceError, DeviceTimeoutError, Event, Stream, Waiter, check_not_forked
 from moegraft.operators.offload.devices.cuda import HostTicket
 from moegraft.operators.timeline import host_ms
 from support.emulated_graph import Step
 from support.faulty_device import Faults, FaultyDevice
-from support.virtual_device import as_device_error
+from support.virtual_device import as_device_error, work_of
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0
@@ -231,10 +231,10 @@ class ThreadedDevice(FaultyDevice):
                 stream = self._threads[name] = ThreadedStream(self._notifier, name)
             return stream
 
-    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:  # type: ignore[override]
+    def submit_cpu(self, function: Callable[[], Waiter | None]) -> HostTicket:  # type: ignore[override]
         self.check_open()
         fails = self._fails("cpu_jobs")
-        job_ms = self._prices.cpu_ms(work) if self._throttle else None
+        job_ms = self._prices.cpu_ms(work_of(function)) if self._throttle else None
         if job_ms is not None:
             self._cpu_free_ms = max(self._cpu_free_ms, host_ms()) + job_ms
         ends_ms = self._cpu_free_ms
@@ -242,7 +242,7 @@ class ThreadedDevice(FaultyDevice):
         def start() -> Waiter:
             if fails:
                 raise RuntimeError(f"{self.name}: injected: a job of the CPU engine failed")
-            waiter = None if function is None else function()
+            waiter = function()
 
             def wait() -> float | None:
                 took_ms = None if waiter is None else waiter()

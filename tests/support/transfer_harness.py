@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moegraft.operators.experts.forecast import MachineProfile
-from moegraft.operators.offload.devices.base import Device, Event, Work
+from moegraft.operators.offload.devices.base import Device, Event
 from moegraft.operators.offload.devices.cuda import CudaDevice
 from moegraft.operators.offload.queue import open_expert_cache
 from moegraft.operators.offload.slots import Admission, SlotState
@@ -22,12 +22,12 @@ from moegraft.operators.offload.transfers import Urgency
 from support.faulty_device import FaultyDevice
 from support.gpus import ON_CUDA
 from support.threaded_device import ThreadedDevice
-from support.virtual_device import HostBuffer, VirtualDevice
+from support.virtual_device import HostBuffer, Timed, VirtualDevice, Work
 
 EMULATED = ["virtual", "threaded"]
 DEVICES = [*EMULATED, pytest.param("cuda", marks=ON_CUDA)]
 LINK = MachineProfile("slow link", 1, 1, 1, 1, link_gb_s=0.001)  # 1 byte per microsecond
-WORK = Work("experts", cost_ms=0.1)
+WORK = Work(cost_ms=0.1)
 PAGE = 4096
 
 
@@ -120,20 +120,20 @@ class Harness:
             wrong = (self.arena.tensor[start:stop] != value).sum()
             self._wrong_on_device = wrong if self._wrong_on_device is None else self._wrong_on_device + wrong
 
-        self.device.launch(self.compute, check if isinstance(self.arena, HostBuffer) else check_on_device, WORK)
+        self.device.launch(self.compute, Timed(WORK, check if isinstance(self.arena, HostBuffer) else check_on_device))
 
     @contextmanager
     def link_held(self) -> Iterator[None]:
         """Hold the link, so that transfers submitted in the body start after it, on any device."""
         gate, opened = self.device.stream("gate"), threading.Event()
         if isinstance(self.device, ThreadedDevice):
-            self.device.launch(gate, lambda: bool(opened.wait(20)) and None, WORK)
+            self.device.launch(gate, Timed(WORK, lambda: bool(opened.wait(20)) and None))
         elif isinstance(self.device, VirtualDevice):
-            self.device.launch(gate, None, Work("host", cost_ms=1.0))
+            self.device.launch(gate, Timed(Work(cost_ms=1.0)))
         else:
             import torch
 
-            self.device.launch(gate, lambda: torch.cuda._sleep(200_000_000), WORK)  # 0.1 s and more
+            self.device.launch(gate, lambda: torch.cuda._sleep(200_000_000))  # 0.1 s and more
         self.device.stream("copy").wait(gate.record())
         yield
         opened.set()

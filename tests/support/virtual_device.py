@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import exp, inf
+from typing import Any
 
 import torch
 
-from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile
+from moegraft.operators.experts.forecast import INT4_BITS, MachineProfile, Neurons
 from moegraft.operators.offload.devices.base import (
     Buffer,
     Bytes,
@@ -28,11 +29,9 @@ from moegraft.operators.offload.devices.base import (
     DeviceError,
     DeviceTimeoutError,
     Event,
-    Neurons,
     OutOfDeviceMemoryError,
     Stream,
     Waiter,
-    Work,
     aligned_bytes,
 )
 from support.emulated_graph import EmulatedGraph, NumberGuard, Step, StepRecorder
@@ -48,6 +47,39 @@ PROFILES = {
         MachineProfile("rtx5090_6core", 45, 250, 1200, 120, 50),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a launch or a CPU job takes time for.
+
+    Attributes:
+        loads: tokens of each expert that is computed.
+        expert_bytes: packed bytes of one of these experts.
+        cost_ms: the modelled time where given; otherwise it is derived from `loads`.
+        neurons: the part of each expert that a token needs; None: all of it.
+    """
+
+    loads: tuple[int, ...] = ()
+    expert_bytes: int = 0
+    cost_ms: float | None = None
+    neurons: Neurons | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A launch or a CPU job that takes a virtual device the time of its work; any other takes none."""
+
+    work: Work
+    function: Callable[[], Any] = lambda: None
+
+    def __call__(self) -> Any:
+        return self.function()
+
+
+def work_of(function: object) -> Work:
+    """Return what a launch or a CPU job takes time for."""
+    return function.work if isinstance(function, Timed) else Work()
 
 
 class HostBuffer:
@@ -408,19 +440,19 @@ class VirtualDevice:
 
         self._own(stream).put_copy(self._prices.copy_ms(nbytes), lambda: move(0, half), lambda: move(half, nbytes))
 
-    def launch(self, stream: Stream, function: Step | None, work: Work) -> None:
-        if self._recorder is not None and function is not None:  # a replay writes whatever it was captured with, as on a GPU
-            function = torch.inference_mode()(function)
-        if self._captured(partial(self.launch, stream, function, work)):
-            return
-        self._own(stream).put_launch(self._prices.gpu_ms(work), function)
+    def launch(self, stream: Stream, function: Step) -> None:
+        work = work_of(function)
+        if self._recorder is not None:  # a replay writes whatever it was captured with, as on a GPU
+            function = Timed(work, torch.inference_mode()(function))
+        if not self._captured(partial(self.launch, stream, function)):
+            self._own(stream).put_launch(self._prices.gpu_ms(work), function)
 
     def errors(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
+    def launch_host(self, stream: Stream, function: int, data: int) -> None:
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        self.launch(stream, lambda: call(data), work)
+        self.launch(stream, lambda: call(data))
 
     def order(self, first: Stream, then: Stream) -> None:
         if not self._captured(partial(self.order, first, then)):
@@ -436,19 +468,19 @@ class VirtualDevice:
             self._recorder = None
         return EmulatedGraph(self, recorder.items)
 
-    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> VirtualTicket:
+    def submit_cpu(self, function: Callable[[], Waiter | None]) -> VirtualTicket:
         ticket = VirtualTicket()
 
         def begin() -> None:
             ticket.started_ms = self._clock.now_ms
             try:
-                waiter = None if function is None else function()
+                waiter = function()
                 if waiter is not None:
                     waiter()
             except Exception as error:  # noqa: BLE001  the ticket's `wait` raises it, whatever it is
                 ticket.error = error
 
-        self._cpu.put_job(self._prices.cpu_ms(work, busy=self._cpu.busy), begin)
+        self._cpu.put_job(self._prices.cpu_ms(work_of(function), busy=self._cpu.busy), begin)
         ticket.event = self._cpu.record()
         return ticket
 

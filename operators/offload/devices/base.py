@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,42 +44,6 @@ class DeviceTimeoutError(DeviceError):
 Callback = Callable[[DeviceError | None], None]
 OnSpan = Callable[[str, str, float, float], None]
 """A timeline's hook: `on_span(lane, name, start_ms, end_ms)` in the device's host clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class Neurons:
-    """The part of an expert's weights that a token needs where inactive neurons are skipped.
-
-    Attributes:
-        active: share of the neurons that are computed.
-        gate_share: share of the expert's weights that decides which neurons are active, and is always read.
-    """
-
-    active: float
-    gate_share: float
-
-    @classmethod
-    def without(cls, left_out: float, *, gated: bool) -> Self:
-        """Return what remains when a share is left out; the gate is one of three matrices, or, without gates, the up matrix of two."""
-        return cls(1.0 - left_out, 1 / 3 if gated else 1 / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A description of a launch or a CPU job, for devices that model its time instead of measuring it.
-
-    Attributes:
-        loads: tokens of each expert that is computed.
-        expert_bytes: packed bytes of one of these experts.
-        cost_ms: the modelled time where given; otherwise it is derived from `loads`.
-        neurons: the part of each expert that a token needs; None: all of it.
-    """
-
-    kind: Literal["experts", "dense", "host"]
-    loads: tuple[int, ...] = ()
-    expert_bytes: int = 0
-    cost_ms: float | None = None
-    neurons: Neurons | None = None
 
 
 class Event(Protocol):
@@ -183,7 +147,7 @@ class Device(Protocol):
             DeviceError: the copy was refused at once.
         """
 
-    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         """Submit GPU work: CUDA calls `function` now, under the stream, to launch kernels.
 
         Raises:
@@ -194,7 +158,7 @@ class Device(Protocol):
     def errors(self) -> AbstractContextManager[None]:
         """Make errors of PyTorch, Triton and the driver in the body DeviceErrors where they come from the device; others pass."""
 
-    def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
+    def launch_host(self, stream: Stream, function: int, data: int) -> None:
         """Call the C function `void (*)(void*)` at address `function` on `data` when the stream gets there; it must make no CUDA call."""
 
     def order(self, first: Stream, then: Stream) -> None:
@@ -210,7 +174,7 @@ class Device(Protocol):
                 numbers are as before.
         """
 
-    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> CpuTicket:
+    def submit_cpu(self, function: Callable[[], Waiter | None]) -> CpuTicket:
         """Start a job of the CPU engine. Jobs run one after another.
 
         Args:

@@ -32,7 +32,6 @@ from moegraft.operators.offload.devices.base import (
     OutOfDeviceMemoryError,
     Stream,
     Waiter,
-    Work,
     check_not_forked,
 )
 from moegraft.operators.timeline import host_ms
@@ -245,12 +244,12 @@ class HostTicket:
 
     __slots__ = ("_error", "_waiter", "elapsed_ms")
 
-    def __init__(self, function: Callable[[], Waiter | None] | None) -> None:
+    def __init__(self, function: Callable[[], Waiter | None]) -> None:
         self.elapsed_ms: float | None = None
         self._waiter: Waiter | None = None
         self._error: Exception | None = None
         try:
-            self._waiter = None if function is None else function()
+            self._waiter = function()
         except Exception as error:  # noqa: BLE001  `wait` raises it, whatever it is
             self._error = error
 
@@ -336,10 +335,8 @@ class CudaDevice:
         with self._current():
             self._runtime.copy(target.address + target_offset, address_of(source), nbytes, raw.cuda_stream)
 
-    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         own = self._own(stream)
-        if function is None:
-            return
         with self.errors(), self._current() if own.is_current else torch.cuda.stream(own.raw):
             function()
 
@@ -358,7 +355,7 @@ class CudaDevice:
                 raise DeviceError(f"{self.name}: {error}") from error
             raise
 
-    def launch_host(self, stream: Stream, function: int, data: int, work: Work) -> None:
+    def launch_host(self, stream: Stream, function: int, data: int) -> None:
         raw = self._own(stream).raw
         with torch.cuda.device(self.torch_device):
             self._runtime.launch_host_function(raw.cuda_stream, function, data)
@@ -373,7 +370,7 @@ class CudaDevice:
         except RuntimeError as error:  # DeviceError is one, as is what PyTorch raises
             raise DeviceError(f"{self.name}: the step cannot be captured: {error}") from error
 
-    def submit_cpu(self, function: Callable[[], Waiter | None] | None, work: Work) -> HostTicket:
+    def submit_cpu(self, function: Callable[[], Waiter | None]) -> HostTicket:
         self._check_open()
         return HostTicket(function)
 

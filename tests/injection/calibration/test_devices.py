@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import combinations
-from support.emulated import device_kind
 from support.families import build_model, case_of, prompt
 from support.gpus import CUDA_GPU, limit, placed
 from support.sparse_models import left_out
-from support.virtual_device import VirtualDevice, VirtualTicket
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.injected import sparse_layers
-from moegraft.operators.offload.devices.base import Neurons, Work
 from moegraft.operators.offload.statistics import EngineStatistics
 from moegraft.operators.sparsity import WINDOW_TOKENS
 
@@ -129,30 +125,6 @@ def test_every_setting_is_the_cpu_alone(weights: str, more: str, tmp_path: Path,
     assert error(found, expected) < (5e-2 if lossy else limit(gpu))
     assert lossy or found_answer == answer
     assert_same_counts(counts_of(model), counts_of(alone), gpu)
-
-
-def test_devices_get_the_share_of_neurons_that_a_token_needs(tmp_path: Path) -> None:
-    """So that an emulated one charges for what is computed, and plans balance that."""
-    on_cpu, on_gpu = set[Neurons | None](), set[Neurons | None]()
-
-    class Noting(VirtualDevice):
-        def submit_cpu(self, function: Any, work: Work) -> VirtualTicket:
-            on_cpu.add(work.neurons)
-            return super().submit_cpu(function, work)
-
-        def launch(self, stream: Any, function: Any, work: Work) -> None:
-            on_gpu.add(work.neurons)
-            super().launch(stream, function, work)
-
-    with device_kind(Noting) as noting:
-        model = load("qwen3_moe", tmp_path, f"gpu: {noting}, cache: {{slots: 2}}, schedule: fixed")
-    on_cpu.clear(), on_gpu.clear()
-    for share in (0.0, SHARE):
-        for layer in sparse_layers(model).values():
-            layer.set_threshold(0.0, share)
-        with torch.no_grad():
-            model(input_ids=prompt(9, batch=2))
-    assert on_cpu == on_gpu == {Neurons(1.0, 1 / 3), Neurons(1 - SHARE, 1 / 3)}
 
 
 def test_statistics_and_drift_count_every_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

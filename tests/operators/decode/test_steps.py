@@ -561,7 +561,7 @@ def test_sparser_drafts(sparse: tuple[PreTrainedModel, list[Any]]) -> None:
     switch = model.moegraft.context.draft_switch
     counted: list[list[int]] = []
     for layer in layers:
-        layer.set_draft_threshold(0.3, 0.9)
+        layer.set_draft_threshold(0.3)
 
     def steps() -> torch.Tensor:
         cache, found, ids = new_cache(model), [], prompt(40)

@@ -85,7 +85,7 @@ def test_a_draft_leaves_out_more_neurons() -> None:
     operator.sparsity.set_threshold(0.3, 0.9)
     sparser = operator(*given)
     operator.sparsity.set_threshold(0.01, 0.1)
-    operator.sparsity.set_draft_threshold(0.3, 0.9)
+    operator.sparsity.set_draft_threshold(0.3)
     usual, switch = operator(*given), context.draft_switch
     assert switch.layers == 1 and not torch.allclose(usual, sparser)
     with pytest.raises(KeyboardInterrupt), switch.drafting(DraftSettings(2, sparsity=0.9)):

@@ -41,7 +41,7 @@ def test_both_parts_leave_out_the_same_neurons(weight_type: str, drafting: bool)
     layers = EngineLayers(torch.device(DEVICE), runtime, [layer.packed], [], [sparsity], slots)  # type: ignore[arg-type]
     if drafting:
         sparsity.set_threshold(1e9, 0.5)
-        sparsity.set_draft_threshold(threshold, 0.5)
+        sparsity.set_draft_threshold(threshold)
     else:
         sparsity.set_threshold(threshold, 0.5)
     host, on_device = Tokens(x, index, weights), Tokens(x.to(DEVICE), index.to(DEVICE), weights.to(DEVICE))

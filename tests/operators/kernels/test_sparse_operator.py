@@ -72,7 +72,7 @@ def test_a_draft_has_a_threshold_of_its_own() -> None:
     sparser = operator(*inputs())
     operator.sparsity.set_threshold(0.01, 0.1)
     usual = operator(*inputs())
-    operator.sparsity.set_draft_threshold(0.25, 0.5)
+    operator.sparsity.set_draft_threshold(0.25)
     counted = int(operator.sparsity.counts[1])
     with operator._draft.drafting(DraftSettings(2, sparsity=0.5)):
         assert torch.equal(operator(*inputs()), sparser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.faulty_device import EVERY, Faults
 from support.transfer_harness import EMULATED, WORK, Harness, make_device
+from support.virtual_device import Timed
 
 from moegraft.operators.offload.devices.base import DeviceError
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency
@@ -115,7 +116,7 @@ def test_an_exception_in_a_launch_surfaces_at_the_next_wait(kind: str) -> None:
     def kernel() -> None:
         raise ZeroDivisionError("no tokens")
 
-    harness.device.launch(harness.compute, kernel, WORK)
+    harness.device.launch(harness.compute, Timed(WORK, kernel))
     after = harness.after()
     with pytest.raises(DeviceError, match="work on stream 'compute' raised ZeroDivisionError: no tokens") as raised:
         after.wait()
@@ -125,7 +126,7 @@ def test_an_exception_in_a_launch_surfaces_at_the_next_wait(kind: str) -> None:
 
 def test_a_job_of_the_cpu_engine_fails(kind: str) -> None:
     harness = Harness(make_device(kind, faults=Faults(cpu_jobs=[1])), (3, 3))
-    tickets = [harness.device.submit_cpu(None, WORK) for _ in range(3)]
+    tickets = [harness.device.submit_cpu(Timed(WORK)) for _ in range(3)]
     tickets[0].wait()
     with pytest.raises(RuntimeError, match="injected: a job of the CPU engine failed"):
         tickets[1].wait()

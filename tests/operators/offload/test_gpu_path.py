@@ -18,12 +18,12 @@ from support.emulated import HostSlotLayers
 from support.engine_rig import EXPERTS, LAYERS, TABLES, TOP_K, EngineRig, Setting, engine_rig
 from support.kernel_cases import make_batch, relative_error
 from support.triton_cases import INTERPRETED
-from support.virtual_device import VirtualDevice
+from support.virtual_device import Timed, VirtualDevice, work_of
 from triton.runtime.interpreter import InterpretedFunction
 
 from moegraft.operators.draft import DraftSwitch
 from moegraft.operators.offload.costs import CostModel
-from moegraft.operators.offload.devices.base import Stream, Work
+from moegraft.operators.offload.devices.base import Stream
 from moegraft.operators.offload.executors import EngineLayers, LookAhead
 from moegraft.operators.offload.gpu_layer import GpuLayer
 from moegraft.operators.offload.step_graph import CallShape, StepBuffers, StepGraph
@@ -36,11 +36,10 @@ BATCHES = (1, 4, 1, 9, 0)  # decode, a verified draft, a prompt, nothing
 class InterpretedGpu(VirtualDevice):
     """Calls launches at once, as CUDA does; each waits for what it would wait for on its stream."""
 
-    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
-        if function is not None:
-            stream.record().wait()
-            function()
-        super().launch(stream, None, work)
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
+        stream.record().wait()
+        function()
+        super().launch(stream, Timed(work_of(function)))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from support.transfer_harness import DEVICES, LINK, WORK, Harness, advance, make_device
-from support.virtual_device import VirtualDevice
+from support.virtual_device import Timed, VirtualDevice
 
 from moegraft.operators.offload.devices.base import Device
 from moegraft.operators.offload.transfers import Transfer, Urgency
@@ -101,7 +101,7 @@ class World:
 
     def work(self) -> None:
         advance(self.harness.device, self.random.random() * 0.3)
-        self.harness.device.launch(self.harness.compute, None, WORK)
+        self.harness.device.launch(self.harness.compute, Timed(WORK))
 
 
 def play(seed: int, rounds: int, *, waits: bool = True) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.transfer_harness import DEVICES, LINK, Harness, advance, chunk_order, make_device
-from support.virtual_device import VirtualDevice
+from support.virtual_device import Timed, VirtualDevice, Work
 
-from moegraft.operators.offload.devices.base import Bytes, Callback, DeviceError, Event, Work
+from moegraft.operators.offload.devices.base import Bytes, Callback, DeviceError, Event
 from moegraft.operators.offload.queue import DEMAND_DEPTH, PREFETCH_DEPTH, open_expert_cache
 from moegraft.operators.offload.store import ExpertStore, SlotPlan
 from moegraft.operators.offload.transfers import Transfer, TransferState, Urgency, default_chunk_bytes
@@ -390,7 +390,7 @@ class LateNotices(VirtualDevice):
     def notify(self, event: Event, callback: Callback) -> None:
         late = self.stream("late")
         late.wait(event)
-        self.launch(late, None, Work("experts", cost_ms=0.05))
+        self.launch(late, Timed(Work(cost_ms=0.05)))
         super().notify(late.record(), callback)
 
 

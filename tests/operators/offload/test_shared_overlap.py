@@ -13,12 +13,11 @@ import pytest
 import torch
 from support.engine_rig import Setting, engine_rig
 from support.kernel_cases import make_batch
-from support.virtual_device import VirtualDevice
+from support.virtual_device import Timed, VirtualDevice, Work
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moegraft.operators.experts.forecast import MachineProfile
-from moegraft.operators.offload.devices.base import Work
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.scheduler import LayerStep
 from moegraft.operators.offload.shared_overlap import PrecomputedModule, SharedOverlap, shared_experts_of
@@ -237,7 +236,7 @@ def test_the_gpu_works_while_the_cpu_does(overlap: bool) -> None:
         executor = rig.executor(0, x, index, weights)
 
         def shared() -> None:
-            device.launch(compute, None, Work("dense", cost_ms=1.5))
+            device.launch(compute, Timed(Work(cost_ms=1.5)))
 
         began_ms = device.now_ms()
         rig.engine.run(LayerStep.of(0, index.numpy()), executor, shared if overlap else None)
@@ -255,7 +254,7 @@ def test_the_gpu_s_work_in_between_is_measured_and_planned_with() -> None:
     timings, compute = TimingRecorder(device), device.stream("compute")
     assert timings.overlap_ms(1) == 0.0, "until it was measured"
     for cost_ms in [1.0] * 2 + [3.0] * 400:
-        timings.launch_overlap(compute, 1, lambda cost_ms=cost_ms: device.launch(compute, None, Work("dense", cost_ms=cost_ms)))  # type: ignore[misc]
+        timings.launch_overlap(compute, 1, lambda cost_ms=cost_ms: device.launch(compute, Timed(Work(cost_ms=cost_ms))))  # type: ignore[misc]
         device.synchronize()
         timings.collect()
         if cost_ms == 1.0:
@@ -276,7 +275,7 @@ def test_plans_leave_the_gpu_less_where_it_is_busy_in_between() -> None:
             return plan(number, problem)
 
         engine.scheduler.plan = watched  # type: ignore[method-assign]
-        for overlap in (lambda: engine.device.launch(compute, None, Work("dense", cost_ms=1.5)), None):
+        for overlap in (lambda: engine.device.launch(compute, Timed(Work(cost_ms=1.5))), None):
             for _ in range(2):
                 executor = rig.executor(0, x, index, weights)
                 engine.run(LayerStep.of(0, index.numpy()), executor, overlap)

@@ -17,7 +17,7 @@ from support.transfer_harness import DEVICES, EMULATED, advance
 
 from moegraft.cpu_backend import PackedExperts, Runtime
 from moegraft.operators.offload.deferral import DeferredSums, LayerDeferral
-from moegraft.operators.offload.devices.base import DeviceError, Graph, Stream, Work
+from moegraft.operators.offload.devices.base import DeviceError, Graph, Stream
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.prefetch import PrefetchOptions
 from moegraft.operators.offload.step_graph import CallShape, CapturedLayer, StepGraph
@@ -115,9 +115,9 @@ def captured_host_nodes(rig: EngineRig) -> Iterator[list[int]]:
     device = rig.engine.device
     launch_host, capture = device.launch_host, device.capture
 
-    def counted(stream: Stream, function: int, data: int, work: Work) -> None:
+    def counted(stream: Stream, function: int, data: int) -> None:
         nodes.append(data)
-        launch_host(stream, function, data, work)
+        launch_host(stream, function, data)
 
     def begun(step: Callable[[], None]) -> Graph:
         nodes.clear()  # those of the warm-up

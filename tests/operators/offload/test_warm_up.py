@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +14,12 @@ from support.emulated import HostSlotLayers
 from support.emulated_graph import EmulatedGraph
 from support.kernel_cases import make_layer
 from support.model_shapes import MODELS
-from support.virtual_device import PROFILES, VirtualDevice
+from support.virtual_device import PROFILES, Timed, VirtualDevice, Work
 
 from moegraft.cpu_backend import Runtime
-from moegraft.operators.offload.costs import LOADS, CostModel, warm_up
-from moegraft.operators.offload.devices.base import CpuTicket, DeviceError, Event, Neurons, Stream, Work
+from moegraft.operators.experts.forecast import Neurons
+from moegraft.operators.offload.costs import LOADS, CostModel, CostTables, warm_up
+from moegraft.operators.offload.devices.base import CpuTicket, DeviceError, Event, Stream
 from moegraft.operators.offload.executors import EngineLayers
 from moegraft.operators.offload.model_experts import SyntheticCalls
 from moegraft.operators.offload.queue import ExpertCache, open_expert_cache
@@ -27,13 +29,17 @@ from moegraft.operators.sparsity import SparseLayers, SparsityOptions
 
 
 class NoArithmetic:
-    """An executor that computes nothing: a virtual device charges the time of the work."""
+    """An executor that computes nothing and takes the time of experts with `load` tokens each."""
 
-    def on_cpu(self, experts: Ids) -> None:
-        return None
+    def __init__(self, load: int, expert_bytes: int, neurons: Neurons | None = None) -> None:
+        self._work = partial(Work, expert_bytes=expert_bytes, neurons=neurons)
+        self._load = load
 
-    def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> None:
-        return None
+    def on_cpu(self, experts: Ids) -> Timed:
+        return Timed(self._work((self._load,) * len(experts)))
+
+    def on_gpu(self, experts: Ids, slots: NDArray[np.int32]) -> Timed:
+        return self.on_cpu(experts)
 
     def join(self, cpu: CpuTicket | None, gpu: Sequence[Event]) -> None:
         raise AssertionError("the warm-up waits for its jobs alone")
@@ -42,8 +48,9 @@ class NoArithmetic:
         raise AssertionError("nothing fails here")
 
 
-def no_arithmetic(experts: Sequence[int], load: int) -> NoArithmetic:
-    return NoArithmetic()
+def measured(device: VirtualDevice, cache: ExpertCache, neurons: Neurons | None = None) -> CostTables:
+    expert_bytes = cache.queue.store.expert_bytes
+    return warm_up(device, cache, lambda experts, load: NoArithmetic(load, expert_bytes, neurons))
 
 
 def opened(device: VirtualDevice, model: str, slots: int) -> ExpertCache:
@@ -59,7 +66,7 @@ def opened(device: VirtualDevice, model: str, slots: int) -> ExpertCache:
 def test_what_is_measured_is_what_the_machine_takes(machine: str, model: str) -> None:
     profile, expert_bytes = PROFILES[machine], MODELS[model].expert_bytes()
     device = VirtualDevice(profile)
-    costs = CostModel(warm_up(device, opened(device, model, 8), no_arithmetic))
+    costs = CostModel(measured(device, opened(device, model, 8)))
     loads = np.array([1, 3, 17, 64])
     np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes), rtol=1e-6)
     np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes), rtol=0.1)
@@ -73,7 +80,7 @@ def test_sparse_experts_are_cheaper_on_both_devices_and_cost_the_same_to_bring()
     profile, expert_bytes = PROFILES["a6000_10core"], MODELS["mixtral-8x7b"].expert_bytes()
     neurons = Neurons(active=0.1, gate_share=1 / 3)
     device = VirtualDevice(profile)
-    costs = CostModel(warm_up(device, opened(device, "mixtral-8x7b", 8), no_arithmetic, neurons))
+    costs = CostModel(measured(device, opened(device, "mixtral-8x7b", 8), neurons))
     loads = np.array([1, 3, 17])
     np.testing.assert_allclose(costs.cpu_ms(loads[:1]), profile.cpu_ms(loads[:1], expert_bytes, neurons=neurons), rtol=1e-6)
     np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes, neurons=neurons), rtol=0.1)
@@ -88,11 +95,11 @@ def test_preparing_a_call_is_not_measured() -> None:
 
     def slowly(experts: Sequence[int], load: int) -> NoArithmetic:
         device.advance(5.0)
-        return NoArithmetic()
+        return NoArithmetic(load, cache.queue.store.expert_bytes)
 
     found = warm_up(device, cache, slowly)
     device = VirtualDevice(PROFILES["a6000_10core"])
-    expected = warm_up(device, opened(device, "deepseek-v2-lite", 4), no_arithmetic)
+    expected = measured(device, opened(device, "deepseek-v2-lite", 4))
     assert found.first_cpu_ms == pytest.approx(expected.first_cpu_ms)
     np.testing.assert_allclose(found.cpu_ms, expected.cpu_ms)
     np.testing.assert_allclose(found.gpu_ms, expected.gpu_ms)
@@ -104,10 +111,10 @@ class HostBound(VirtualDevice):
     launch_ms = 0.5
     replaying = False
 
-    def launch(self, stream: Stream, function: Callable[[], None] | None, work: Work) -> None:
+    def launch(self, stream: Stream, function: Callable[[], None]) -> None:
         if not self.replaying:
             self.advance(self.launch_ms)
-        super().launch(stream, function, work)
+        super().launch(stream, function)
 
     def capture(self, step: Callable[[], None]) -> EmulatedGraph:
         graph = super().capture(step)
@@ -125,7 +132,7 @@ class HostBound(VirtualDevice):
 def test_what_the_host_takes_to_launch_is_no_time_of_an_expert() -> None:
     profile, expert_bytes = PROFILES["a6000_10core"], MODELS["deepseek-v2-lite"].expert_bytes()
     device = HostBound(profile)
-    costs = CostModel(warm_up(device, opened(device, "deepseek-v2-lite", 8), no_arithmetic))
+    costs = CostModel(measured(device, opened(device, "deepseek-v2-lite", 8)))
     loads = np.array([1, 3, 17, 64])
     np.testing.assert_allclose(costs.gpu_ms(loads), profile.gpu_ms(loads, expert_bytes), rtol=0.1)
     assert costs.first_gpu_ms == pytest.approx(HostBound.launch_ms)
@@ -137,14 +144,14 @@ def test_a_device_that_cannot_capture_is_measured_all_the_same(monkeypatch: pyte
 
     monkeypatch.setattr(VirtualDevice, "capture", refused)
     device = VirtualDevice(PROFILES["a6000_10core"])
-    tables = warm_up(device, opened(device, "deepseek-v2-lite", 8), no_arithmetic)
+    tables = measured(device, opened(device, "deepseek-v2-lite", 8))
     assert len(tables.gpu_ms) > 1 and tables.gpu_ms[0][1] > 0
 
 
 def test_long_jobs_end_the_warm_up() -> None:
     """A hundred tokens of Mixtral's experts take this CPU a second: larger batches are not waited for."""
     device = VirtualDevice(PROFILES["a6000_10core"])
-    tables = warm_up(device, opened(device, "mixtral-8x7b", 4), no_arithmetic)
+    tables = measured(device, opened(device, "mixtral-8x7b", 4))
     assert tables.cpu_ms[-1][0] < LOADS[-1] and tables.gpu_ms[-1][0] > tables.cpu_ms[-1][0]
 
 
@@ -152,7 +159,7 @@ def test_with_no_slot_there_is_no_gpu() -> None:
     device = VirtualDevice(PROFILES["a6000_10core"])
     cache = opened(device, "deepseek-v2-lite", 0)
     cache.slots.freeze()
-    tables = warm_up(device, cache, no_arithmetic)
+    tables = measured(device, cache)
     assert (tables.gpu_ms == ()) == (tables.transfer_ms == ())
     assert tables.cpu_ms
 
@@ -166,7 +173,6 @@ def test_neurons_are_left_out_of_the_work_that_is_measured() -> None:
     calls.executor([0, 1, 2, 3], 16).on_cpu(np.arange(4))()()
     on_cpu = calls.sparsity.counts.copy()
     calls.executor([0, 1], 8).on_gpu(np.arange(2), np.arange(2, dtype=np.int32))()
-    assert calls.neurons == Neurons.without(0.7, gated=True), "so an emulated device charges for what is left"
     assert on_cpu[1] == 4 * 16 * 96 and calls.sparsity.counts[1] == on_cpu[1] + 2 * 8 * 96
     assert calls.sparsity.achieved == pytest.approx(0.7, abs=0.05)
     assert not of_model.counts.any(), "the model has left nothing out yet"

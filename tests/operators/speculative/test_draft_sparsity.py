@@ -133,7 +133,7 @@ def test_a_draft_of_one_thread_does_not_affect_another() -> None:
     switch = DraftSwitch()
     layer = SparseLayers().join(SparsityOptions(0.3, "routed"), switch)
     layer.set_threshold(0.1, 0.3)
-    layer.set_draft_threshold(0.5, 0.8)
+    layer.set_draft_threshold(0.5)
     seen: list[float] = []
     with switch.drafting(DraftSettings(4, sparsity=0.8)):
         other = threading.Thread(target=lambda: seen.append(layer.in_force().threshold))
@@ -163,7 +163,7 @@ def test_a_device_receives_both_thresholds_before_or_after_they_are_set() -> Non
     late, early = Device(), Device()
     layer.attach(early)
     layer.set_threshold(0.1, 0.3)
-    layer.set_draft_threshold(0.5, 0.8)
+    layer.set_draft_threshold(0.5)
     layer.attach(late)
     assert early.told == late.told == {False: 0.1, True: 0.5}
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.transfer_harness import WORK, Harness
+from support.transfer_harness import Harness
 
 from moegraft.operators.offload.devices import cuda
 from moegraft.operators.offload.devices.base import DeviceError, DeviceTimeoutError, OutOfDeviceMemoryError, aligned_bytes
@@ -236,7 +236,7 @@ def test_a_step_is_captured_by_pytorch_and_failures_are_reported(device: CudaDev
     def step() -> None:
         assert not gc.isenabled(), "page-locked memory that is freed now would have events in the graph"
         device.order(compute, side)
-        device.launch(side, lambda: ran.append("side"), WORK)
+        device.launch(side, lambda: ran.append("side"))
         device.order(side, compute)
 
     graph = device.capture(step)
@@ -412,9 +412,9 @@ def test_copies_launches_and_events(device: CudaDevice) -> None:
     assert compute.raw is torch.cuda.current_stream(device.torch_device)
     assert event.raw in compute.raw.waited  # type: ignore[attr-defined]
     ran: list[str] = []
-    device.launch(compute, lambda: ran.append("compute"), WORK)
-    device.launch(copy, lambda: ran.append("copy"), WORK)
-    device.launch(copy, None, WORK)
+    device.launch(compute, lambda: ran.append("compute"))
+    device.launch(copy, lambda: ran.append("copy"))
+    device.launch(copy, lambda: None)
     assert ran == ["compute", "copy"]
     assert target.tensor.tolist() == [3] * 256
     assert device.elapsed_ms(copy.record(timed=True), copy.record(timed=True)) == 1.5
@@ -433,7 +433,7 @@ def test_calls_are_made_on_the_device(
     target, source, copy = device.allocate(64), aligned_bytes(64), device.stream("copy")
     seen.clear()
     device.copy(copy, target, 0, source, 64)
-    device.launch(device.stream("compute"), lambda: None, WORK)
+    device.launch(device.stream("compute"), lambda: None)
     assert seen == entered
 
 
@@ -472,9 +472,9 @@ def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
 
     compute = device.stream("compute")
     with pytest.raises(OutOfDeviceMemoryError, match="cuda:0: no room"):
-        device.launch(compute, raising(torch.OutOfMemoryError("no room")), WORK)
+        device.launch(compute, raising(torch.OutOfMemoryError("no room")))
     with pytest.raises(DeviceError, match="cuda:0: sticky"):
-        device.launch(compute, raising(torch.AcceleratorError("sticky")), WORK)
+        device.launch(compute, raising(torch.AcceleratorError("sticky")))
     from_triton = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})  # which need not be installed
     for error in (
         from_triton("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
@@ -484,12 +484,12 @@ def test_launches_that_the_device_refuses(device: CudaDevice) -> None:
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ):
         with pytest.raises(DeviceError, match=r"^cuda:0: "):
-            device.launch(compute, raising(error), WORK)
+            device.launch(compute, raising(error))
     with pytest.raises(RuntimeError, match="expected 3 experts") as raised, device.errors():
         raise RuntimeError("expected 3 experts")
     assert not isinstance(raised.value, DeviceError), "a mistake of the caller, and of no device"
     with pytest.raises(ZeroDivisionError):
-        device.launch(compute, raising(ZeroDivisionError()), WORK)
+        device.launch(compute, raising(ZeroDivisionError()))
 
 
 def test_waits_end_at_their_timeout(device: CudaDevice) -> None:

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from support.faulty_device import Faults
 from support.transfer_harness import EMULATED, make_device
+from support.virtual_device import Timed, Work
 from torch import nn
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, Graph, Work
+from moegraft.operators.offload.devices.base import Device, DeviceError, Graph
 
-WORK = Work("dense", cost_ms=0.1)
+WORK = Work(cost_ms=0.1)
 
 
 def run(device: Device, graph: Graph) -> None:
@@ -62,8 +63,8 @@ def test_forks_and_joins_are_kept(device: Device) -> None:
     def step() -> None:
         moved = x + 1
         device.order(compute, side)
-        device.launch(side, lambda: torch.mul(moved, 2, out=doubled), WORK)  # type: ignore[arg-type, return-value]
-        device.launch(compute, partial(total.copy_, moved), WORK)  # type: ignore[arg-type]
+        device.launch(side, Timed(WORK, lambda: torch.mul(moved, 2, out=doubled)))  # type: ignore[arg-type, return-value]
+        device.launch(compute, Timed(WORK, partial(total.copy_, moved)))  # type: ignore[arg-type]
         device.order(side, compute)
         total.add_(doubled)
 
@@ -82,7 +83,7 @@ def test_forks_and_joins_are_kept(device: Device) -> None:
 def test_blocking_operations_are_refused(device: Device, waits: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(DeviceError, match=r"waits for the device|cannot be captured"):
         device.capture(partial(waits, torch.ones(3, device=device.torch_device)))  # type: ignore[arg-type]
-    device.launch(device.stream("compute"), None, WORK)  # and nothing is captured any more
+    device.launch(device.stream("compute"), Timed(WORK))  # and nothing is captured any more
     device.synchronize()
 
 

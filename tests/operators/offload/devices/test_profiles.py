@@ -9,7 +9,7 @@ import pytest
 from support.model_shapes import MODELS
 from support.virtual_device import PROFILES
 
-from moegraft.operators.offload.devices.base import Neurons
+from moegraft.operators.experts.forecast import Neurons
 
 
 def test_an_expert_of_deepseek_on_the_first_machine() -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from support.faulty_device import Faults
 from support.transfer_harness import DEVICES, EMULATED, advance, make_device
+from support.virtual_device import Timed, Work
 
-from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Waiter, Work, aligned_bytes
+from moegraft.operators.offload.devices.base import Device, DeviceError, OutOfDeviceMemoryError, Waiter, aligned_bytes
 from moegraft.operators.offload.devices.cuda import HostTicket
 
-WORK = Work("dense", cost_ms=0.2)
-LONG = Work("dense", cost_ms=20.0)
+WORK = Work(cost_ms=0.2)
+LONG = Work(cost_ms=20.0)
 
 
 def ones(nbytes: int, value: int = 1) -> np.ndarray:
@@ -56,12 +57,12 @@ def test_a_stream_is_in_order_and_waits_for_events_of_others(device: Device) -> 
     def add(name: str) -> Callable[[], None]:
         return lambda: done.append(name)
 
-    device.launch(first, add("a"), LONG)
-    device.launch(first, add("b"), WORK)
+    device.launch(first, Timed(LONG, add("a")))
+    device.launch(first, Timed(WORK, add("b")))
     device.copy(first, target, 0, ones(1 << 16, 5), 1 << 16)
     event = first.record()
     second.wait(event)
-    device.launch(second, add("c"), WORK)
+    device.launch(second, Timed(WORK, add("c")))
     last = second.record()
     last.wait()
     assert event.done()
@@ -75,7 +76,7 @@ def test_streams_overlap() -> None:
         start_ms = device.now_ms()
         events = []
         for name in ("compute", "copy"):
-            device.launch(device.stream(name), None, Work("dense", cost_ms=200.0))
+            device.launch(device.stream(name), Timed(Work(cost_ms=200.0)))
             events.append(device.stream(name).record())
         for event in events:
             event.wait()
@@ -90,7 +91,7 @@ def test_callbacks_run_in_order_and_never_within_the_call(device: Device) -> Non
     device.notify(done, lambda error: reported.append((0, error)))
     assert not reported or device.name != "emulated:0", "not within the call"
     for number in range(1, 6):
-        device.launch(stream, None, WORK)
+        device.launch(stream, Timed(WORK))
         device.notify(stream.record(), lambda error, number=number: reported.append((number, error)))  # type: ignore[misc]
     device.synchronize()
     assert reported == [(number, None) for number in range(6)]
@@ -102,7 +103,7 @@ def test_callbacks_may_submit_work(device: Device) -> None:
     def again(error: DeviceError | None) -> None:
         left[0] -= 1
         if left[0] > 0:
-            device.launch(stream, None, WORK)
+            device.launch(stream, Timed(WORK))
             device.notify(stream.record(), again)
         else:
             over.set()
@@ -124,9 +125,9 @@ def test_an_exception_in_a_callback_is_not_lost() -> None:
 
 def test_timed_events(device: Device) -> None:
     stream = device.stream("compute")
-    device.launch(stream, None, WORK)
+    device.launch(stream, Timed(WORK))
     first = stream.record(timed=True)
-    device.launch(stream, None, LONG)
+    device.launch(stream, Timed(LONG))
     second = stream.record(timed=True)
     second.wait()
     elapsed_ms = device.elapsed_ms(first, second)
@@ -135,7 +136,7 @@ def test_timed_events(device: Device) -> None:
     else:
         assert 19 < elapsed_ms < 1000
     if device.torch_device.type == "cpu":
-        device.launch(stream, None, LONG)
+        device.launch(stream, Timed(LONG))
         with pytest.raises(ValueError, match="is known when both are done"):
             device.elapsed_ms(second, stream.record(timed=True))
 
@@ -160,7 +161,7 @@ def test_jobs_of_the_cpu(device: Device) -> None:
 
         return wait
 
-    tickets = [device.submit_cpu(function, Work("experts", cost_ms=1.0)) for function in (job, start, broken, broken_later, None)]
+    tickets = [device.submit_cpu(Timed(Work(cost_ms=1.0), function)) for function in (job, start, broken, broken_later, lambda: None)]
     tickets[0].wait()
     tickets[1].wait()
     assert seen == ["done", "started", "waited"]
@@ -181,9 +182,9 @@ def test_host_functions_run_in_their_stream(device: Device) -> None:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     stream = device.stream("compute")
-    device.launch(stream, None, WORK)
-    device.launch_host(stream, address, 42, WORK)
-    device.launch_host(stream, address, 43, WORK)
+    device.launch(stream, Timed(WORK))
+    device.launch_host(stream, address, 42)
+    device.launch_host(stream, address, 43)
     stream.record().wait()
     assert seen == [42, 43]
 
@@ -226,9 +227,9 @@ def test_each_failure_is_reported_once_and_to_dependent_streams(kind: str) -> No
         events.append(copy.record())
         device.notify(events[-1], reported.append)
     compute.wait(events[1])
-    device.launch(compute, lambda: ran.append("reads a failed copy"), WORK)
+    device.launch(compute, Timed(WORK, lambda: ran.append("reads a failed copy")))
     skipped = compute.record()
-    device.launch(compute, lambda: ran.append("after"), WORK)
+    device.launch(compute, Timed(WORK, lambda: ran.append("after")))
     compute.record().wait()
     events[0].wait()
     with pytest.raises(DeviceError, match="injected: a copy of 64 bytes failed"):
@@ -246,11 +247,11 @@ def test_each_failure_is_reported_once_and_to_dependent_streams(kind: str) -> No
 def test_closed_devices_refuse(kind: str) -> None:
     device = make_device(kind)
     stream = device.stream("copy")
-    device.launch(stream, None, WORK)
+    device.launch(stream, Timed(WORK))
     device.synchronize()
     device.close()
     device.close()
-    for misuse in (lambda: device.allocate(64), lambda: device.stream("new"), lambda: device.launch(stream, None, WORK)):
+    for misuse in (lambda: device.allocate(64), lambda: device.stream("new"), lambda: device.launch(stream, Timed(WORK))):
         with pytest.raises(DeviceError, match="is closed"):
             misuse()
 
