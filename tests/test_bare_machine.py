@@ -101,10 +101,10 @@ rules:
 # Runs one command after another, and prints the exit code and the output of each as JSON.
 COMMANDS = """
 import contextlib, io, json
-from moegraft.injection import doctor
 from moegraft.injection.cli.moegraft import main
+from moegraft.operators import cpu
 
-doctor.instruction_sets = list  # tested, in seconds, where the doctor is
+cpu.instruction_sets = list  # tested, in seconds, where the doctor is
 for command in json.loads(sys.argv.pop()):
     sys.argv = ["moegraft", *command.split()]
     out, code = io.StringIO(), 0

@@ -16,9 +16,8 @@ from packaging.requirements import Requirement
 from support import ROOT
 from typer.testing import Result
 
-from moegraft.injection import doctor as facts_module
-from moegraft.injection.cli.commands.doctor import _rows
-from moegraft.injection.doctor import Facts, Package, find_problems, gather, package
+from moegraft.injection.cli.commands import doctor as doctor_module
+from moegraft.injection.cli.commands.doctor import Facts, Package, _rows, find_problems, gather, package
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.operators import cpu
@@ -183,7 +182,7 @@ def test_packages_are_compared_with_the_required_version() -> None:
     ids=["no limit", "a core and a half", "no cgroup"],
 )
 def test_quota(text: str, cores: float | None) -> None:
-    assert facts_module._quota(text) == cores
+    assert doctor_module._quota(text) == cores
 
 
 def test_every_instruction_set_is_right_and_a_wrong_one_is_found(run: Run, monkeypatch: pytest.MonkeyPatch, facts: Facts) -> None:
@@ -215,7 +214,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_rates_are_kept_and_shown(run: Run, run_json: RunJson, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts_module, "instruction_sets", list)  # their self-tests take seconds
+    monkeypatch.setattr(cpu, "instruction_sets", list)  # their self-tests take seconds
     assert run_json("doctor")["measured"] is None
     assert "moegraft doctor --measure" in run("doctor").stdout
     assert store.save(MEASURED) == cache
@@ -269,7 +268,7 @@ def test_a_disk_is_measured_where_it_is_asked_for(
     sizes = {"HIDDEN": 64, "INTERMEDIATE": 32, "READ_BYTES": 1 << 18, "PREFILL_TOKENS": 4, "OVERHEAD_LAYERS": 1}
     for name, value in {**sizes, "DISK_BYTES": 1 << 28, "DISK_S": 0.05, "DISK_SMALL_READS": 3}.items():
         monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(facts_module, "instruction_sets", list)
+    monkeypatch.setattr(cpu, "instruction_sets", list)
     found = run_json("doctor", "--measure", "--disk", tmp_path)["measured"]["disk"]
     assert set(found["gbps"]) == {"1", "2", "4", "8"} and min(found["gbps"].values()) > 0 and found["latency_us"] > 0
     assert not list(tmp_path.glob("moegraft-disk-*"))
@@ -283,6 +282,6 @@ def test_a_disk_is_measured_where_it_is_asked_for(
 
 def test_what_is_needed_is_no_extra_as_well(facts: Facts) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert not {Requirement(line).name for line in project["dependencies"]} & set(facts_module.OPTIONAL)
+    assert not {Requirement(line).name for line in project["dependencies"]} & set(doctor_module.OPTIONAL)
     names = [package.name for package in facts.packages]
     assert len(set(names)) == len(names)

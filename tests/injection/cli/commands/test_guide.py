@@ -11,7 +11,6 @@ import pytest
 from support.documents import PAGES, ROOT, blocks, the_block
 from typer.testing import CliRunner, Result
 
-from moegraft.injection import doctor
 from moegraft.injection.cli.local_chat import app as chat_app
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.demo import demo_path
@@ -19,7 +18,7 @@ from moegraft.injection.estimate import measure
 from moegraft.injection.estimate import measure as store
 from moegraft.injection.estimate.measure import Measurements
 from moegraft.injection.verify import BY_WEIGHTS
-from moegraft.operators import autoload
+from moegraft.operators import autoload, cpu
 from moegraft.operators.base import Rate
 from moegraft.operators.weight_formats import FORMATS
 
@@ -67,7 +66,7 @@ def test_every_command_of_the_pages_works(page: Path, run: Run, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     rates = Measurements(10.0, dict.fromkeys(BY_WEIGHTS, ANY), dict.fromkeys(BY_WEIGHTS, ANY), 0.1, 0.0)
     monkeypatch.setattr(measure, "measure", lambda progress, disk=None: rates)  # takes a minute
-    monkeypatch.setattr(doctor, "instruction_sets", list)  # tested, in seconds, where the doctor is
+    monkeypatch.setattr(cpu, "instruction_sets", list)  # tested, in seconds, where the doctor is
     store.save(rates)
     monkeypatch.setattr(autoload, "MARKER", tmp_path / "autoload")  # not in the environment of the tests
     monkeypatch.setattr(autoload, "is_installed", lambda: True)
