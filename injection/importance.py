@@ -7,7 +7,7 @@ an expert count as the square of the token's routing weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,57 +64,12 @@ class _Experts:
         return {"gate": inputs, "up": inputs, "down": neurons}
 
 
-class _Collector:
-    """The sums over all modules of a model, by path."""
-
-    def __init__(self) -> None:
-        self.experts: dict[str, _Experts] = {}
-        self.linear: dict[str, torch.Tensor] = {}
-
-    def add_linear(self, path: str, x: torch.Tensor) -> None:
-        rows = x.detach().float().reshape(-1, x.shape[-1]).square().sum(0).cpu()
-        self.linear[path] = self.linear[path] + rows if path in self.linear else rows
-
-    def found(self) -> dict[str, torch.Tensor]:
-        of_experts = {f"{path}.{part}": each for path, experts in self.experts.items() for part, each in experts.found().items()}
-        return self.linear | of_experts
-
-
 def _watched(skeleton: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Return the experts modules and linear layers of the stock model, but for what is inside of experts modules."""
     experts = [path for path, module in skeleton.named_modules() if why_unsupported(module) is None]
     for path, module in skeleton.named_modules():
         if path in experts or (isinstance(module, nn.Linear) and not path.startswith(tuple(f"{each}." for each in experts))):
             yield path, module
-
-
-@contextmanager
-def _collecting(model: PreTrainedModel, weights: StoredWeights, skeleton: PreTrainedModel) -> Iterator[_Collector]:
-    """Collect the inputs of every forward pass in the body."""
-    made = _Collector()
-    handles = []
-
-    def add_experts(path: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False)) | dict(kwargs)
-        made.experts[path].add(given["hidden_states"], given["top_k_index"], given["top_k_weights"])
-
-    def add_linear(path: str, module: nn.Module, args: Sequence[Any]) -> None:
-        made.add_linear(path, args[0])
-
-    try:
-        for path, module in _watched(skeleton):
-            loaded = model.get_submodule(path)
-            if isinstance(module, nn.Linear):
-                handles.append(loaded.register_forward_pre_hook(partial(add_linear, path)))
-                continue
-            layout = read_layout(module)
-            sizes = (layout.num_experts, layout.hidden), (layout.num_experts, layout.intermediate), (layout.num_experts,)
-            made.experts[path] = _Experts(layout, weights.source(path, "experts"), *map(torch.zeros, sizes))
-            handles.append(loaded.register_forward_pre_hook(partial(add_experts, path), with_kwargs=True))
-        yield made
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def measure_importance(
@@ -142,11 +97,32 @@ def measure_importance(
     """
     if not len(ids):
         raise UnsupportedModelError("the text has no tokens: the importance of weights cannot be measured")
-    with _collecting(model, weights, skeleton) as made, torch.inference_mode():
-        for part in windows_of(model, ids, window, advance):
-            last = model.base_model(input_ids=part[None].to(model.device), use_cache=False)[0]
-            made.add_linear(OUTPUT, last)
-    importance = made.found()
+    linear: dict[str, torch.Tensor] = {}
+    of_experts: dict[str, _Experts] = {}
+
+    def add_linear(path: str, x: torch.Tensor) -> None:
+        rows = x.detach().float().reshape(-1, x.shape[-1]).square().sum(0).cpu()
+        linear[path] = linear[path] + rows if path in linear else rows
+
+    def called(path: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if path in of_experts:
+            given = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False)) | dict(kwargs)
+            of_experts[path].add(given["hidden_states"], given["top_k_index"], given["top_k_weights"])
+        else:
+            add_linear(path, args[0])
+
+    with ExitStack() as stack:
+        for path, module in _watched(skeleton):
+            if not isinstance(module, nn.Linear):
+                layout = read_layout(module)
+                sizes = (layout.num_experts, layout.hidden), (layout.num_experts, layout.intermediate), (layout.num_experts,)
+                of_experts[path] = _Experts(layout, weights.source(path, "experts"), *map(torch.zeros, sizes))
+            stack.callback(model.get_submodule(path).register_forward_pre_hook(partial(called, path), with_kwargs=True).remove)
+        with torch.inference_mode():
+            for part in windows_of(model, ids, window, advance):
+                last = model.base_model(input_ids=part[None].to(model.device), use_cache=False)[0]
+                add_linear(OUTPUT, last)
+    importance = linear | {f"{path}.{part}": each for path, experts in of_experts.items() for part, each in experts.found().items()}
     if not all(bool(each.isfinite().all()) for each in importance.values()):
         raise UnsupportedModelError("an activation is not finite: the importance of weights cannot be measured; give --imatrix none")
     return importance
