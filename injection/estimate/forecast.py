@@ -154,13 +154,15 @@ def predict(works: Iterable[Work], measured: Measurements, *, layers: int, kv_by
     missing = missing_rates(works, measured)
     if missing:
         return Speed(None, None, missing)
-    overhead_s = layers * measured.layer_overhead_ms / 1e3
-    step_overhead_s = overhead_s
-    if replays and measured.step_overhead_ms is not None:
-        step_overhead_s = layers * measured.step_overhead_ms / 1e3
-    step_s = step_overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(work.seconds(measured, load.batch) for work in works)
-    prompt_s = overhead_s + sum(work.seconds(measured, load.prompt) for work in works)
-    return Speed(load.batch / step_s, load.prompt / prompt_s)
+    step_s = _pass_s(works, measured, layers, load.batch, kv_bytes, replays=replays)
+    return Speed(load.batch / step_s, load.prompt / _pass_s(works, measured, layers, load.prompt))
+
+
+def _pass_s(works: Iterable[Work], measured: Measurements, layers: int, tokens: int, kv_bytes: int = 0, *, replays: bool = False) -> float:
+    """Return the time of a forward pass on the CPU."""
+    replayed_ms = measured.step_overhead_ms if replays else None
+    overhead_s = layers * (measured.layer_overhead_ms if replayed_ms is None else replayed_ms) / 1e3
+    return overhead_s + kv_bytes / (measured.read_gbps * 1e9) + sum(work.seconds(measured, tokens) for work in works)
 
 
 def predict_with_gpu(
@@ -562,31 +564,21 @@ def _divided_speed(
     counts = np.array([len(Shares(tuple(sizes), rank).experts(layout.num_experts)) for rank in range(len(sizes))])
     top_k = min(experts_per_token(config), layout.num_experts)
 
-    def divided(work: Work, tokens: int) -> Work:
-        if work.kind != "experts":
-            return work
+    def pass_s(tokens: int, kv_bytes: int = 0, *, replays: bool = False) -> float:
         largest = _largest_part(counts, top_k, tokens)
-        return replace(work, nbytes=int(work.nbytes * largest), weight_count=int(work.weight_count * largest))
-
-    def messages_s(tokens: int) -> float:
+        divided = [
+            replace(work, nbytes=int(work.nbytes * largest), weight_count=int(work.weight_count * largest))
+            if work.kind == "experts"
+            else work
+            for work in works
+        ]
         item = planned.meta_model.dtype.itemsize
         nbytes = 2 * tokens * layout.hidden * item * (len(sizes) - 1)  # there and back, all over rank 0's link
-        return len(layers) * (message_s + nbytes * 8 / (network_gbit * 1e9))
+        messages_s = len(layers) * (message_s + nbytes * 8 / (network_gbit * 1e9))
+        return _pass_s(divided, measured, config.num_hidden_layers, tokens, kv_bytes, replays=replays) + messages_s
 
-    def tokens_s(tokens: int, *, decode: bool) -> float:
-        speed = predict(
-            [divided(work, tokens) for work in works],
-            measured,
-            layers=config.num_hidden_layers,
-            kv_bytes=cache.nbytes(load.context, load.batch),
-            load=replace(load, batch=tokens) if decode else replace(load, prompt=tokens),
-            replays=planned.replays_steps(load),
-        )
-        predicted = speed.decode_tokens_s if decode else speed.prefill_tokens_s
-        assert predicted is not None, "all rates are known"
-        return tokens / (tokens / predicted + messages_s(tokens))
-
-    return Speed(tokens_s(load.batch, decode=True), tokens_s(load.prompt, decode=False))
+    step_s = pass_s(load.batch, cache.nbytes(load.context, load.batch), replays=planned.replays_steps(load))
+    return Speed(load.batch / step_s, load.prompt / pass_s(load.prompt))
 
 
 def _largest_part(counts: np.ndarray[tuple[int], np.dtype[np.int64]], top_k: int, tokens: int) -> float:
