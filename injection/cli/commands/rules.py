@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 HEADER = ("modules", "rule", "from", "operator", "options", "bytes")
 Outcome = Literal["won", "lost", "not tried"]
+_Difference: TypeAlias = "tuple[str, Swap | None, Swap | None]"
 _CheckedModelOption: TypeAlias = Annotated[
     str | None, option("--model", "NAME", "Check the rules for this model as well: hub id or folder; config.json is enough.")
 ]
@@ -369,47 +370,35 @@ def diff(
     rules = [read_rules(file, registry=registry) for file in (before, after)]
     meta_model = open_meta_model(options)
     first, second = (plan(meta_model, rule_file, registry=registry) for rule_file in rules)
-    changes = differences(first, second)
-    modules = [
-        {"module": pair.module, "before": pair.before and swap_json(pair.before), "after": pair.after and swap_json(pair.after)}
-        for pair in changes
-    ]
+    changes = _differences(first, second)
+    modules = [{"module": module, "before": one and swap_json(one), "after": other and swap_json(other)} for module, one, other in changes]
     sums = {"bytes_before": first.bytes_by_device, "bytes_after": second.bytes_by_device}
     data = {"same": not changes, "modules": modules, **sums}
     write_result(open_terminal(), _changes_lines(changes, (before, first), (after, second)), data, as_json=json, ok=not changes)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A module that differs between two plans; a swap is None where the plan does not replace it."""
-
-    module: str
-    before: Swap | None
-    after: Swap | None
-
-
-def differences(before: Plan, after: Plan) -> list[Difference]:
-    """Return every module whose operator, options or bytes differ."""
+def _differences(before: Plan, after: Plan) -> list[_Difference]:
+    """Return every module whose operator, options or bytes differ, with its swap in each plan; None where that does not replace it."""
     first, second = ({(swap.module, "" if swap.module else swap.operator): swap for swap in plan.swaps} for plan in (before, after))
-    pairs = [Difference(key[0], first.get(key), second.get(key)) for key in dict.fromkeys([*first, *second])]
-    return [pair for pair in pairs if _effect(pair.before) != _effect(pair.after)]
+    found = [(key[0], first.get(key), second.get(key)) for key in dict.fromkeys([*first, *second])]
+    return [(module, one, other) for module, one, other in found if _effect(one) != _effect(other)]
 
 
 def _effect(swap: Swap | None) -> object:
     return None if swap is None else (swap.operator, swap.options, swap.footprint.by_device)
 
 
-def _changes_lines(changes: list[Difference], before: tuple[str, Plan], after: tuple[str, Plan]) -> list[str]:
+def _changes_lines(changes: list[_Difference], before: tuple[str, Plan], after: tuple[str, Plan]) -> list[str]:
     from moegraft.injection.planning import LAYER, bytes_text
     from moegraft.injection.rules.rule import grouped
 
     if not changes:
         return ["no module differs"]
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for pair in changes:
-        stock = "(stock)" if pair.module else "-"  # the model may have other operators
-        key = (LAYER.sub(".{}.", pair.module, count=1), _text(pair.before, stock), _text(pair.after, stock))
-        groups.setdefault(key, []).append(pair.module or "(the model)")
+    for module, one, other in changes:
+        stock = "(stock)" if module else "-"  # the model may have other operators
+        key = (LAYER.sub(".{}.", module, count=1), _text(one, stock), _text(other, stock))
+        groups.setdefault(key, []).append(module or "(the model)")
     rows = [("modules", before[0], after[0])]
     rows += [(" ".join(grouped(modules)), old, new) for (_, old, new), modules in groups.items()]
     rows.append(("total", bytes_text(before[1].bytes_by_device), bytes_text(after[1].bytes_by_device)))
