@@ -150,24 +150,6 @@ class CalibrationOptions:
             raise ValueError(f"window must be 2 or more, not {self.window}")
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationSource:
-    """The model and the text behind thresholds, as recorded in their file.
-
-    Attributes:
-        model: as the user names it.
-        layers: the sparse layers of the stock model, in its order.
-        weights: the `weights_hash` of each layer, by path.
-        text_sha256: of the text's bytes.
-    """
-
-    model: str
-    model_type: str
-    layers: Sequence[ExpertsLayer]
-    weights: Mapping[str, str]
-    text_sha256: str
-
-
 def sparse_rules(rules: RuleFile, registry: OperatorRegistry) -> RuleFile:
     """Return the rules with the sparse layout, and no neuron left out, for every operator that supports it.
 
@@ -192,52 +174,53 @@ def sparse_rules(rules: RuleFile, registry: OperatorRegistry) -> RuleFile:
     return replace(rules, rules=tuple(with_sparsity))
 
 
-def describe_source(model: PreTrainedModel, source: ModelSource, *, name: str, text_sha256: str) -> CalibrationSource:
-    """Identify an injected model's sparse layers by the checkpoint that it was loaded from.
-
-    Raises:
-        UnsupportedModelError: no layer of the model can leave neurons out.
-    """
-    paths = sparse_layers(model)
-    if not paths:
-        raise UnsupportedModelError("no layer of this model can leave neurons out; load it with 'sparsity' in its rules")
-    skeleton = meta_skeleton(source, torch.float32)
-    weights = open_weights(source, skeleton)
-    layers = [experts_layer(path, skeleton) for path in paths]
-    hashes = {layer.path: weights_hash(weights.source(layer.path, "experts"), layer.num_experts) for layer in layers}
-    return CalibrationSource(name, str(source.config.model_type), layers, hashes, text_sha256)
-
-
 def calibrate(
-    model: PreTrainedModel, about: CalibrationSource, ids: torch.Tensor, options: CalibrationOptions, advance: Advance = lambda tokens: None
+    model: PreTrainedModel,
+    source: ModelSource,
+    ids: torch.Tensor,
+    options: CalibrationOptions,
+    advance: Advance = lambda tokens: None,
+    *,
+    name: str,
+    text_sha256: str,
 ) -> Thresholds:
-    """Find the thresholds of every layer in `about`, and evaluate the targets.
+    """Find the thresholds of every layer that can leave neurons out, and evaluate the targets.
 
     Args:
         model: from `optimize_and_load` with `sparse_rules`.
+        source: the checkpoint that it was loaded from.
         ids: the text, (T,) int64.
         advance: called with a number of tokens; the sum is `work_tokens`.
+        name: of the model, as the user names it.
+        text_sha256: of the text's bytes.
 
     Raises:
-        UnsupportedModelError: the text is too short, a target cannot be reached, or activations are not finite.
+        UnsupportedModelError: no layer of the model can leave neurons out, the text is too short, a target cannot be reached, or
+            activations are not finite.
     """
+    states = sparse_layers(model)
+    if not states:
+        raise UnsupportedModelError("no layer of this model can leave neurons out; load it with 'sparsity' in its rules")
+    skeleton = meta_skeleton(source, torch.float32)
+    weights, experts = open_weights(source, skeleton), [experts_layer(path, skeleton) for path in states]
+    hashes = {layer.path: weights_hash(weights.source(layer.path, "experts"), layer.num_experts) for layer in experts}
     calibrating_windows, judging_windows = cut(model, ids, options)
-    targets = {target: _routed_targets(about.layers, target, options) for target in options.targets}
-    histograms = collect(model, about.layers, calibrating_windows, advance)
+    targets = {target: _routed_targets(experts, target, options) for target in options.targets}
+    histograms = collect(model, experts, calibrating_windows, advance)
     layers = {}
-    for layer in about.layers:
+    for layer in experts:
         bins = histograms[layer.path].bins
         if not bins.any():
             raise UnsupportedModelError(f"no token of the text reaches {layer.path}: its thresholds cannot be calibrated")
         sizes = (layer.num_experts, layer.hidden, layer.intermediate, layer.shared_intermediate)
-        layers[layer.path] = LayerThresholds(*sizes, about.weights[layer.path], quantiles(bins, GRID))
+        layers[layer.path] = LayerThresholds(*sizes, hashes[layer.path], quantiles(bins, GRID))
     thresholds = Thresholds(
-        model=about.model,
-        model_type=about.model_type,
-        text_sha256=about.text_sha256,
+        model=name,
+        model_type=str(source.config.model_type),
+        text_sha256=text_sha256,
         tokens=sum(map(len, calibrating_windows)),
         held_out_tokens=sum(map(len, judging_windows)),
-        top_k=about.layers[0].top_k,
+        top_k=experts[0].top_k,
         layers=layers,
         all_layers=quantiles(all_bins(histograms), GRID),
     )
@@ -245,7 +228,6 @@ def calibrate(
         _TargetRun(target, {path: (thresholds.threshold(path, share, options.mode), share) for path, share in shares.items()})
         for target, shares in targets.items()
     ]
-    states = sparse_layers(model)
     with whole(states.values()):
         for window in judging_windows:
             for state in states.values():
@@ -253,7 +235,7 @@ def calibrate(
             dense = logits_of(model, window)
             advance(len(window))
             for run in runs:
-                run.add(model, about.layers, states, window, dense)
+                run.add(model, experts, states, window, dense)
                 advance(len(window))
     return replace(thresholds, held_out=tuple(run.result(options) for run in runs))
 

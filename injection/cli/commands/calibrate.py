@@ -61,7 +61,6 @@ def calibrate(
     content = text_content(text, "calibration")
     from moegraft.injection.calibration import (
         CalibrationOptions,
-        describe_source,
         fit_router_maps,
         record_routing,
         sparse_rules,
@@ -86,9 +85,9 @@ def calibrate(
     lines: list[str] = []
     data: dict[str, object] = {}
     if out is not None:
-        about = describe_source(loaded.model, source, name=short_name(options.model), text_sha256=hashlib.sha256(content).hexdigest())
+        about = {"name": short_name(options.model), "text_sha256": hashlib.sha256(content).hexdigest()}
         with terminal.stage("calibrating", work_tokens(loaded.model, ids, run)) as advance:
-            thresholds = find_thresholds(loaded.model, about, ids, run, advance)
+            thresholds = find_thresholds(loaded.model, source, ids, run, advance, **about)
         write_thresholds(thresholds, out)
         lines += _thresholds_lines(thresholds, out)
         data |= _thresholds_json(thresholds, out)

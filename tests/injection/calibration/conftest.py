@@ -12,7 +12,7 @@ from support.sparse_models import OSS, SHARED, save_model
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CalibrationOptions, calibrate, describe_source, sparse_rules
+from moegraft.injection.calibration import CalibrationOptions, calibrate, sparse_rules
 from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.injection.texts import read_text
@@ -58,8 +58,8 @@ def calibrated(folder: Path, ids: torch.Tensor, **options: object) -> Thresholds
     """By the shipped rules for exact weights."""
     registry = load_registry()
     model = optimize_and_load(folder, sparse_rules(read_rules("cpu-exact", registry=registry), registry), progress=False, threads=1)
-    about = describe_source(model, find_model(folder), name="tiny", text_sha256="f" * 64)
-    return calibrate(model, about, ids, CalibrationOptions(**options))  # type: ignore[arg-type]
+    run = CalibrationOptions(**options)  # type: ignore[arg-type]
+    return calibrate(model, find_model(folder), ids, run, name="tiny", text_sha256="f" * 64)
 
 
 @pytest.fixture

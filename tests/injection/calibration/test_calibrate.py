@@ -12,7 +12,7 @@ from support.sparse_models import left_out, stock
 from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
-from moegraft.injection.calibration import CalibrationOptions, calibrate, cut, describe_source, sparse_rules, work_tokens
+from moegraft.injection.calibration import CalibrationOptions, calibrate, cut, sparse_rules, work_tokens
 from moegraft.injection.meta_model import find_model
 from moegraft.injection.rules import read_rules
 from moegraft.operators.errors import UnsupportedModelError
@@ -63,9 +63,8 @@ def test_progress_adds_up(folder: Path, text_ids: torch.Tensor) -> None:
     registry = load_registry()
     model = optimize_and_load(folder, sparse_rules(read_rules("cpu-exact", registry=registry), registry), progress=False, threads=1)
     options = CalibrationOptions(targets=(0.5, 0.9), window=100)
-    about = describe_source(model, find_model(folder), name="tiny", text_sha256="f")
     done: list[int] = []
-    calibrate(model, about, text_ids[:500], options, done.append)
+    calibrate(model, find_model(folder), text_ids[:500], options, done.append, name="tiny", text_sha256="f")
     assert sum(done) == work_tokens(model, text_ids[:500], options) == 400 + 100 * 3
 
 
@@ -117,7 +116,7 @@ def test_options_are_checked(options: dict[str, object]) -> None:
 def test_a_model_that_leaves_nothing_out_is_refused(folder: Path) -> None:
     model = optimize_and_load(folder, "cpu-exact", progress=False, threads=1)
     with pytest.raises(UnsupportedModelError, match="no layer of this model can leave neurons out"):
-        describe_source(model, find_model(folder), name="tiny", text_sha256="f")
+        calibrate(model, find_model(folder), torch.zeros(0), CalibrationOptions(), name="tiny", text_sha256="f")
 
 
 def test_rules_without_such_an_operator(tmp_path: Path) -> None:
@@ -143,8 +142,7 @@ def test_experts_in_slots_are_calibrated_on_the_cpu(folder: Path, text_ids: torc
     registry = load_registry()
     model = optimize_and_load(folder, sparse_rules(read_rules(path, registry=registry), registry), progress=False, threads=1)
     assert any("emulated:0" in line for line in model.moegraft.placement())
-    about = describe_source(model, find_model(folder), name="tiny", text_sha256="f")
-    found = calibrate(model, about, text_ids, CalibrationOptions(targets=(0.5,)))
+    found = calibrate(model, find_model(folder), text_ids, CalibrationOptions(targets=(0.5,)), name="tiny", text_sha256="f")
     for name, layer in found.layers.items():
         assert layer.quantiles == pytest.approx(thresholds.layers[name].quantiles, rel=0.02, abs=1e-5)
     (row,) = found.held_out
