@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -98,24 +97,6 @@ def all_bins(histograms: Mapping[str, ActivationHistogram]) -> NDArray[np.int64]
     """Return the histogram of all layers together, (BINS,) int64."""
     total: NDArray[np.int64] = np.sum([histogram.bins for histogram in histograms.values()], axis=0)
     return total
-
-
-@contextmanager
-def calibrating(layers: Mapping[str, LayerSparsity], num_experts: Mapping[str, int]) -> Iterator[dict[str, ActivationHistogram]]:
-    """Compute all neurons in every forward pass of the body, and add their activations to the histograms it yields.
-
-    Args:
-        layers: the layers of one model, by module path, as are `num_experts` and the histograms.
-    """
-    histograms = {path: ActivationHistogram(num_experts[path]) for path in layers}
-    with whole(layers.values()):
-        for path, layer in layers.items():
-            layer.observer = histograms[path].add
-        try:
-            yield histograms
-        finally:
-            for layer in layers.values():
-                layer.observer = None
 
 
 logger = logging.getLogger(__name__)
@@ -280,14 +261,21 @@ def collect(
     model: PreTrainedModel, layers: Sequence[ExpertsLayer], windows: Sequence[torch.Tensor], advance: Advance = lambda tokens: None
 ) -> dict[str, ActivationHistogram]:
     """Collect the activations of one pass over `windows`, each (T,) int64, with every neuron; `advance(tokens)` is called after each."""
-    states = sparse_layers(model)
-    num_experts = {layer.path: layer.num_experts for layer in layers}
-    with calibrating({path: states[path] for path in num_experts}, num_experts) as made:
-        for window in windows:
-            with torch.inference_mode():  # without the head, as no logits are needed
-                model.base_model(input_ids=window[None].to(model.device), use_cache=False)
-            advance(len(window))
-    return made
+    every = sparse_layers(model)
+    histograms = {layer.path: ActivationHistogram(layer.num_experts) for layer in layers}
+    states = {path: every[path] for path in histograms}
+    with whole(states.values()):
+        try:
+            for path, state in states.items():
+                state.observer = histograms[path].add
+            for window in windows:
+                with torch.inference_mode():  # without the head, as no logits are needed
+                    model.base_model(input_ids=window[None].to(model.device), use_cache=False)
+                advance(len(window))
+        finally:
+            for state in states.values():
+                state.observer = None
+    return histograms
 
 
 def record_routing(model: PreTrainedModel, ids: torch.Tensor, window: int, source: str, advance: Advance = lambda tokens: None) -> Trace:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from moegraft.injection.calibration import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, all_bins, calibrating, quantiles
+from moegraft.injection.calibration import BINS, LOWEST, PER_OCTAVE, ActivationHistogram, all_bins, collect, quantiles
+from moegraft.injection.injected import sparse_layers
+from moegraft.injection.meta_model import find_model, meta_skeleton
 from moegraft.operators.errors import UnsupportedModelError
-from moegraft.operators.sparsity import SparseLayers, SparsityOptions
+from moegraft.operators.sparsity import experts_layer
 
 SHARES = [0.0, 0.01, 0.3, 0.5, 0.85, 0.95, 0.99, 0.999]
 BIN = 2 ** (1 / PER_OCTAVE)
@@ -65,16 +71,22 @@ def test_activations_that_are_not_finite_are_refused(value: float) -> None:
         ActivationHistogram(1).add(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[[1.0, value]]]))
 
 
-def test_calibrating_restores_the_thresholds() -> None:
-    layers = SparseLayers()
-    layer = layers.join(SparsityOptions(0.5, "routed"))
-    layer.set_threshold(0.3, 0.5)
-    layer.counts[:] = (5, 10)
-    with calibrating({"a": layer}, {"a": 2}) as made:
-        assert (layer.threshold, layer.routed_target) == (0.0, 0.0)
-        layer.counts[:] += 7
-        assert layer.observer is not None
-        layer.observer(torch.tensor([[0, 1]]), torch.ones(1, 2, 4))
-    assert made["a"].bins.sum() == 8 and all_bins(made).sum() == 8 and len(all_bins(made)) == BINS
-    assert (layer.threshold, layer.routed_target, layer.observer) == (0.3, 0.5, None)
-    assert layer.counts.tolist() == [5, 10]
+def test_collecting_restores_the_thresholds(load: Callable[[str], PreTrainedModel], folder: Path) -> None:
+    model = load("target: 0.5, scope: routed")
+    states = sparse_layers(model)
+    before = {path: (layer.threshold, layer.routed_target, layer.counts.tolist()) for path, layer in states.items()}
+    skeleton = meta_skeleton(find_model(folder), torch.float32)
+    seen: list[float] = []
+
+    def advance(tokens: int) -> None:
+        seen.extend(layer.threshold for layer in states.values())
+
+    routed = [experts_layer(path, skeleton) for path in states]
+    made = collect(model, routed, [torch.arange(5), torch.arange(3)], advance)
+    assert seen == [0.0] * 2 * len(states)
+    assert [made[layer.path].bins.sum() for layer in routed] == [8 * layer.top_k * layer.intermediate for layer in routed]
+    assert all_bins(made).sum() == sum(each.bins.sum() for each in made.values()) and len(all_bins(made)) == BINS
+    assert all(threshold > 0 for threshold, *_ in before.values())
+    for path, layer in states.items():
+        assert (layer.threshold, layer.routed_target, layer.counts.tolist()) == before[path]
+        assert layer.observer is None
