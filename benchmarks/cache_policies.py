@@ -60,10 +60,6 @@ def mixed(plays: Trace, guides: Trace) -> Trace:
     return replace(joined(passages), source="mixed")
 
 
-def guides_text() -> str:
-    return "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in GUIDES)
-
-
 def first_layers(trace: Trace, layers: int, source: str) -> Trace:
     arrays = (trace.scores[:, :layers], trace.chosen[:, :layers], trace.weights[:, :layers], trace.predicted[:, :, :layers])
     return Trace(*arrays, trace.starts, trace.layers[:layers], source)
@@ -100,7 +96,8 @@ def candidate_traces(tokens: int) -> Iterator[dict[str, Trace]]:
         path = Path(folder) / "maps.safetensors"
         save_maps(fit_maps(model, calibration.split(WINDOW)), path)
         plays = by_source(model, token_ids(held_out())[tokens : 2 * tokens], RouterMaps(path), "plays")
-        guides = by_source(model, token_ids(guides_text())[: tokens // 2], RouterMaps(path), "guides")
+        text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in GUIDES)
+        guides = by_source(model, token_ids(text)[: tokens // 2], RouterMaps(path), "guides")
     yield plays
     yield {source: mixed(trace.part(0, tokens // 2), guides[source]) for source, trace in plays.items()}
     drawn = joined([synthetic_trace(DRAWN, DRIFT, seed) for seed in range(tokens // 2 // DRIFT)])
