@@ -14,6 +14,9 @@ Tensor = torch.Tensor | Array  # read in place; tensors through DLPack's C excha
 LAYOUT_VERSION: Final[int]
 """Increased whenever the meaning of packed bytes changes; caches of packed weights are keyed by it."""
 
+class ReadError(RuntimeError, OSError):
+    """A file of experts cannot be read; the message names it and what to do."""
+
 class GateSpec:
     """The activation and limits of an expert's gate, immutable and hashable.
 
@@ -204,7 +207,7 @@ class ExpertFrames:
             checksums: CRC-32 of each expert, verified when it is first read.
 
         Raises:
-            RuntimeError: the file cannot be opened, or is too short.
+            ReadError: the file cannot be opened, or is too short.
             ValueError: a wrong offset or number of checksums; the frames are open.
         """
     def set_router(self, layer: int, weight: Tensor, bias: Tensor | None = None, choice_bias: Tensor | None = None) -> None:
@@ -241,14 +244,14 @@ class ExpertFrames:
         """Wait until an expert is in memory, where it stays until `unpin`. A thread holds one at a time, as frames may be few.
 
         Raises:
-            RuntimeError: it cannot be read; the message names the file.
+            ReadError: it cannot be read; the message names the file.
         """
     def unpin(self, layer: int, expert: int) -> None: ...
     def copy(self, layer: int, expert: int, start: int, out: NDArray[np.uint8]) -> None:
         """Copy bytes of an expert, which is read if it is not in memory.
 
         Raises:
-            RuntimeError: it cannot be read; the message names the file.
+            ReadError: it cannot be read; the message names the file.
         """
     def counts(self) -> dict[str, float]:
         """Return what was counted so far.

@@ -282,6 +282,8 @@ class StepReplay(ABC):
         with self.compared():
             try:
                 found = self.run(kind, replay, step, keep=False)
+            except OSError:  # a disk that fails is no reason to give replays up
+                raise
             except (ValueError, RuntimeError) as error:
                 failure = self.CANNOT_RUN.format(error)
             expected = usual()

@@ -113,7 +113,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         content[-1] ^= 255
         path.write_bytes(content)
     framed = load(tmp_path, f"cache_dir: '{tmp_path}/cache', memory: {memory}")
-    with pytest.raises(RuntimeError, match=r"\.experts: expert \d+ at byte \d+ is damaged .*remove the file"), torch.no_grad():
+    with pytest.raises(OSError, match=r"\.experts: expert \d+ at byte \d+ is damaged .*remove the file"), torch.no_grad():
         framed(input_ids=prompt(70))
 
 

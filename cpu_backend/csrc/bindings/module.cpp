@@ -264,6 +264,8 @@ void bind_runtime(py::module_& module) {
 
 PYBIND11_MODULE(_kernel, module) {
   module.doc() = "Packed weights, their kernels for the CPU, and the planner of hybrid layers.";
+  // Programs end an OSError in one sentence.
+  py::register_exception<ReadError>(module, "ReadError", py::make_tuple(py::handle(PyExc_RuntimeError), py::handle(PyExc_OSError)));
   bind_specs(module);
   bind_weights(module);
   bind_ops(module);

@@ -89,7 +89,7 @@ std::vector<int> chosen(const RouterRows& router, int experts, const std::vector
 }
 
 [[noreturn]] void raise_file_error(const std::string& path, int error) {
-  throw std::runtime_error(path + ": " + std::generic_category().message(error));
+  throw ReadError(path + ": " + std::generic_category().message(error));
 }
 
 }  // namespace
@@ -153,8 +153,7 @@ int ExpertFrames::add(ExpertsInFile file) {
     close(layer->descriptor);
     layer->descriptor = -1;
     if (error != 0) raise_file_error(experts.path, error);
-    throw std::runtime_error(experts.path + ": expected at least " + std::to_string(end) + " bytes, found " +
-                             std::to_string(status.st_size));
+    throw ReadError(experts.path + ": expected at least " + std::to_string(end) + " bytes, found " + std::to_string(status.st_size));
   }
   frame_bytes_ = std::max(frame_bytes_, frame_bytes_for(experts.bytes));
   layers_.push_back(std::move(layer));
@@ -473,7 +472,7 @@ void ExpertFrames::pin(int number, int expert) {
   if (each.state != State::kFailed) return;
   const std::string reason = describe(key, each.error);
   unpin(each);
-  throw std::runtime_error(reason);
+  throw ReadError(reason);
 }
 
 void ExpertFrames::unpin(int number, int expert) {
@@ -504,7 +503,7 @@ void ExpertFrames::check() {
     if (frames_[frame].layer < 0 || entry(frames_[frame]).state != State::kFailed) continue;
     if (entry(frames_[frame]).pins == 0) release(static_cast<int>(frame));
   }
-  throw std::runtime_error(std::exchange(error_, {}));
+  throw ReadError(std::exchange(error_, {}));
 }
 
 std::string ExpertFrames::describe(Key key, int error) const {

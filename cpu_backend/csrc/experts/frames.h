@@ -18,6 +18,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -28,6 +29,11 @@
 #include "experts/routing.h"
 
 namespace moegraft {
+
+// A file of experts cannot be read; the message names it and what to do.
+struct ReadError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // The experts of one layer in a file: `count` times `bytes`, from `offset` on, a multiple of 64.
 struct ExpertsInFile {
@@ -76,7 +82,7 @@ class ExpertFrames {
   ExpertFrames(const ExpertFrames&) = delete;
   ExpertFrames& operator=(const ExpertFrames&) = delete;
 
-  // Returns the number of the layer; before open(). Throws std::runtime_error where the file cannot be opened or is too short.
+  // Returns the number of the layer; before open(). Throws ReadError where the file cannot be opened or is too short.
   int add(ExpertsInFile file);
   void set_router(int layer, RouterRows router);
   // Divides memory into frames, whose experts `policy` ranks from now on, and starts the readers; null: one with its defaults. Throws
@@ -103,13 +109,13 @@ class ExpertFrames {
   }
   // Asks for experts that are not in memory, after what is demanded; those that have not begun to be read at the next demand() are forgotten.
   void ask(int layer, const std::vector<int>& experts);
-  // Waits until an expert is in memory, where it stays until unpin(). Throws std::runtime_error where it cannot be read. A thread holds one
+  // Waits until an expert is in memory, where it stays until unpin(). Throws ReadError where it cannot be read. A thread holds one
   // at a time, as frames may be few.
   void pin(int layer, int expert);
   void unpin(int layer, int expert);
-  // Copies an expert's bytes [start, start + bytes), read if needed. Throws std::runtime_error where it cannot be read.
+  // Copies an expert's bytes [start, start + bytes), read if needed. Throws ReadError where it cannot be read.
   void copy(int layer, int expert, std::size_t start, std::size_t bytes, std::byte* to);
-  // Throws std::runtime_error where an expert that was demanded could not be read, once. It is read again at its next demand.
+  // Throws ReadError where an expert that was demanded could not be read, once. It is read again at its next demand.
   void check();
 
   FrameCounts counts() const;

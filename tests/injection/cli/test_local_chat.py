@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from support.programs import Program
 from typer.testing import CliRunner, Result
 
 from moegraft.injection.cli.local_chat import app
+from moegraft.injection.demo import demo_path
 
 Run = Callable[..., Result]
 # How lines begin that a busy machine prints about what takes long.
@@ -160,6 +162,19 @@ def test_a_folder_that_cannot_be_used(run: Run, chat_folder: Path, tmp_path: Pat
     message = refused(run("--prompt", "hello", "--quiet", model=folder))
     assert said in message
     assert message.count("\n") == 1, message
+
+
+def test_experts_that_cannot_be_read_end_in_a_sentence(run: Run, tmp_path: Path) -> None:
+    rules = tmp_path / "disk.yaml"
+    rules.write_text(f"extends: cpu\nvars: {{weights: int8, cache_dir: '{tmp_path}/cache', memory: 1500KiB}}\n")
+    options = ("--prompt", "To be", "--max-new-tokens", "2", "--quiet", "--rules", rules)
+    assert run(*options, model=demo_path()).exit_code == 0
+    for path in (tmp_path / "cache").glob("*.experts"):
+        path.chmod(0o644)
+        path.write_bytes(path.read_bytes()[:65536] + bytes(path.stat().st_size - 65536))
+    message = refused(run(*options, model=demo_path()))
+    assert message.startswith(f"local_chat: error: {tmp_path}/cache/") and message.count("\n") == 1
+    assert re.search(r"\.experts: expert \d+ at byte \d+ is damaged .*: remove the file", message)
 
 
 def test_rules_that_are_wrong(run: Run, tmp_path: Path) -> None:
