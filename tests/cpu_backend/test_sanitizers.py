@@ -30,6 +30,7 @@ NEON = "-march=armv8.2-a+dotprod"
 ISA_FLAGS = {
     "x86_64": {
         "simd/avx2.cpp": AVX2,
+        "simd/avx_vnni.cpp": [*AVX2, "-mavxvnni"],
         "simd/avx512.cpp": AVX512,
         "simd/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
         "simd/avx512_vbmi.cpp": [*AVX512, "-mavx512vnni", "-mavx512vbmi"],
@@ -58,6 +59,8 @@ def sources_for(isa_flags: Mapping[str, list[str]]) -> list[str]:
 def build(folder: Path, flags: list[str], vector: bool, compiler: str = "g++", machine: str = MACHINE) -> Path:
     """Compile the sources and the driver; without `vector` only the scalar kernels, for tests that do not depend on them."""
     isa_flags = ISA_FLAGS.get(machine, {}) if vector else {}
+    if EMULATED_AMX in flags:  # the instructions of AVX-VNNI in the form that AVX-512 has
+        isa_flags = isa_flags | {"simd/avx_vnni.cpp": [*AVX512, "-mavx512vnni"]}
     sources = [CSRC / name for name in sources_for(isa_flags) if not name.startswith(("bindings/", "program/"))]
     common = [compiler, "-std=c++17", "-O1", "-g1", "-pthread", f"-I{CSRC}", *flags]
     if not vector:

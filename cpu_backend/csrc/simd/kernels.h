@@ -439,6 +439,8 @@ struct Kernels {
 const Kernels& scalar_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
+// Replaces tiles by those that need AVX-VNNI.
+void use_avx_vnni(Kernels& kernels);
 const Kernels& avx512_kernels();
 const Kernels& avx512_vnni_kernels();
 const Kernels& avx512_bf16_kernels();
