@@ -101,7 +101,7 @@ def quantize(
         with new_file(out, replace=force) as file:
             os.posix_fallocate(file.fileno(), 0, plan.nbytes)
             raise NotNeededError
-        importance = _importance(options, meta, text, str(imatrix), tokens, window, terminal)
+        importance = _importance(options, meta, text, imatrix or "the bundled text", tokens, window, terminal)
     if not talks_to_user():
         return  # rank 0 writes the file
     name = short_name(options.model)

@@ -47,6 +47,8 @@ def test_notices_of_short_texts_and_of_weights_that_are_rounded_already(run: Run
     again = run("quantize", "--gguf", once, "--out", twice, "--weights", "Q4_0", "--imatrix", text)
     assert again.exit_code == 0, again.stderr
     assert "the model's weights are rounded already (" in again.stderr and "--imatrix: " not in again.stderr
+    bundled = run("quantize", "--out", once, "--weights", "Q5_0", "--tokens", 100, "--force")
+    assert "--imatrix: the bundled text has 100 tokens" in bundled.stderr
 
 
 def test_a_full_disk_shows_before_the_text_is_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
