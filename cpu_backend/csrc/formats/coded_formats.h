@@ -172,7 +172,7 @@ inline float number_of(const RecordForm& form, int code) {
   return form.float8 ? float_from_e4m3(code) : static_cast<float>(code - form.offset);
 }
 
-// The same of points of a grid.
+// The scales of a group, and its unsigned codes, of a format that has points.
 template <class Coded>
 inline GroupScales signed_points(const RowGroup& packed, GroupCodes& codes) {
   const std::uint32_t signs = Coded::template signs<OneRow>(packed);
