@@ -271,6 +271,9 @@ def meta_skeleton(source: ModelSource, dtype: torch.dtype, *, mtp: bool = False)
             if mtp:
                 add_mtp_layers(skeleton)
                 mtp_layers(skeleton).to(dtype)
+        empty = [path for path, parameter in skeleton.named_parameters() if not parameter.numel()]
+        if empty:
+            raise ValueError(f"a size of {empty[0]} is 0")
     except _CONFIG_ERRORS as error:
         name = source.model_class.__name__
         raise UnsupportedModelError(f"{source.folder}: {name} cannot be built from this config: {error_sentence(error)}") from error

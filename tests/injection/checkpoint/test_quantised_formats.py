@@ -116,8 +116,8 @@ def test_equals_the_stock_model_with_the_same_weights(name: str, tmp_path: Path,
         logits = stock(ids).logits[0]
         error = (replaced(ids).logits[0] - logits).norm(dim=-1) / logits.norm(dim=-1)
     # Steps with FP8 are in float32, prompts in bfloat16 where the CPU multiplies in it. With integers, each of 14 products in a row rounds
-    # activations to 8 bits.
-    assert error.median() < (1e-2 if name.startswith("compressed fp8 ") and "blocks" not in name else 0.04), error
+    # activations to 8 bits; where that changes a token's experts, its error is larger.
+    assert error.median() < (1e-2 if name.startswith("compressed fp8 ") and "blocks" not in name else 0.06), error
 
 
 def of_each_expert(tensors: Tensors) -> Tensors:
