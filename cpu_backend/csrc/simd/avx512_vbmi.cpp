@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "simd/avx512_traits.h"
-#include "simd/vector_tiles.h"
+#include "simd/vector_grids.h"
 
 namespace moegraft {
 namespace {

@@ -15,6 +15,7 @@
 #include "simd/kernels.h"
 #include "simd/vector_activations.h"
 #include "simd/vector_attention.h"
+#include "simd/vector_grids.h"
 #include "simd/vector_sparse.h"
 #include "simd/vector_tiles.h"
 
