@@ -271,7 +271,8 @@ def meta_skeleton(source: ModelSource, dtype: torch.dtype, *, mtp: bool = False)
             if mtp:
                 add_mtp_layers(skeleton)
                 mtp_layers(skeleton).to(dtype)
-        empty = [path for path, parameter in skeleton.named_parameters() if not parameter.numel()]
+        # Of experts: a model without shared experts may have empty matrices of these.
+        empty = [path for path, parameter in skeleton.named_parameters() if parameter.ndim == 3 and not parameter.numel()]
         if empty:
             raise ValueError(f"a size of {empty[0]} is 0")
     except _CONFIG_ERRORS as error:
