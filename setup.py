@@ -48,8 +48,8 @@ ISA_UNITS = {
         # without BF16.
         "avx512_bf16_amx": (["simd/avx512_bf16.cpp", "simd/amx.cpp"], [*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"]),
         "avx512_vnni": (["simd/avx512_vnni.cpp"], VNNI),
-        "avx_vnni": (["simd/avx_vnni.cpp"], [*AVX2, "-mavxvnni"]),
         "avx512_vbmi": (["simd/avx512_vbmi.cpp", "simd/avx512_bf16_vbmi.cpp"], [*BF16, "-mavx512vbmi"]),
+        "avx_vnni": (["simd/avx_vnni.cpp"], [*AVX2, "-mavxvnni"]),
     },
     "aarch64": {
         "neon": (["simd/neon.cpp"], []),

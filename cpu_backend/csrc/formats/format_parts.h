@@ -30,10 +30,10 @@
 //   codes, scales          of a group, from the packed order of the header's bytes and the words; where there is a grid instead, of a row
 //                          or a vector of rows (RowGroup, PackedGroup):
 //   index, signs, scales   the index of point i, a bit for each column, and the scales of a group's parts
-//   kShifted               true where the bit of a column says that it is 1 down instead of up; absent where it is the sign
+//   kShifted               true where the bit of a column subtracts 1 and its absence adds 1; absent where the bit is the sign
 //   kPoints, kLevels       the grid and the magnitudes of its digits, kPointColumns, and kBytes, the columns of each index
 //   kSearch                how numbers are quantised to the grid; absent where they are not
-// Their groups are expanded, to codes of 8 bits, in front of every product.
+// Their groups are expanded, to codes of 8 bits, in front of the products of several tokens.
 //
 // The files of several instruction sets include this, so that everything that generates code is `static` or in an anonymous namespace.
 #pragma once
