@@ -192,7 +192,7 @@ MOEGRAFT_INLINE typename T::I table_of() {
   else return T::zero_int();
 }
 
-// Coded weights times one token, or 2, 4, 6 or 8, whose sums stay in registers.
+// Coded weights times one token, or 2, 4, 6 or 8, whose sums stay in registers (tile_coded chooses).
 
 // Adds the products of four columns, whose unsigned codes are the bytes of `weights`.
 template <class T, class Coded, int V, int N>
@@ -543,11 +543,15 @@ void tile_coded(const TileArgs& args) {
   if (args.tokens == 1) return tile_few<T, Kind, 1>(args);
   if constexpr (T::kFewTokens >= 2)
     if (args.tokens == 2) return tile_few<T, Kind, 2>(args);
-  if constexpr (T::kFewTokens >= 6) {
-    if (args.tokens == 4) return tile_few<T, Kind, 4>(args);
-    if (args.tokens == 6) return tile_few<T, Kind, 6>(args);
-    if constexpr (CodedOf<Kind>::kLowBits == 8)
+  // Of other formats, 4 and 6 tokens would take longer to compile than they gain.
+  if constexpr (T::kFewTokens >= 4) {
+    constexpr bool kBytes = CodedOf<Kind>::kLowBits == 8;
+    if constexpr (kBytes || loops_over_steps<T, CodedOf<Kind>, 4>())
+      if (args.tokens == 4) return tile_few<T, Kind, 4>(args);
+    if constexpr (kBytes) {
+      if (args.tokens == 6) return tile_few<T, Kind, 6>(args);
       if (args.tokens == 8) return tile_few<T, Kind, 8>(args);
+    }
   }
   tile_many<T, Kind>(args);
 }
