@@ -16,8 +16,8 @@ struct Avx512Base {
   static constexpr int kVectors = 2;
   static constexpr int kFloatTokens = 12;    // 24 sums, 2 weights and a broadcast in 32 registers
   static constexpr bool kSignedBytes = false, kAddsShorts = false;
-  // With 2 and 4 tokens sums in memory take 1.05 to 1.15 of the time (Sapphire Rapids); with 6, 0.95 to 1.06; of bytes with 4 and 6, 1.4,
-  // and with 8, 1.1 (EPYC Zen 4).
+  // With 2, 4 and 6 tokens, and 8 of bytes, sums in memory take 1.05 to 1.15 of the time (Sapphire Rapids). On EPYC Zen 4 it is 1.02 to 1.07
+  // with 4, 0.95 to 1.06 with 6, and of bytes 1.4 with 4 and 6 and 1.1 with 8.
   static constexpr int kFewTokens = 4;
   // Of nibbles from L2, 1 and 2 tokens take 1.1 of the time otherwise, and of bytes up to 8 tokens 1.1 to 1.4 (EPYC Zen 4).
   static constexpr int kUnrolledByteTokens = 8, kUnrolledTokens = 2;

@@ -543,7 +543,7 @@ void tile_coded(const TileArgs& args) {
   if (args.tokens == 1) return tile_few<T, Kind, 1>(args);
   if constexpr (T::kFewTokens >= 2)
     if (args.tokens == 2) return tile_few<T, Kind, 2>(args);
-  // Of other formats, 4 and 6 tokens would take longer to compile than they gain.
+  // Only where the gain is worth the time to compile: nibbles have no tile of 6 tokens, and other codes below 8 bits none of 4 either.
   if constexpr (T::kFewTokens >= 4) {
     constexpr bool kBytes = CodedOf<Kind>::kLowBits == 8;
     if constexpr (kBytes || loops_over_steps<T, CodedOf<Kind>, 4>())
