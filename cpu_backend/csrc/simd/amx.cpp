@@ -22,6 +22,11 @@ constexpr int kAheadGroups = 3;  // in one pass; not 2: 4 KiB apart, a load wait
 constexpr int kRingGroups = 8;  // short, so that it stays in L1
 constexpr int kExpandedPanelGroups = 8;  // what is multiplied and what is expanded meanwhile stay in L1
 constexpr int kPlainPanelGroups = 16;  // where nothing is expanded
+// Blocks of bfloat16 are read too fast to be prefetched as a whole while few tokens are multiplied: prefetches occupy the buffers that tile
+// loads need, and those that find the queue full are dropped. So the first pass over a panel prefetches, a little ahead of itself and
+// between the products (128 tokens from memory: 0.68 of the time), and whole blocks are prefetched from so many tiles on.
+constexpr std::size_t kPlainAhead = 4096;
+constexpr int kPlainWholeTiles = 12;
 constexpr std::size_t kOutRow = kBlockRows * sizeof(float);
 
 static_assert(kTileRows == kLanes && kRingGroups * kExpandedGroupBytes <= sizeof ExpandedWeights::memory &&
@@ -112,21 +117,24 @@ MOEGRAFT_INLINE void multiply_group(const std::byte* a, std::size_t a_tile, cons
 #undef MOEGRAFT_EXPAND
 }
 
+// One pass over blocks of bfloat16, which prefetches them.
+template <int Tiles>
+void multiply_near(const std::byte* a, std::size_t a_tile, const std::byte* b, int groups) {
+  for (; groups > 0; --groups, a += kTileBytes, b += kExpandedGroupBytes)
+    multiply_group<NearForm, Tiles, 0, kExpansionSteps>(a, a_tile, b, {b + kPlainAhead}, nullptr);
+}
+
 template <class Form, int Tiles>
 void one_pass(const MatrixArgs& args, const ExpandedFormat& format) {
   const auto* a = reinterpret_cast<const std::byte*>(args.records);
   const std::size_t a_tile = args.tile_words * 4;
-  SpreadPrefetch prefetch(args.ahead, args.ahead_lines, args.groups);
-  ScaleReader reader(format, args.groups);
-  Expander<Form> expander(format);
   start_sums<Tiles>(args.out, args.adds);
   if constexpr (std::is_same_v<Form, PlainForm>) {
-    const std::byte* b = args.block;
-    for (int group = 0; group < args.groups; ++group, a += kTileBytes, b += kExpandedGroupBytes) {
-      prefetch.step();
-      multiply_group<Form, Tiles, 0, 0>(a, a_tile, b, expander, nullptr);
-    }
+    multiply_near<Tiles>(a, a_tile, args.block, args.groups);
   } else {
+    SpreadPrefetch prefetch(args.ahead, args.ahead_lines, args.groups);
+    ScaleReader reader(format, args.groups);
+    Expander<Form> expander(format);
     ExpandedWeights& ring = *args.expanded;
     if (ring.block != args.block || ring.passes != 1) {
       ring.first = 0;
@@ -211,7 +219,8 @@ void several_passes(const MatrixArgs& args, const ExpandedFormat& format, int ti
   constexpr int kPanel = kExpands ? kExpandedPanelGroups : kPlainPanelGroups;
   const std::size_t a_tile = args.tile_words * 4;
   const int passes = (tiles + kPassTiles - 1) / kPassTiles;
-  SpreadPrefetch prefetch(args.ahead, args.ahead_lines, passes * args.groups);
+  const bool near = !kExpands && tiles < kPlainWholeTiles;
+  SpreadPrefetch prefetch(args.ahead, near ? 0 : args.ahead_lines, passes * args.groups);
   Ahead<Form> ahead{Expander<Form>(format)};
   ScaleReader reader(format, args.groups);
   ExpandedWeights& panels = *args.expanded;
@@ -246,8 +255,10 @@ void several_passes(const MatrixArgs& args, const ExpandedFormat& format, int ti
         break;
       }
       start_sums<kPassTiles>(out, adds);
-      if constexpr (!kExpands) multiply_expanded<kPassTiles>(a, a_tile, b, end - first, prefetch);
-      else if (tiles < 4 * kPassTiles) multiply_panel<Form, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, reader, prefetch);
+      if constexpr (!kExpands) {
+        if (near && tile == 0) multiply_near<kPassTiles>(a, a_tile, b, end - first);
+        else multiply_expanded<kPassTiles>(a, a_tile, b, end - first, prefetch);
+      } else if (tiles < 4 * kPassTiles) multiply_panel<Form, kExpansionSteps / 2>(a, a_tile, b, end - first, ahead, reader, prefetch);
       else multiply_panel<Form, kExpansionSteps / 4>(a, a_tile, b, end - first, ahead, reader, prefetch);
       store_sums<kPassTiles>(out);
     }

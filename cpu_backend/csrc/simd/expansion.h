@@ -151,6 +151,7 @@ constexpr ExpandedFormat kExpandedFormat = {log_of(Derived<Coded>::kGroups), Der
 
 struct Float8Form {};
 struct PlainForm {};  // blocks of bfloat16, which need no expansion
+struct NearForm {};  // such blocks, of which lines are prefetched instead
 constexpr ExpandedFormat kNoFormat{};
 template <class Coded>
 using ExpansionForm = std::conditional_t<kIsFloat8<Coded>, Float8Form, CodeFormOf<Coded>>;
@@ -259,6 +260,16 @@ struct Expander<PlainForm> {
   MOEGRAFT_INLINE void begin(ScaleReader&, const std::byte*, int) {}
   template <int>
   MOEGRAFT_INLINE void step(std::byte*) const {}
+};
+
+template <>
+struct Expander<NearForm> {
+  const std::byte* lines;  // a group's
+  template <int J>
+  MOEGRAFT_INLINE void step(std::byte*) const {
+    constexpr std::size_t kBytes = kExpandedGroupBytes / kExpansionSteps;
+    for (std::size_t byte = J * kBytes; byte < (J + 1) * kBytes; byte += 64) __builtin_prefetch(lines + byte, 0, 2);
+  }
 };
 
 // Where nothing else is computed meanwhile: at the beginning of a job, and what is left of a panel.
