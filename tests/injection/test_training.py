@@ -13,6 +13,7 @@ from support import ROOT
 from support.families import FamilyCase, build_model, case_of, served_cases, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
+from moegraft.cpu_backend import Runtime
 from moegraft.injection import MoegraftConfig, optimize_and_load
 from moegraft.injection.demo import demo_path
 from moegraft.operators.errors import UnsupportedModelError
@@ -150,7 +151,8 @@ def test_the_trainer_accumulates_gradients(tmp_path: Path) -> None:
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(losses[0]) == 3 and losses[0][-1] < losses[0][0]
-    assert losses[1] == pytest.approx(losses[0], rel=4e-3)  # int8 kernels round by the number of tokens, most on AMX
+    # int8 kernels round by the number of tokens.
+    assert losses[1] == pytest.approx(losses[0], rel=4e-3 if Runtime().isa == "amx" else 2e-3)
 
 
 class TestAdapters:

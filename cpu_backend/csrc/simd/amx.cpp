@@ -24,7 +24,7 @@ constexpr int kExpandedPanelGroups = 8;  // what is multiplied and what is expan
 constexpr int kPlainPanelGroups = 16;  // where nothing is expanded
 // Blocks of bfloat16 are read too fast to be prefetched as a whole while few tokens are multiplied: prefetches occupy the buffers that tile
 // loads need, and those that find the queue full are dropped. So the first pass over a panel prefetches, a little ahead of itself and
-// between the products (128 tokens from memory: 0.68 of the time), and whole blocks are prefetched from so many tiles on.
+// between the products (128 tokens from memory: 0.7 of the time), and whole blocks are prefetched from so many tiles on.
 constexpr std::size_t kPlainAhead = 4096;
 constexpr int kPlainWholeTiles = 12;
 constexpr std::size_t kOutRow = kBlockRows * sizeof(float);
