@@ -262,8 +262,8 @@ class Scheduler:
             computed_s = time.perf_counter()
             accepted = _accept(answers, drafts, logits, rows)
             if drafted:
-                for job, sequence in zip(answers, sequences, strict=False):
-                    self._pool.crop(sequence, len(job.token_ids) - 1)
+                for place, (job, sequence) in enumerate(zip(jobs, sequences, strict=True)):  # of a prompt, what has padded it
+                    self._pool.crop(sequence, len(job.token_ids) - (place < count))
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
         except RaggedPassError:  # which of them has caused it is not known

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel
+from moegraft.injection.cli.serve import pages
 from moegraft.injection.cli.serve import scheduler as scheduling
 from moegraft.injection.cli.serve.job import Ask, Job
 from moegraft.injection.cli.serve.open_pool import open_pool
@@ -226,6 +227,25 @@ def test_drafts_are_those_of_a_text_alone(
     assert len({number for number, _ in both}) == len(ASKED) - 1  # one answer has no room for a draft
     assert len(both) > 15
     assert {place: found[place] for place in both} == {place: expected[place] for place in both}
+
+
+def test_a_prompt_of_one_token_may_be_padded_beside_drafts(
+    checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that was asked before has one token left, and beside long texts, as here beside any, drafts are padded."""
+    monkeypatch.setattr(pages, "KEYS_OF_PADDING", 0)
+    folder, stock = checkpoints("deepseek_v3")
+    server = Server(loaded, load(folder))
+    jobs = [server.begin(ids_of(30), 20)]
+    server.run(jobs)
+    jobs += [server.begin(ids_of(40, seed=1), 30)]
+    server.step(3)
+    jobs += [server.begin(ids_of(30), 20), server.begin(ids_of(1), 20)]
+    assert jobs[2].cached_tokens == 29
+    assert server.run(jobs) == [
+        greedy(stock, torch.tensor([job.ask.token_ids]), max_new_tokens=job.ask.max_tokens)[0].tolist() for job in jobs
+    ]
+    server.assert_free()
 
 
 @pytest.mark.parametrize("name", ["three layers", "deepseek_v3", "eagle-3"])
