@@ -121,6 +121,12 @@ class FramedLayers:
         text = "memory holds %d of %d experts (%s of %s); the others are read from %s as they are needed"
         logger.info(text, frames.frames, every, held, human_bytes(size), folder)
 
+    @property
+    def unfilled_bytes(self) -> int:
+        """The bytes of frames that no expert was read into yet, which the system still counts as free."""
+        frames = self._frames
+        return 0 if frames is None else max(0, frames.frames - int(frames.counts()["reads"])) * frames.frame_bytes
+
     def statistics(self) -> Mapping[str, object]:
         """Return the frames and what they counted so far; nothing where there are none."""
         frames = self._frames

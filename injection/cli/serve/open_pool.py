@@ -35,10 +35,11 @@ class UnbatchableError(Exception):
 
 
 def default_limit(model: PreTrainedModel) -> int:
-    """Return half of the free memory of the model's device, in bytes."""
-    machine = probe_machine()
+    """Return half of the free memory of the model's device, in bytes, without what experts that stay in files will take of it."""
+    machine, injection = probe_machine(), injection_of(model)
     gpus = [gpu.free_bytes for gpu in machine.gpus] if model.device.type == "cuda" else []
-    return (min(gpus) if gpus else machine.available_bytes) // 2
+    promised = 0 if injection is None else injection.context.framed_layers.unfilled_bytes
+    return (min(gpus) if gpus else max(0, machine.available_bytes - promised)) // 2
 
 
 def open_pool(

@@ -17,13 +17,14 @@ from support.families import build_model, case_of, prompt
 from transformers import DynamicCache, PreTrainedModel
 
 from moegraft.injection import new_cache, optimize_and_load
-from moegraft.injection.cli.serve.open_pool import UnbatchableError, open_pool
+from moegraft.injection.cli.serve.open_pool import UnbatchableError, default_limit, open_pool
 from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.decode.coded_cache import CodedCache
 from moegraft.operators.decode.pages import PAGE_TOKENS, PagedSequence
 from moegraft.operators.draft import DraftSettings
 from moegraft.operators.experts.hybrid import HybridExperts
+from moegraft.operators.machine import Machine
 from moegraft.operators.sparsity import WINDOW_TOKENS
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")  # of which two have sliding windows, and one a latent cache
@@ -493,3 +494,20 @@ def test_drift_of_sparsity_is_reported_in_steps_of_several_sequences(tmp_path: P
         for _ in range(12):
             pool.step(sequences, [1, 2])
     assert any("routed neurons are left out" in message for message in caplog.messages)
+
+
+def test_memory_for_experts_in_files_is_not_free_for_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts frames as free until experts are read into them."""
+    model = build_model(case_of("qwen3_moe"))
+    model.save_pretrained(tmp_path / "model")
+    options = {"weights": "int8", "cache_dir": str(tmp_path / "cache"), "memory": "1MiB"}
+    rules = {"version": 1, "rules": [{"match": {"kind": "experts"}, "replace": {"class": "hybrid_experts", "kwargs": options}}]}
+    framed = optimize_and_load(tmp_path / "model", rules, progress=False, threads=1)
+    files = framed.moegraft.statistics()["files"]
+    monkeypatch.setattr("moegraft.injection.cli.serve.open_pool.probe_machine", lambda: Machine(1, 1 << 20))
+    assert default_limit(model) == 1 << 19
+    assert default_limit(framed) == ((1 << 20) - files["frames"] * files["frame_bytes"]) // 2 > 0
+    with torch.no_grad():
+        framed(input_ids=prompt(70))
+    assert framed.moegraft.statistics()["files"]["reads"] == files["frames"]
+    assert default_limit(framed) == 1 << 19, "all are filled"
