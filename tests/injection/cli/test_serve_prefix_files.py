@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
@@ -22,6 +23,7 @@ from moegraft.injection import optimize_and_load
 from moegraft.injection.cli.models import LoadedModel
 from moegraft.injection.cli.moegraft import app
 from moegraft.injection.cli.options import OptionsError
+from moegraft.injection.cli.serve import prefix_files
 from moegraft.injection.cli.serve.open_pool import open_pool
 from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.prefix_files import PART_TOKENS, PrefixFiles
@@ -283,6 +285,29 @@ def test_a_disk_that_fails_stops_the_writing_alone(started: Pools, tmp_path: Pat
         assert read(pool, ids_of(LENGTH, seed=seed))[0] == 0
     assert caplog.text.count("prefixes are not written any more") == 1
     assert read(pool, ids_of(LENGTH))[0] == LENGTH - 1, "those in memory are used on"
+
+
+def test_servers_with_one_process_id_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those in containers have: each writes files of its own, though they have the same names in the end."""
+    one, other = (PrefixFiles(tmp_path, "model", 1 << 20) for _ in range(2))
+    ids, tensors, checksum = np.arange(PART_TOKENS), {"0": torch.zeros(4)}, prefix_files._checksum
+    [part] = one.missing(ids, "", [])
+
+    def meanwhile(*content: bytes) -> bytes:
+        monkeypatch.setattr(prefix_files, "_checksum", checksum)
+        assert other.write(part, ids, tensors)
+        other.flush()
+        return checksum(*content)
+
+    monkeypatch.setattr(prefix_files, "_checksum", meanwhile)
+    assert one.write(part, ids, tensors)
+    for files in (one, other):
+        files.close()
+        assert files.read(part, {"0": (torch.float32, (4,))}) is not None
+    assert not caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [part.name]
 
 
 @pytest.mark.parametrize("invariant", [False, True])
