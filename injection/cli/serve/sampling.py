@@ -37,7 +37,7 @@ def adjusted(logits: torch.Tensor, ask: Ask, token_ids: Sequence[int], constrain
         except GrammarError as error:
             raise AnswerError(str(error)) from error
     if len(token_ids) - len(ask.token_ids) < ask.min_tokens:
-        logits = logits.index_fill(0, torch.tensor(ask.end_tokens, device=logits.device), -torch.inf)
+        logits = logits.index_fill(0, torch.tensor(ask.end_tokens, dtype=torch.int64, device=logits.device), -torch.inf)
     penalty = ask.repetition_penalty or 1.0
     answer = Counter(token_ids[len(ask.token_ids) :]) if ask.presence_penalty or ask.frequency_penalty else {}
     if penalty == 1.0 and not answer and not ask.logit_bias:

@@ -99,6 +99,11 @@ def test_a_row_that_cannot_be_chosen_from_does_not_end_the_choice() -> None:
     assert set(tokens[::2]) == {0} and set(tokens[1::2]) == {1, 2}
 
 
+def test_a_model_without_end_tokens_takes_a_minimum_of_tokens() -> None:
+    logits = torch.arange(3.0)
+    assert torch.equal(adjusted(logits, Ask([1], 3, min_tokens=2), [1]), logits)
+
+
 def test_penalties_and_biases_change_the_logits_of_their_tokens() -> None:
     prompt, answer = [1, 2], [3, 3, 4]
     logits = torch.tensor([0.5, 1.0, -1.0, 2.0, 3.0, 2.5])
