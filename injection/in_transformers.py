@@ -218,6 +218,7 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         UnsupportedModelError: the model has no stock checkpoint, or `options` ask for something else to be saved.
         CheckpointError: the folder holds other weights, or cannot be written.
     """
+    from moegraft.injection.injected import versions
     from moegraft.injection.meta_model import read_config
     from moegraft.operators.sparsity import FILE_NAME
 
@@ -236,6 +237,12 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         raise UnsupportedModelError(
             f"this injected model cannot be saved: {', '.join(injection.new_head)} are not in its checkpoint, whose weights are "
             "saved; train adapters by PEFT, with the head among its modules_to_save, and save these"
+        )
+    changed = [name for name, version in versions(model).items() if version > injection.versions.get(name, version)]
+    if changed:
+        raise UnsupportedModelError(
+            f"this injected model cannot be saved: {len(changed)} of its parameters ({changed[0]}, ...) were trained or edited, and its "
+            "checkpoint's weights are saved; train adapters by PEFT, with these layers among its modules_to_save, and save these"
         )
     if not stock.is_dir():
         raise CheckpointError(f"{stock}: it was moved after the model was loaded, and has the weights to save: load the model from there")

@@ -44,6 +44,7 @@ class Injection:
         stock_folder: the folder of the stock checkpoint; None for a model from memory, a GGUF file or a quantised checkpoint.
         new_head: weights that the stock checkpoint lacks, of a head for another task.
         verifications: the logits beside the stock model's, as often as `verify` has compared them; a model card has the last ones.
+        versions: of the parameters that stay, as they were loaded.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Injection:
     stock_folder: Path | None = None
     new_head: Sequence[str] = ()
     verifications: list[LogitsError] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)
 
     @property
     def replacing(self) -> dict[str, Operator]:
@@ -413,6 +415,11 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     """Return `model.moegraft`; None for a stock model."""
     injection = getattr(model, "moegraft", None)
     return injection if isinstance(injection, Injection) else None
+
+
+def versions(model: PreTrainedModel) -> dict[str, int]:
+    """Return PyTorch's counts of what has written to each parameter."""
+    return {name: 0 if each.is_inference() else each._version for name, each in model.named_parameters()}
 
 
 def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:

@@ -224,6 +224,18 @@ def test_a_saved_folder_gives_equal_logits(loader: Callable[..., PreTrainedModel
     assert torch.equal(logits(loader(tmp_path / "once more")), logits(model))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_trained_is_not_dropped_where_a_model_is_saved(packed: bool, folder: Path, tmp_path: Path) -> None:
+    """The weights of the checkpoint are saved, and not those of the model."""
+    model = load(folder, "cpu")
+    model.to(torch.bfloat16).to(torch.float32).train()(input_ids=IDS, labels=IDS).loss.backward()
+    model.save_pretrained(tmp_path / "untrained", packed=packed)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(UnsupportedModelError, match=r"parameters \(model\.embed_tokens\.weight, \.\.\.\) were trained or edited"):
+        model.save_pretrained(tmp_path / "trained", packed=packed)
+    assert not (tmp_path / "trained").exists()
+
+
 def test_other_rules_can_be_given_for_a_saved_folder(folder: Path, tmp_path: Path) -> None:
     load(folder, "cpu").save_pretrained(tmp_path)
     assert torch.equal(logits(reference(tmp_path, "cpu-exact")), logits(reference(folder, "cpu-exact")))
