@@ -6,6 +6,7 @@ Importing this module registers it, which `moegraft.operators.autoload` does in 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,11 +32,11 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
         trained: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return trained
     state = tuple((each.data_ptr(), each._version) for each in parameters)
-    packed: tuple[Any, Operator] | None = self.__dict__.get("_moegraft_packed")
+    packed = _PACKED.get(self)
     if packed is None or packed[0] != state:
         operator = _stock_experts(self, hidden_states.dtype)
         operator.load(ModuleSource("experts", self), lambda size: None)
-        packed = self.__dict__["_moegraft_packed"] = (state, operator)
+        packed = _PACKED[self] = state, operator
     result: torch.Tensor = packed[1](hidden_states, top_k_index, top_k_weights)
     return result
 
@@ -53,5 +54,7 @@ def _stock_experts(module: nn.Module, dtype: torch.dtype) -> Operator:
     return operator.build(module, options, _CONTEXTS.setdefault(dtype, InjectionContext(dtype)))
 
 
+# By module, outside of it, so that it can be copied: the state of its parameters, and the operator that has them packed.
+_PACKED: WeakKeyDictionary[nn.Module, tuple[Any, Operator]] = WeakKeyDictionary()
 _CONTEXTS: dict[torch.dtype, Any] = {}  # the threads of all models that have the experts of one dtype
 ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)

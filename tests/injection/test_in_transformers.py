@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -640,6 +641,12 @@ class TestExpertsImplementation:
             with torch.no_grad():
                 model.model.layers[0].mlp.experts.down_proj.mul_(1.5)
         assert float((logits(found) - logits(stock)).abs().max() / logits(stock).abs().max()) <= 1e-5
+
+    def test_a_model_in_use_can_be_copied_and_pickled(self, folder: Path) -> None:
+        model = load(folder, experts_implementation="moegraft")
+        expected = logits(model)
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(logits(again), expected)
 
     def test_gradients_are_those_of_transformers(self, folder: Path) -> None:
         found, stock = load(folder, experts_implementation="moegraft"), load(folder, experts_implementation="grouped_mm")
