@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from moegraft.operators.autoload import METHOD
@@ -23,12 +24,13 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
     """Compute stock experts by our kernel: (T, H), (T, K), (T, K) -> (T, H); transformers' `experts_implementation="moegraft"`.
 
     The parameters stay, and are packed at the first call and again when one of them has changed, so that the experts are in memory twice.
-    With gradients, transformers' grouped products compute them.
+    With gradients, and with adapters that PEFT adds to a parameter in each call, transformers' grouped products compute them.
     """
     from moegraft.injection.checkpoint.sources import ModuleSource
 
     parameters = list(self.parameters(recurse=False))
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or any(each.requires_grad for each in parameters)):
+    trains = torch.is_grad_enabled() and (hidden_states.requires_grad or any(each.requires_grad for each in parameters))
+    if trains or is_parametrized(self):
         trained: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return trained
     state = tuple((each.data_ptr(), each._version) for each in parameters)

@@ -648,6 +648,19 @@ class TestExpertsImplementation:
         for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(logits(again), expected)
 
+    def test_adapters_of_experts_are_computed(self, folder: Path) -> None:
+        """PEFT puts a parameter with the adapter in the place of the module's own while the module is called."""
+        peft = pytest.importorskip("peft", reason="PEFT is not installed (the extra `train`)")
+        found = []
+        for model in (load(folder, experts_implementation="moegraft"), load(folder)):
+            logits(model)
+            torch.manual_seed(0)
+            targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            config = peft.LoraConfig(r=4, target_modules=[], target_parameters=targets, init_lora_weights=False)
+            adapted = peft.get_peft_model(model, config).eval()
+            found.append(logits(adapted))
+        assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) <= 1e-5
+
     def test_gradients_are_those_of_transformers(self, folder: Path) -> None:
         found, stock = load(folder, experts_implementation="moegraft"), load(folder, experts_implementation="grouped_mm")
         for model in (found, stock):
