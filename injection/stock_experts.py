@@ -33,14 +33,20 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
     if trains or is_parametrized(self):
         trained: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return trained
-    state = tuple((each.data_ptr(), each._version) for each in parameters)
+    state = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in parameters)
+    samples = [_sample(each) for each in parameters]
     packed = _PACKED.get(self)
-    if packed is None or packed[0] != state:
+    if packed is None or packed[0] != state or not all(map(torch.equal, packed[1], samples)):
         operator = _stock_experts(self, hidden_states.dtype)
         operator.load(ModuleSource("experts", self), lambda size: None)
-        packed = _PACKED[self] = state, operator
-    result: torch.Tensor = packed[1](hidden_states, top_k_index, top_k_weights)
+        packed = _PACKED[self] = state, [each.clone() for each in samples], operator
+    result: torch.Tensor = packed[2](hidden_states, top_k_index, top_k_weights)
     return result
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """Return some values of each expert, which show what PyTorch does not count: writes through `.data`, as PEFT merges adapters."""
+    return parameter.detach()[(slice(None), *(slice(None, None, max(1, size // 3)) for size in parameter.shape[1:]))]
 
 
 def _stock_experts(module: nn.Module, dtype: torch.dtype) -> Operator:
@@ -56,7 +62,7 @@ def _stock_experts(module: nn.Module, dtype: torch.dtype) -> Operator:
     return operator.build(module, options, _CONTEXTS.setdefault(dtype, InjectionContext(dtype)))
 
 
-# By module, outside of it, so that it can be copied: the state of its parameters, and the operator that has them packed.
-_PACKED: WeakKeyDictionary[nn.Module, tuple[Any, Operator]] = WeakKeyDictionary()
+# By module, outside of it, so that it can be copied: the state and samples of its parameters, and the operator that has them packed.
+_PACKED: WeakKeyDictionary[nn.Module, tuple[Any, list[torch.Tensor], Operator]] = WeakKeyDictionary()
 _CONTEXTS: dict[torch.dtype, Any] = {}  # the threads of all models that have the experts of one dtype
 ALL_EXPERTS_FUNCTIONS.register(METHOD, experts_forward)
