@@ -238,12 +238,6 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
             f"this injected model cannot be saved: {', '.join(injection.new_head)} are not in its checkpoint, whose weights are "
             "saved; train adapters by PEFT, with the head among its modules_to_save, and save these"
         )
-    changed = [name for name, version in versions(model).items() if version > injection.versions.get(name, version)]
-    if changed:
-        raise UnsupportedModelError(
-            f"this injected model cannot be saved: {len(changed)} of its parameters ({changed[0]}, ...) were trained or edited, and its "
-            "checkpoint's weights are saved; train adapters by PEFT, with these layers among its modules_to_save, and save these"
-        )
     if not stock.is_dir():
         raise CheckpointError(f"{stock}: it was moved after the model was loaded, and has the weights to save: load the model from there")
     # Saving runs the code that a folder brings only where loading did.
@@ -254,6 +248,12 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         raise UnsupportedModelError(
             f"this injected model cannot be saved: its embeddings were resized from {sizes[0]} to {sizes[1]} tokens; what is saved is its "
             "checkpoint's weights, so resize and save the stock model, and inject that"
+        )
+    changed = [name for name, version in versions(model).items() if version > injection.versions.get(name, version)]
+    if changed:
+        raise UnsupportedModelError(
+            f"this injected model cannot be saved: {len(changed)} of its parameters ({changed[0]}, ...) were trained or edited, and its "
+            "checkpoint's weights are saved; train adapters by PEFT, with these layers among its modules_to_save, and save these"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
