@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from support import combinations
 from support.serving import (
     CALL,
     IN_JSON,
@@ -435,21 +436,20 @@ def test_a_forced_call_may_follow_reasoning(loaded: LoadedModel) -> None:
         assert message.content in ("yes", "no") and not getattr(message, "reasoning_content", None)
 
 
+TWICE: dict[str, tuple[dict[str, Any] | None, str, str]] = {
+    "names in JSON": (None, "", f"{CALL}\n{CALL}"),
+    "names in JSON after reasoning": (None, "<think>Rome?</think>", f"{CALL}\n{CALL}"),
+    "names in the mark": (IN_MARK, "", '[call:weather]{"city": "Rome"}[/call]' * 2),
+    "XML": (XML, "", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>" * 2),
+}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("thought", ["", "<think>Rome?</think>"])
-@pytest.mark.parametrize(
-    ("template", "call"),
-    [
-        (None, f"{CALL}\n{CALL}"),
-        (IN_MARK, '[call:weather]{"city": "Rome"}[/call]' * 2),
-        (XML, "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>" * 2),
-    ],
-    ids=["names in JSON", "names in the mark", "XML"],
-)
-def test_an_answer_of_a_form_may_be_calls(loaded: LoadedModel, template: Any, call: str, thought: str, stream: bool) -> None:
+@pytest.mark.parametrize("names", TWICE)
+def test_an_answer_of_a_form_may_be_calls(loaded: LoadedModel, names: str, stream: bool) -> None:
     """As agents with tools ask for that also want their last answer as JSON."""
+    template, thought, call = TWICE[names]
     form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-    thought = thought if template is None else ""
     with scripted(loaded, thought + call, then=thought + WROTE, template=template) as server:
         turns: list[dict[str, Any]] = [{"role": "user", "content": "weather?"}]
         for expected in (["weather"] * 2, []):
@@ -600,21 +600,17 @@ def test_white_space_behind_reasoning_is_no_content(loaded: LoadedModel, thought
         assert together(reply, stream=stream) == ("It rains.\n\nIt pours. ",) * 3
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("template", "call"),
-    [
-        (None, CALL),
-        (IN_MARK, '[call:weather]{"city": "Rome"}[/call]'),
-        (INLINE, "[call:weather]<city>Rome</city><days>3</days>[/call]"),
-    ],
-    ids=["names in JSON", "names in the mark", "XML"],
-)
-@pytest.mark.parametrize("cut", ["length", "stop"])
-def test_a_call_that_is_cut_off_is_left_out(
-    loaded: LoadedModel, template: dict[str, Any] | None, call: str, cut: str, stream: bool, long: bool
-) -> None:
+CUT: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "names in JSON": (None, CALL),
+    "names in the mark": (IN_MARK, '[call:weather]{"city": "Rome"}[/call]'),
+    "XML": (INLINE, "[call:weather]<city>Rome</city><days>3</days>[/call]"),
+}
+
+
+@pytest.mark.parametrize(("stream", "cut", "names"), combinations([False, True], ["length", "stop"], list(CUT)))
+def test_a_call_that_is_cut_off_is_left_out(loaded: LoadedModel, names: str, cut: str, stream: bool, long: bool) -> None:
     """Wherever it is cut; what came before it, complete calls included, is reported."""
+    template, call = CUT[names]
     text = f"I look.{call}\n{call}"
     whole = {"city": "Rome", "days": "3"} if template is INLINE else {"city": "Rome"}
     with scripted(loaded, text, template=template) as server:

@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from rich.console import Console
+from support import combinations
 from support.serving import Server, ask, one_by_one, openai, serving, until
 
 from moegraft.injection.cli.models import LoadedModel
@@ -128,9 +129,7 @@ def test_rows_no_token_can_be_chosen_from(logits: list[float], good: bool) -> No
 
 
 @pytest.mark.usefixtures("slowly")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("place", ["prompt", "answer"])
+@pytest.mark.parametrize(("bad", "temperature", "place"), combinations([float("nan"), float("inf")], [0, 1.0], ["prompt", "answer"]))
 def test_a_row_without_usable_logits_ends_alone(loaded: LoadedModel, bad: float, temperature: float, place: str) -> None:
     """The long prompt's row is spoiled, in the pass that reads it or once it is decoded beside the other."""
 

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is an extra: pip install 'moegraft[gpu]'")
 import torch
+from support import combinations
 from support.families import build_model, case_of, prompt
 from support.kernel_cases import relative_error
 from support.triton_cases import DEVICE, INTERPRETED, ROUNDED, launched, poisoned, with_fused
@@ -70,9 +71,10 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) 
     return torch.cat((turned, x[..., rotary:]), -1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("more", ["", "norms", "sinks", "gate", "float mask", "one mask"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+MORE = ["", "norms", "sinks", "gate", "float mask", "one mask"]
+
+
+@pytest.mark.parametrize(("dtype", "more", "shape"), combinations(DTYPES, MORE, SHAPES), ids=str)
 def test_every_form(shape: Shape, more: str, dtype: torch.dtype) -> None:
     batch, queries, heads, columns = shape.batch, shape.queries, shape.heads, shape.columns
     gated = more == "gate"
