@@ -97,14 +97,19 @@ class SequentialDecoder:
             return
         job, cache = next(iter(self._caches.items()))
         ids, rest = job.ask.token_ids, dict(list(self._caches.items())[1:])
-        if not job.ask.max_tokens:
-            job.finish("length")
-        elif self._chunk and job.ask.images is None and len(ids) - tokens_in(cache) > self._chunk:
-            rest[job] = cache = read_ahead(self._model, ids[: tokens_in(cache) + self._chunk + 1], cache, self._chunk)
-            self._prefix.checkpoint(cache)
-        else:
-            self._answer(job, cache)
+        with job.failing_alone():
+            if not job.ask.max_tokens:
+                job.finish("length")
+            elif self._chunk and job.ask.images is None and len(ids) - tokens_in(cache) > self._chunk:
+                cache = read_ahead(self._model, ids[: tokens_in(cache) + self._chunk + 1], cache, self._chunk)
+                self._prefix.checkpoint(cache)
+                rest[job] = cache
+            else:
+                self._answer(job, cache)
+            self._caches = rest
+            return
         self._caches = rest
+        self._prefix.drop()  # a pass may have left its cache incomplete
 
     def _answer(self, job: Job, cache: DynamicCache | None) -> None:
         injection = injection_of(self._model)

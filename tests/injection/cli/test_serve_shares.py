@@ -255,6 +255,27 @@ def model(request: pytest.FixtureRequest, loaded: LoadedModel, stock: LoadedMode
     return loaded if request.param == "together" else one_by_one(stock)
 
 
+def test_a_request_that_fails_while_prompts_are_read_ends_alone(model: LoadedModel) -> None:
+    alone, failing, beside = (job(model, 6, prompt=length) for length in (70, 90, 70))
+    mark = str(failing.ask.token_ids[45:55])[1:-1]
+
+    def fail(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(mark in str(row) for row in kwargs["input_ids"].tolist()):
+            raise RuntimeError("inner secret")
+
+    with running(model, Limits(prefill_chunk=20, prefix_cache=0)) as service:
+        service.engine.submit([alone])
+        wait(alone)
+        hook = model.model.register_forward_pre_hook(fail, with_kwargs=True)
+        try:
+            service.engine.submit([failing, beside])
+            wait(failing, beside)
+        finally:
+            hook.remove()
+        assert (failing.ending, beside.ending, beside.token_ids) == ("failed", "length", alone.token_ids)
+        assert service.engine.endings["failed"] == 1
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one(model: LoadedModel) -> None:
     with running(model, Limits(prefill_chunk=50)) as service, passes(model) as seen:
         hook = model.model.register_forward_pre_hook(lambda *args: time.sleep(0.01))
