@@ -218,7 +218,7 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
         UnsupportedModelError: the model has no stock checkpoint, or `options` ask for something else to be saved.
         CheckpointError: the folder holds other weights, or cannot be written.
     """
-    from moegraft.injection.injected import versions
+    from moegraft.injection.injected import parameter_states
     from moegraft.injection.meta_model import read_config
     from moegraft.operators.sparsity import FILE_NAME
 
@@ -249,11 +249,12 @@ def save_injected(model: PreTrainedModel, injection: Injection, folder: Path, op
             f"this injected model cannot be saved: its embeddings were resized from {sizes[0]} to {sizes[1]} tokens; what is saved is its "
             "checkpoint's weights, so resize and save the stock model, and inject that"
         )
-    changed = [name for name, version in versions(model).items() if version > injection.versions.get(name, version)]
+    changed = [name for name, state in parameter_states(model).items() if state.differs(injection.loaded.get(name, state))]
     if changed:
         raise UnsupportedModelError(
-            f"this injected model cannot be saved: {len(changed)} of its parameters ({changed[0]}, ...) were trained or edited, and its "
-            "checkpoint's weights are saved; train adapters by PEFT, with these layers among its modules_to_save, and save these"
+            f"this injected model cannot be saved: {len(changed)} of its parameters ({changed[0]}, ...) were written to after loading, as "
+            "by training, and what is saved is its checkpoint's weights; train adapters by PEFT, with these layers among its "
+            "modules_to_save, and save these, or load the model again"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, TextStreamer
@@ -44,7 +44,7 @@ class Injection:
         stock_folder: the folder of the stock checkpoint; None for a model from memory, a GGUF file or a quantised checkpoint.
         new_head: weights that the stock checkpoint lacks, of a head for another task.
         verifications: the logits beside the stock model's, as often as `verify` has compared them; a model card has the last ones.
-        versions: of the parameters that stay, as they were loaded.
+        loaded: the states of the parameters that stay, as they were loaded.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Injection:
     stock_folder: Path | None = None
     new_head: Sequence[str] = ()
     verifications: list[LogitsError] = field(default_factory=list)
-    versions: dict[str, int] = field(default_factory=dict)
+    loaded: dict[str, ParameterState] = field(default_factory=dict)
 
     @property
     def replacing(self) -> dict[str, Operator]:
@@ -417,9 +417,26 @@ def injection_of(model: PreTrainedModel) -> Injection | None:
     return injection if isinstance(injection, Injection) else None
 
 
-def versions(model: PreTrainedModel) -> dict[str, int]:
-    """Return PyTorch's counts of what has written to each parameter."""
-    return {name: 0 if each.is_inference() else each._version for name, each in model.named_parameters()}
+class ParameterState(NamedTuple):
+    """PyTorch's count of writes to a parameter, and some values, as writes through `.data`, PEFT's merges among them, are not counted."""
+
+    writes: int
+    values: torch.Tensor
+
+    def differs(self, earlier: ParameterState) -> bool:
+        """Return whether the parameter was written to since; another dtype, and rounding to bfloat16, are no writes."""
+        same_dtype = self.values.dtype == earlier.values.dtype
+        return self.writes > earlier.writes or (same_dtype and not torch.equal(self.values.bfloat16(), earlier.values.bfloat16()))
+
+
+def parameter_states(model: PreTrainedModel) -> dict[str, ParameterState]:
+    """Return the state of each parameter that is in memory, with values of one page, since files of weights may be mapped."""
+    found = {}
+    for name, each in model.named_parameters():
+        if each.numel() and not each.is_meta:
+            values = each.detach()[(0,) * (each.dim() - 1)].reshape(-1)[:64]
+            found[name] = ParameterState(0 if each.is_inference() else each._version, values.cpu().clone())
+    return found
 
 
 def sparse_layers(model: PreTrainedModel) -> dict[str, LayerSparsity]:

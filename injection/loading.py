@@ -18,7 +18,7 @@ from moegraft.injection.checkpoint.files import LazyTensor
 from moegraft.injection.checkpoint.keymap import KeyMap
 from moegraft.injection.checkpoint.packed import StoredPacked
 from moegraft.injection.checkpoint.sources import ModuleSource, StoredWeights
-from moegraft.injection.injected import Injection, place, versions
+from moegraft.injection.injected import Injection, parameter_states, place
 from moegraft.injection.meta_model import ModelSource
 from moegraft.injection.progress import ProgressLine, progress_line
 from moegraft.operators.base import Operator
@@ -68,7 +68,7 @@ def load(grafted: GraftedModel, *, progress: bool | ProgressLine = True, rest: P
         for path, operator in grafted.injection.operators.items():
             operator.on_model_loaded(model, path)
         split_passes(model)  # last: operators may compute each token of a pass
-    grafted.injection.versions.update(versions(model))
+    grafted.injection.loaded.update(parameter_states(model))
     return model
 
 

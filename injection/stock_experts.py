@@ -45,7 +45,7 @@ def experts_forward(self: nn.Module, hidden_states: torch.Tensor, top_k_index: t
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Return some 256 values of all experts, which show what PyTorch does not count: writes through `.data`, as PEFT merges adapters."""
+    """Return some 256 values of all experts, to notice most writes that PyTorch does not count, through `.data`, as in PEFT's merges."""
     step = max(1, parameter.shape[0] * parameter.shape[1] // 256)
     rows = parameter.detach()[:, ::step]
     return rows[..., -1] if rows.dim() > 2 else rows

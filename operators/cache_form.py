@@ -159,13 +159,14 @@ def _nbytes(value: object) -> int:
 
 @contextmanager
 def _only_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """Let experts and norms return their input while the body runs, which has the shape and the dtype of what they compute.
+    """Let experts, and norms on meta, return their input while the body runs: it has the shape and the dtype of what they compute.
 
-    Routing needs values, and norms take half of the time where there are none.
+    Routing needs values. On meta norms take half of the time; elsewhere they keep the values of deep models finite.
     """
     from moegraft.operators.structure import kinds
 
-    skipped = [module for path, module in model.named_modules() if {"experts", "norm"} & kinds(path, module, model)]
+    left_out = {"experts", "norm"} if model.device.type == "meta" else {"experts"}
+    skipped = [module for path, module in model.named_modules() if left_out & kinds(path, module, model)]
     for module in skipped:
         module.forward = lambda hidden_states, *args, **kwargs: hidden_states  # type: ignore[method-assign]
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import FamilyCase, build_config, build_model, model_class, prompt, stateful_cases
+from support.families import FamilyCase, build_config, build_model, model_class, prompt, stateful_cases, tiny_model
 
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.decode.cache import cache_tensors
@@ -29,3 +29,15 @@ def test_states_are_counted_once_and_keys_and_values_for_each_token(case: Family
     numbers = 8 * len(sizes.layers)  # a layer has the size of its window as a tensor
     assert 0 <= sizes.state_bytes - (measured[0] - measured[1] + measured[0]) <= numbers
     assert sizes.state_bytes > numbers
+
+
+def test_values_of_a_loaded_model_stay_in_their_range() -> None:
+    """Its routers choose experts, which may be those of a GPU or of a disk."""
+    model: Any = tiny_model()
+    model.model.embed_tokens.weight.data *= 1e10  # as after many layers without norms
+    seen: list[torch.Tensor] = []
+    model.model.layers[-1].mlp.gate.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    sizes = kv_cache(model)
+    assert sizes.exact and len(sizes.layers) == 2
+    assert len(seen) == 2 and all(float(each.abs().max()) < 100 for each in seen)
+    assert kv_cache(model.to("meta")) == sizes

@@ -35,7 +35,7 @@ class UnbatchableError(Exception):
 
 
 def default_limit(model: PreTrainedModel) -> int:
-    """Return half of the free memory of the model's device, in bytes, without what experts that stay in files will take of it."""
+    """Return half of the memory that is free on the model's device and that no experts in files will fill, in bytes."""
     machine, injection = probe_machine(), injection_of(model)
     gpus = [gpu.free_bytes for gpu in machine.gpus] if model.device.type == "cuda" else []
     promised = 0 if injection is None else injection.context.framed_layers.unfilled_bytes
@@ -56,7 +56,7 @@ def open_pool(
     """Return a pool for the sequences of a model, which has computed a few tokens in it with the logits of its own cache.
 
     Args:
-        limit: bytes of keys, values and recurrent states. By default half of the free memory, and at most what `most + 4` whole contexts
+        limit: bytes of keys, values and recurrent states. By default those of `default_limit`, and at most what `most + 4` whole contexts
             need.
         prefix_bytes: of these, for prefixes; by default half. Checkpoints of states have at most half of that.
         most: sequences at once.

@@ -225,7 +225,7 @@ class PrefixFiles:
     @contextlib.contextmanager
     def _unfinished(self, name: str) -> Iterator[tuple[Path, BinaryIO]]:
         """Yield a file that nothing looks for, and its path; it is removed if the body fails."""
-        path = self._folder / f".{uuid.uuid4().hex}-{name}"  # servers in containers have one process id
+        path = self._folder / f".{uuid.uuid4().hex}-{name}"  # servers in containers may have the same process id
         try:
             with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
                 yield path, file

@@ -255,6 +255,8 @@ class Scheduler:
             drafted = any(draft.tokens for draft in drafts)
             if drafted or prompts:
                 logits, rows = self._pool.verify(sequences, tokens, [*map(len, tokens[:count]), *(1 for _ in prompts)])
+                for job, sequence in zip(prompts, sequences[count:], strict=True):
+                    self._pool.crop(sequence, len(job.token_ids))  # what padded a prompt beside drafts
             elif alone:
                 logits = self._pool.forward(sequences, tokens)[:, -1]
             else:
@@ -262,8 +264,8 @@ class Scheduler:
             computed_s = time.perf_counter()
             accepted = _accept(answers, drafts, logits, rows)
             if drafted:
-                for place, (job, sequence) in enumerate(zip(jobs, sequences, strict=True)):  # of a prompt, what has padded it
-                    self._pool.crop(sequence, len(job.token_ids) - (place < count))
+                for job, sequence in zip(answers, sequences, strict=False):
+                    self._pool.crop(sequence, len(job.token_ids) - 1)
         except torch.AcceleratorError:  # the device cannot be used after it
             raise
         except RaggedPassError:  # which of them has caused it is not known

@@ -106,10 +106,7 @@ class SequentialDecoder:
                 rest[job] = cache
             else:
                 self._answer(job, cache)
-            self._caches = rest
-            return
         self._caches = rest
-        self._prefix.drop()  # a pass may have left its cache incomplete
 
     def _answer(self, job: Job, cache: DynamicCache | None) -> None:
         injection = injection_of(self._model)
