@@ -205,7 +205,7 @@ class Service:
         """
         limit, needed = decoder.memory.limit, decoder.needed_bytes(Job(Ask([0], 1), self.loaded.tokenizer))
         if needed > limit:
-            given = "half of the free memory, " if self.limits.kv_memory is None else ""
+            given = "half of what is left of memory, " if self.limits.kv_memory is None else ""
             raise OptionsError(
                 f"--kv-memory {given}{human_bytes(limit)}: the shortest request needs {human_bytes(needed)}; give a size such as 8GiB"
             )
