@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -121,6 +122,9 @@ class Place:
         return replace(self, offset=self.offset.plus(product(self.strides[dim], start, "an offset")), sizes=tuple(sizes))
 
 
+_constant = lru_cache(1 << 12)(Affine)
+
+
 @dataclass(slots=True)
 class RecordedStep:
     """One recorded forward pass with its inputs and its effect on the cache; `position` counts groups where there are any."""
@@ -173,10 +177,10 @@ def fit(
             raise NotRecordableError(step.recording.obstacle)
     fitted = _Fit(one, other, sized_by_room)
     first, second = one.recording, other.recording
-    names = [[str(call.target) for call in recording.calls] for recording in (first, second)]
-    if names[0] != names[1]:
-        places = [index for index, pair in enumerate(zip(*names, strict=False)) if pair[0] != pair[1]]
-        what = names[1][places[0]] if places else f"{len(names[1])} calls after {len(names[0])}"
+    targets = [[call.target for call in recording.calls] for recording in (first, second)]
+    if targets[0] != targets[1]:
+        places = [index for index, pair in enumerate(zip(*targets, strict=False)) if pair[0] != pair[1]]
+        what = targets[1][places[0]] if places else f"{len(targets[1])} calls after {len(targets[0])}"
         raise NotRecordableError(f"two steps differ in what they compute ({what})")
     if len(first.storages) != len(second.storages):
         raise NotRecordableError("two steps differ in the memory that they use")
@@ -184,7 +188,7 @@ def fit(
     for a, b in zip(first.calls, second.calls, strict=True):
         if len(a.leaves) != len(b.leaves) or a.form != b.form or len(a.outputs) != len(b.outputs):
             raise NotRecordableError(f"two steps call {a.target} with other arguments")
-        leaves = [fitted.leaf(x, y, str(a.target)) for x, y in zip(a.leaves, b.leaves, strict=True)]
+        leaves = [fitted.leaf(x, y, a.target) for x, y in zip(a.leaves, b.leaves, strict=True)]
         outputs = [fitted.place(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
         grows = b.name == "topk.default" and isinstance(leaves[1], Affine)
         if grows and not (choices_grow and leaves[1] in leaves[0].sizes):
@@ -242,6 +246,8 @@ class _Fit:
         assert self._apart, "two steps at one position"
 
     def number(self, one: int, other: int) -> Affine:
+        if one == other:
+            return _constant(other)
         slope, rest = divmod(other - one, self._apart)
         if rest:
             raise NotRecordableError("a number of the step does not follow the position")
@@ -261,7 +267,7 @@ class _Fit:
             raise NotRecordableError("two steps differ in the tensors of their cache")
         return {key: self.place(one[key], memory) for key, memory in other.items()}
 
-    def leaf(self, one: Any, other: Any, name: str) -> Any:
+    def leaf(self, one: Any, other: Any, name: object) -> Any:
         if isinstance(other, Memory) and isinstance(one, Memory):
             return self.place(one, other)
         if type(one) is int and type(other) is int:

@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.timeline import Timeline
@@ -34,6 +34,7 @@ _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 _HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2", "bincount"}
 # How many values these return depends on the data. A replay compares it with the recorded number.
 _SIZED_BY_VALUES = {"nonzero", "index"}
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NUMPY_TYPES = {
     np.dtype(np.uint16): torch.bfloat16,
     np.dtype(np.float32): torch.float32,
@@ -170,6 +171,47 @@ def is_recorded() -> bool:
     return isinstance(_python_dispatch._get_current_dispatch_mode(), Recorder)
 
 
+class _Operation(NamedTuple):
+    """What the recording of an ATen call depends on beside its arguments.
+
+    Attributes:
+        obstacle: why no pass with it can be replayed, or "".
+    """
+
+    composite: bool
+    obstacle: str
+    allocates: bool
+    mutable: bool
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    name = func._schema.name.removeprefix("aten::")
+    # Attention is only random with dropout, which no model has while it generates.
+    random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
+    by_value = torch.Tag.dynamic_output_shape in func.tags and name not in _SIZED_BY_VALUES
+    unknown = name in _HOST_READS or random or by_value or torch.Tag.data_dependent_output in func.tags
+    return _Operation(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        f"it calls {name}, whose result Python reads or which is random" if unknown else "",
+        name in _ALLOCATIONS or name == "lift_fresh",
+        func._schema.is_mutable,
+    )
+
+
+@cache
+def _plain_form(arguments: int, names: tuple[str, ...]) -> TreeSpec:
+    return tree_structure(((0,) * arguments, dict.fromkeys(names)))
+
+
+def _flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves and the form of a call's arguments; `tree_flatten` alone would take longer than a small operation."""
+    leaves = [*args, *kwargs.values()]
+    if not any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
+        return leaves, _plain_form(len(args), tuple(kwargs))
+    return tree_flatten((tuple(args), kwargs))
+
+
 class Recorder(TorchDispatchMode):
     """Fills `recording` while it is entered.
 
@@ -213,33 +255,29 @@ class Recorder(TorchDispatchMode):
             if storage.nbytes():
                 bisect.insort(self._starts, start)
                 self._by_start[start] = number
-        return Memory(number, tensor.dtype, int(tensor.storage_offset()), tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
+        return Memory(number, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        operation = _operation(func)
+        if operation.composite:
             with self:  # inference mode hands such operations over whole
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        leaves, form = tree_flatten((tuple(args), kwargs))
+                found = func._op_dk(_COMPOSITE, *args, **kwargs)
+            return found
+        leaves, form = _flattened(args, kwargs)
         known = [self.memory(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._within_operation = func.namespace == "moegraft"
         try:
             found = func(*args, **kwargs)
         finally:
             self._within_operation = False
-        name = func._schema.name.removeprefix("aten::")
-        tensors = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, torch.Tensor)]
-        # Attention is only random with dropout, which no model has while it generates.
-        random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
-        by_value = torch.Tag.dynamic_output_shape in func.tags and name not in _SIZED_BY_VALUES
-        if name in _HOST_READS or random or by_value or torch.Tag.data_dependent_output in func.tags:
-            self.recording.obstacle = self.recording.obstacle or f"it calls {name}, whose result Python reads or which is random"
+        if operation.obstacle:
+            self.recording.obstacle = self.recording.obstacle or operation.obstacle
+        returned = [found] if isinstance(found, torch.Tensor) else tree_flatten(found)[0]
+        outputs = [self.memory(tensor, produced=True) for tensor in returned if isinstance(tensor, torch.Tensor)]
         read = {leaf.storage for leaf in known if isinstance(leaf, Memory)}
-        outputs = [self.memory(tensor, produced=True) for tensor in tensors]
-        is_view = not func._schema.is_mutable and all(output.storage in read for output in outputs)
-        if name not in _ALLOCATIONS and not is_view and name != "lift_fresh":
+        is_view = not operation.mutable and all(output.storage in read for output in outputs)
+        if not operation.allocates and not is_view:
             self.recording.calls.append(Call(func, known, form, outputs))
         return found
 
@@ -252,7 +290,7 @@ class Recorder(TorchDispatchMode):
         counts = kwargs.get("neuron_counts")
         if counts is not None:
             kwargs["neuron_counts"] = Counters(counts)
-        leaves, form = tree_flatten((args, kwargs))
+        leaves, form = _flattened(args, kwargs)
         self.recording.calls.append(Call(name, [self._kernel_leaf(leaf) for leaf in leaves], form, ()))
 
     def _kernel_leaf(self, leaf: Any) -> Any:
