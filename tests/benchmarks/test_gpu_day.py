@@ -228,6 +228,7 @@ def test_a_phase_that_crashes_loses_nothing_and_goes_on(day: Any) -> None:
     assert "- crash, dies: died: the process ended by SIGSEGV" in summary
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended_at_its_limit_and_leaves_its_stacks(day: Any, tmp_path: Path) -> None:
     start = time.monotonic()
     code, rows, summary = day("out", "hang", "--minutes", "0.25")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import with_long
 from support.families import build_model, case_of, needs_adapters_of_transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
@@ -91,7 +92,7 @@ def same_text(model: Any, found: list[int], expected: list[int]) -> bool:
     return float((logits[found[at]] - logits[expected[at]]).abs()) <= 0.01 * float(logits.max() - logits.min())
 
 
-@pytest.mark.parametrize("rules", ["cpu", "cpu-exact"])
+@pytest.mark.parametrize("rules", with_long(["cpu", "cpu-exact"], "cpu"))
 def test_replayed_steps_follow_each_change_of_adapters(folders: dict[str, Path], rules: str) -> None:
     model = optimize_and_load(demo_path(), rules, dtype=torch.float32, progress=False)
 

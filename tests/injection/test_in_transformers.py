@@ -25,6 +25,7 @@ from huggingface_hub import HfApi
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support import with_long
 from support.autoload import write_autoload
 from support.families import model_class, prompt, save_checkpoint, served_cases, tiny_model
 from support.family_rows import FamilyCase
@@ -426,7 +427,7 @@ def test_a_part_of_a_model_is_not_packed(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("rules", sorted(shipped_rules()))
+@pytest.mark.parametrize("rules", with_long(sorted(shipped_rules()), "cpu", "cpu-exact", "hybrid"))
 def test_a_packed_folder_gives_equal_logits(rules: str, tmp_path: Path) -> None:
     model = save_packed(demo_path(), rules, tmp_path)
     assert not any(file.is_symlink() for file in tmp_path.iterdir())

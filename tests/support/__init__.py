@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,16 @@ def import_benchmark(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         sys.path.remove(folder)
+
+
+def with_long(values: Iterable[Any], *short: Any) -> list[Any]:
+    """Return `values` for `parametrize`, of which every run has `short`, and --long has all."""
+    import pytest
+
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in short else pytest.mark.long)
+        for value in values
+    ]
 
 
 def combinations(first: Sequence[Any], *others: Sequence[Any]) -> list[Any]:

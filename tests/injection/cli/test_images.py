@@ -31,6 +31,7 @@ pytest.importorskip("PIL", reason="an extra for tests: pip install 'moegraft[tes
 import anthropic
 import openai
 from PIL import Image
+from support import with_long
 from support.browser import browsing, find_chromium
 from support.programs import Program
 from support.serving import PATIENCE_S, Server, ask, call, serving, until
@@ -173,7 +174,7 @@ def test_logits_are_those_of_the_stock_model(pair_of: Callable[[str], Pair], nam
     assert not torch.allclose(without.logits[0], expected.logits[0], atol=0.1)  # the images matter
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_long(CASES, "qwen3_vl_moe", "qwen3_5_moe", "dots3_note", "ernie4_5_vl_moe", "gemma4"))
 def test_answers_are_those_of_the_stock_model(pair_of: Callable[[str], Pair], name: str) -> None:
     """One after the other, of which some begin as earlier ones, and all at once, each twice."""
     pair = pair_of(name)

@@ -108,18 +108,17 @@ def together(reply: Any, *, stream: bool) -> tuple[str, str, str]:
     )
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0},
-        {"temperature": 2.0, "seed": 3, "max_tokens": 200},  # with characters of several tokens, and half ones
-        {"temperature": 0, "stop": "er"},  # within a token
-        {"temperature": 0, "response_format": {"type": "json_object"}},
-    ],
-    ids=["text", "any characters", "stop string", "JSON"],
-)
-def test_tokens_with_scores_add_up_to_the_content(bundled: Server, options: dict[str, Any], stream: bool) -> None:
+SCORED: dict[str, dict[str, Any]] = {
+    "text": {"temperature": 0},
+    "any characters": {"temperature": 2.0, "seed": 3, "max_tokens": 200},  # with characters of several tokens, and half ones
+    "stop string": {"temperature": 0, "stop": "er"},  # within a token
+    "JSON": {"temperature": 0, "response_format": {"type": "json_object"}},
+}
+
+
+@pytest.mark.parametrize(("stream", "kind"), combinations([False, True], list(SCORED)))
+def test_tokens_with_scores_add_up_to_the_content(bundled: Server, kind: str, stream: bool) -> None:
+    options = SCORED[kind]
     content, tokens, signs = together(ask(bundled, "Speak!", **{"max_tokens": 30, **options}, logprobs=True, stream=stream), stream=stream)
     assert content and tokens == signs == content
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_layers
+from support import with_long
 from support.batch_drafts import ChangedDrafts
 from support.eagle3 import LAYERS, train_head
 from support.families import build_model, greedy, prompt, served_cases
@@ -153,20 +154,28 @@ def stock_answers(checkpoints: Folders) -> Callable[[str], list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("name", "depth", "extra"),
-    [
-        ("deepseek_v3", 1, ""),
-        ("deepseek_v3", 4, ""),  # three times its own state fed back
+    with_long(
+        [
+            ("deepseek_v3", 1, ""),
+            ("deepseek_v3", 4, ""),  # three times its own state fed back
+            ("deepseek_v3", 3, STOCK_ATTENTION),
+            ("three layers", 2, ""),  # the third layer falls behind
+            ("three layers", 4, ""),
+            ("three layers", 4, STOCK_ATTENTION),
+            ("glm4_moe", 3, ""),
+            ("mellum", 2, ""),
+            ("mellum", 3, STOCK_ATTENTION),
+            ("qwen3_next", 3, ""),
+            ("eagle-3", 3, ""),
+            ("eagle-3", 2, STOCK_ATTENTION),
+        ],
         ("deepseek_v3", 3, STOCK_ATTENTION),
-        ("three layers", 2, ""),  # the third layer falls behind
+        ("three layers", 2, ""),
         ("three layers", 4, ""),
-        ("three layers", 4, STOCK_ATTENTION),
-        ("glm4_moe", 3, ""),
-        ("mellum", 2, ""),
         ("mellum", 3, STOCK_ATTENTION),
         ("qwen3_next", 3, ""),
         ("eagle-3", 3, ""),
-        ("eagle-3", 2, STOCK_ATTENTION),
-    ],
+    ),
 )
 def test_answers_beside_others_are_those_without_drafts(
     name: str, depth: int, extra: str, checkpoints: Folders, stock_answers: Callable[[str], list[list[int]]], loaded: LoadedModel
@@ -200,7 +209,12 @@ def drafts_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> dic
     return found
 
 
-@pytest.mark.parametrize(("name", "extra"), [("three layers", ""), ("deepseek_v3", ""), ("mellum", STOCK_ATTENTION), ("eagle-3", "")])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    with_long(
+        [("three layers", ""), ("deepseek_v3", ""), ("mellum", STOCK_ATTENTION), ("eagle-3", "")], ("three layers", ""), ("eagle-3", "")
+    ),
+)
 def test_drafts_are_those_of_a_text_alone(
     name: str, extra: str, checkpoints: Folders, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
+from support import combinations
 from support.families import build_model, case_of, prompt
 from support.serving import ask, serving
 from transformers import PreTrainedModel
@@ -190,8 +191,10 @@ def replaced(path: Path) -> None:
     path.write_bytes(f"{zlib.crc32(content):08x}".encode() + content)
 
 
-@pytest.mark.parametrize("damage", [flipped, shifted, cut, emptied, replaced, lambda path: path.write_bytes(b"x" * 64)])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+DAMAGES = [flipped, shifted, cut, emptied, replaced, lambda path: path.write_bytes(b"x" * 64)]
+
+
+@pytest.mark.parametrize(("family", "damage"), combinations(["qwen3_moe", "qwen3_next"], DAMAGES))
 def test_a_damaged_file_is_removed_and_computed_again(
     started: Pools, tmp_path: Path, damage: Callable[[Path], None], family: str, caplog: pytest.LogCaptureFixture
 ) -> None:

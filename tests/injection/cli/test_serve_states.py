@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import with_long
 from support.batch_drafts import ChangedDrafts
 from support.families import build_model, case_of, prompt
 from transformers import DynamicCache, PreTrainedModel
@@ -119,7 +120,15 @@ def test_answers_beside_others_are_those_alone(model: PreTrainedModel, loaded: L
 
 @pytest.mark.parametrize(
     ("family", "draft"),
-    [*((family, "ngram") for family in (*FAMILIES, "nemotron_h", "jamba", "zaya")), ("qwen3_next", "experts"), ("kimi_linear", "experts")],
+    with_long(
+        [
+            *((family, "ngram") for family in (*FAMILIES, "nemotron_h", "jamba", "zaya")),
+            ("qwen3_next", "experts"),
+            ("kimi_linear", "experts"),
+        ],
+        *((family, "ngram") for family in ("qwen3_next", "granitemoehybrid", "jamba", "zaya")),
+        ("kimi_linear", "experts"),
+    ),
 )
 def test_drafts_of_a_batch_change_no_answer(family: str, draft: str, loaded: LoadedModel, tmp_path: Path) -> None:
     """Each sequence goes on from the states after the last token that it accepts: all of its draft, some, or none."""

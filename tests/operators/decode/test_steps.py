@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import combinations
+from support import combinations, with_long
 from support.decoding import (
     CLOSE,
     Between,
@@ -869,7 +869,7 @@ def test_sparse_attention_below_its_limit() -> None:
     assert not reasons(model)
 
 
-@pytest.mark.parametrize("family", ["qwen4_exp_text", "glm5_next"])
+@pytest.mark.parametrize("family", with_long(["qwen4_exp_text", "glm5_next"], "qwen4_exp_text"))
 def test_pools_of_tokens(family: str) -> None:
     """Four make a group, of which a text has a program for each position in it; eight tokens or two groups are looked at."""
     model = shared_model(family)
