@@ -49,7 +49,7 @@ def refusal(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     if kind == "string_unicode" and not place:  # a name with lone surrogates
         return RequestError(400, "unknown parameter", code="unknown_parameter")
     if not place:
-        return RequestError(400, "the body is not a JSON object")
+        return RequestError(400, errors[0]["msg"] if kind == "no_text" else "the body is not a JSON object")
     for error in errors[:SHOWN_ERRORS]:
         path = ".".join(str(part) for part in error["loc"][1:] if "[" not in str(part))[:200]  # without the branches of unions
         messages.append(f"unknown parameter {path!r}" if error["type"] == "extra_forbidden" else f"{path}: {error['msg']}")

@@ -267,6 +267,12 @@ def test_what_cannot_be_served_is_refused(server: Server, body: Any, status: int
     assert (found, says in error["message"]) == (status, True), error
 
 
+def test_a_request_for_tokens_without_a_text_names_what_is_missing(server: Server) -> None:
+    status, error = post(server, b"{}", "/tokenize")
+    assert (status, error["message"]) == (400, "one of prompt, content and messages is needed")
+    assert post(server, b"[]", "/tokenize")[1]["message"] == "the body is not a JSON object"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
