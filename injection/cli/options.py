@@ -19,6 +19,7 @@ import yaml
 
 from moegraft.injection.checkpoint import gguf_alone, local_folder
 from moegraft.injection.rules.reading import check_syntax
+from moegraft.operators.atomic_file import NotNeededError, new_file
 from moegraft.operators.errors import MoegraftError
 
 # Option names of KTransformers, for users who have them in their scripts.
@@ -255,12 +256,18 @@ class TargetOptions:
 def check_new_file(path: Path, option: str, *, force: bool) -> None:
     """
     Raises:
-        OptionsError: the file exists and is not to be overwritten, or its folder does not exist.
+        OptionsError: it is a folder, a file that is not to be overwritten, or in a folder that does not exist.
+        OSError: the file cannot be written.
     """
+    if path.is_dir():
+        raise OptionsError(f"{option} {path} is a folder; give the name of a file in it")
     if path.exists() and not force:
         raise OptionsError(f"{path} exists; give --force to overwrite it, or {option} with another FILE")
     if not path.parent.is_dir():
         raise OptionsError(f"{path}: the folder {path.parent} does not exist; create it first")
+    if path.is_file() or not path.exists():  # others, as a pipe, are opened once
+        with new_file(path):
+            raise NotNeededError
 
 
 _sampling = partial(option, rich_help_panel="Sampling (default: the model's generation_config.json)", show_default=False)

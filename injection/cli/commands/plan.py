@@ -18,6 +18,7 @@ from moegraft.injection.cli.options import (
     OptionsError,
     PlannedModelOptions,
     TargetOptions,
+    check_new_file,
     option,
     parse_sizes,
     takes_options,
@@ -283,8 +284,8 @@ def init(
     rules of that file are converted one by one, and those left out are listed. Exit code 0: the file is written; 1: nothing fits,
     or no rule can be converted; 2: a file or the model cannot be read, or the command is wrong.
     """
-    if output != STANDARD_OUTPUT and output.exists() and not force:
-        raise OptionsError(f"{output} exists; give --force to overwrite it, or --out with another FILE")
+    if output != STANDARD_OUTPUT:
+        check_new_file(output, "--out", force=force)
     terminal = open_terminal()
     if from_ktransformers_file is not None:
         given = {"goal": goal, **asdict(stated), "context": context, "gguf": options.gguf}

@@ -73,11 +73,9 @@ def quantize(
     takes its place, which is reported. Weights are read one matrix at a time; memory is needed to run the model over the text of
     --imatrix. Exit code 0: the file is written; 2: a file or the model cannot be read or written, or the command is wrong.
     """
-    if out.is_dir():
-        raise OptionsError(f"--out {out} is a folder; give the name of a file in it, such as {out / 'model.gguf'}")
+    check_new_file(out, "--out", force=force)
     if out.suffix != ".gguf":
         raise OptionsError(f"--out {out}: the name of a GGUF file ends with .gguf")
-    check_new_file(out, "--out", force=force)
     from moegraft.injection.checkpoint.gguf.export import plan_export, read_types, with_written_mtp, write_export
     from moegraft.injection.cli.models import open_meta_model, short_name
     from moegraft.operators.atomic_file import NotNeededError, new_file

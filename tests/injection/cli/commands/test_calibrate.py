@@ -89,6 +89,8 @@ def test_rules_that_name_the_file_can_make_it(folder: Path, run: Run, text: Path
     [
         ((), "nothing to write: give --out FILE for thresholds, --routing FILE.npz for the routing, or --router-maps FILE"),
         (("--routing", "no/such/folder/x.npz"), "no/such/folder/x.npz: the folder no/such/folder does not exist"),
+        (("--routing", ".", "--force", "--tokens", "50"), "--routing . is a folder; give the name of a file in it"),
+        (("--out", "/proc/x.json", "--tokens", "50"), "error: /proc/x.json: "),  # before the text is read
         (("--out", "x.json", "--target", "1.5"), "target is a share from 0 to below 1, not 1.5"),
         (("--out", "x.json", "--target", "0"), "target 0 leaves no neuron out"),
         (("--out", "x.json", "--scope", "all"), "'all' is not one of"),

@@ -144,6 +144,8 @@ def test_a_file_that_is_there_is_kept(run: Run, config_folder: Path, tmp_path: P
     refused = run("init", "--model", config_folder, "--output", file)
     assert (refused.exit_code, file.read_text()) == (2, "mine")
     assert "--force" in refused.stderr
+    lost = run("init", "--model", config_folder, "--output", tmp_path / "absent" / "rules.yaml")
+    assert lost.exit_code == 2 and "create it first" in lost.stderr
     assert run("init", "--model", config_folder, "--output", file, "--force").exit_code == 0
     assert file.read_text() != "mine"
 

@@ -112,7 +112,7 @@ def test_layers_of_other_types_have_rows_of_their_own(run: Run, tmp_path: Path) 
         (("--out", "model.gguf", "--weights", "Q9"), "--weights: type 'Q9' cannot be written; the types are F32, F16, BF16, Q8_0"),
         (("--out", "model.gguf", "--weights", "middle=Q4_K"), "--weights: unknown role 'middle'"),
         (("--out", "model.gguf", "--weights", "down@9=Q4_K"), "types: 'down@9=Q4_K' fits no matrix of this model"),
-        (("--out", "."), "--out . is a folder; give the name of a file in it, such as model.gguf"),
+        (("--out", "."), "--out . is a folder; give the name of a file in it"),
         (("--out", "model.bin"), "the name of a GGUF file ends with .gguf"),
         (("--out", "absent/model.gguf"), "the folder absent does not exist; create it first"),
         (("--out", "model.gguf", "--imatrix", "absent.txt"), "absent.txt: No such file or directory"),
