@@ -202,7 +202,7 @@ _GRANITE_HYBRID = {
 }
 # By transformers' model type. Families whose parameters llama.cpp's converter changes in another way must not be listed.
 FAMILIES: Mapping[str, Family] = {
-    "qwen3_moe": Family("qwen3moe", normalises=True, requires={"attention_bias": False}),
+    "qwen3_moe": Family("qwen3moe", normalises=True, ignores_windows=True, requires={"attention_bias": False}),
     "qwen2_moe": Family("qwen2moe", normalises=False, requires=_UNTIED, changes={".shared_expert_gate.weight": SQUEEZED}),
     "olmoe": Family("olmoe", normalises=False, needs_equal_heads=True, requires={**_UNTIED, "attention_bias": False}),
     "mixtral": Family("llama", ignores_windows=True, changes=NEIGHBOURS),

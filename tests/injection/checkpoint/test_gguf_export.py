@@ -438,6 +438,7 @@ def test_importance_is_in_the_order_of_the_stored_columns(tmp_path: Path) -> Non
     [
         ({"norm_topk_prob": False}, "norm_topk_prob is False"),
         ({"mlp_only_layers": [0]}, "some layers have no experts"),
+        ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16 in the config, which llama.cpp ignores in qwen3_moe"),
         (
             {"layer_types": ["linear_attention", "full_attention"]},
             "does not support these layer_types in qwen3_moe models: linear_attention",
