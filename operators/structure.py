@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from moegraft.operators.base import CACHE, Kind
 
@@ -153,6 +153,21 @@ def is_norm(module: nn.Module) -> bool:
         return False
     owner: Any = type(module)
     return isinstance(module, nn.RMSNorm) or "rsqrt(" in source_of(owner) or "pow(mean_squared, -0.5)" in source_of(owner)
+
+
+def rotary_limit(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a text which leaves the rotary embeddings of others in its pass as they are; None: any number.
+
+    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in (given, *given.values()):
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind in ("longrope", "dynamic"):
+            limits.append(int(each.get("original_max_position_embeddings") or 0) if kind == "longrope" else 0)
+    return min(limits, default=None)
 
 
 # The functions in which families compute the rules of recurrent layers, by the names of their first arguments. They have other names in

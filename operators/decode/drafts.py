@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from transformers import Cache, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from moegraft.operators.decode.loop import DecodedSequence, accept, choose
@@ -60,15 +60,18 @@ class Drafting:
         """Begin to extend a sequence whose prompt is computed; return the rule of its rounds."""
         self.schedule.begin()
         self._greedy = type(lossless) is Greedy
-        self._longest = self._longest_draft(sequence.cache, processors)
+        self._longest = self._longest_draft(sequence, processors)
         if self._longest:
             self.drafter.begin(sequence)
         return Adaptive(lossless, self.confidence, self.tolerance, self.statistics.add_lossy) if self.tolerance else lossless
 
-    def _longest_draft(self, cache: Cache | None, processors: LogitsProcessorList) -> int:
+    def _longest_draft(self, sequence: DecodedSequence, processors: LogitsProcessorList) -> int:
         """Return the longest draft that can be removed from the cache; 0, with a warning, where no draft can."""
         stateful = next((type(processor).__name__ for processor in processors if isinstance(processor, STATEFUL_PROCESSORS)), None)
+        cache = sequence.cache
         reason = f"{stateful} keeps state from call to call" if stateful else unsupported_cache_reason(cache)
+        if sequence.rotary_limit == 0:
+            reason = "rotary embeddings of the type dynamic are others in a pass over a draft than in a step"
         if reason is not None or cache is None:
             self.warn_once(reason or "the model keeps no cache")
             return 0
@@ -88,7 +91,7 @@ class Drafting:
     def round(self, sequence: DecodedSequence, rule: AcceptanceRule) -> None:
         """Extend a sequence by one token or more, and learn from it."""
         start, before, preparations = self.clock(), sequence.length, self.switch.preparations
-        planned = self.schedule.plan(min(self._longest, sequence.remaining - 1))
+        planned = self.schedule.plan(min(self._longest, sequence.draftable))
         drafts: list[DraftToken] = []
         step_ns: Sequence[int] = ()  # of plain steps that were computed without anything else in between
         if planned > 0:  # the memory of past states stays the same in all rounds

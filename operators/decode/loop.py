@@ -44,6 +44,7 @@ from moegraft.operators.base import CACHE, call_arguments
 from moegraft.operators.decode.mtp_layers import asked_states, read_states
 from moegraft.operators.decode.rollback import passes_over
 from moegraft.operators.decode.sampling import AcceptanceRule, DraftToken, Greedy, Sampling, Scores, shorten, shortening
+from moegraft.operators.structure import rotary_limit
 
 if TYPE_CHECKING:
     from moegraft.operators.decode.drafts import Drafting
@@ -236,6 +237,7 @@ class DecodedSequence:
     A context manager: while steps of one token follow each other in a native program, the cache receives them at the end (`flush`).
 
     Attributes:
+        rotary_limit: `rotary_limit` of the model.
         passes: those over the sequence's cache.
         keeps_hidden_states: whether `hidden_states` has those of the latest pass, (1, T, H) after the last norm or what a head reads.
     """
@@ -253,6 +255,7 @@ class DecodedSequence:
     ) -> None:
         self._model: Any = model  # torch types every attribute of a module as a tensor
         self.length = int(input_ids.shape[1])
+        self.rotary_limit = rotary_limit(model)
         self._ids = input_ids  # (1, at least `length`)
         self._numbers: NDArray[np.int64] | None = None  # the same memory, where it has room and is the CPU's
         # Typed for CPU tensors of one class. A list inspects the signature of each of its processors in every call, which takes as long as
@@ -304,6 +307,12 @@ class DecodedSequence:
     def remaining(self) -> int:
         """Tokens left until the sequence reaches its maximum length."""
         return int(self._config.max_length) - self.length
+
+    @property
+    def draftable(self) -> int:
+        """Tokens of a draft that leaves the last token to the model, and whose pass has the rotary embeddings of the next step."""
+        limit, most = self.rotary_limit, self.remaining - 1
+        return most if limit is None or limit < self.length else min(most, limit - self.length)
 
     @property
     def cache(self) -> Cache | None:

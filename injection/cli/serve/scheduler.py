@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,21 +47,6 @@ def batching_obstacle(model: PreTrainedModel) -> str | None:
         return "the model's forward pass has no arguments for positions and an attention mask"
     asked = [name for name, off in PROCESSED.items() if getattr(model.generation_config, name, None) not in (None, off)]
     return f"the model's generation config sets {', '.join(asked)}" if asked else None
-
-
-def rotary_limit(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a text which leaves the rotary embeddings of others in its pass as they are; None: any number.
-
-    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text.
-    """
-    config = model.config.get_text_config(decoder=True)
-    given = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    for each in (given, *given.values()):
-        kind = each.get("rope_type") if isinstance(each, Mapping) else None
-        if kind in ("longrope", "dynamic"):
-            limits.append(int(each.get("original_max_position_embeddings") or 0) if kind == "longrope" else 0)
-    return min(limits, default=None)
 
 
 SHORT_SHARE = 8  # a prompt of at most this part of a chunk is short

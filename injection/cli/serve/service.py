@@ -42,12 +42,13 @@ from moegraft.injection.cli.serve.openai import DetokenizeBody, TokenizeBody
 from moegraft.injection.cli.serve.pages import SequencePool
 from moegraft.injection.cli.serve.prefix_files import PrefixFiles
 from moegraft.injection.cli.serve.protocol import Request, RequestError
-from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, rotary_limit, stores_codes
+from moegraft.injection.cli.serve.scheduler import Scheduler, batching_obstacle, stores_codes
 from moegraft.injection.cli.serve.sequential import SequentialDecoder
 from moegraft.injection.injected import injection_of
 from moegraft.operators.cache_form import kv_cache
 from moegraft.operators.errors import human_bytes
 from moegraft.operators.machine import version_of
+from moegraft.operators.structure import rotary_limit
 
 logger = logging.getLogger(__name__)
 MOST_SEED = (1 << 63) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import combinations
-from support.families import greedy, prompt, served_cases
+from support.families import case_of, greedy, prompt, served_cases
 from transformers import DynamicCache, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -75,6 +76,22 @@ def test_greedy_text_is_the_same_for_every_option(model_type: str, given: tuple[
     options, steps = given
     found = greedy(drafting(model_type, **options), prompt(12), max_new_tokens=steps)
     assert torch.equal(found, greedy(stock(model_type), prompt(12), max_new_tokens=steps))
+
+
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0 + at for at in range(8)], "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"), [({"rope_type": "dynamic", "factor": 2.0}, 64), ({"rope_type": "longrope", "factor": 4.0, **LONGROPE}, 256)], ids=str
+)
+def test_greedy_text_is_the_same_where_rotary_embeddings_depend_on_the_length_of_a_text(
+    rope: dict[str, Any], most: int, drafting: Any, stock: Any
+) -> None:
+    case = case_of("qwen3_moe")
+    case = dataclasses.replace(case, text={**case.text, "max_position_embeddings": most, "rope_parameters": {"rope_theta": 1e4, **rope}})
+    model = drafting(case, max_draft=3)
+    assert torch.equal(greedy(model, prompt(30), max_new_tokens=120), greedy(stock(case), prompt(30), max_new_tokens=120))
+    assert bool(statistics(model)["rounds"]) == (most == 256)
 
 
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
