@@ -66,7 +66,7 @@ _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<|flush|>", "<|calls|>"),  # the last two of Solar Open
 )
 _IDS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
