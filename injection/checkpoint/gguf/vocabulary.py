@@ -125,6 +125,10 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         special.merges, special.load_merges = [], False
     else:
         special.add_special_token.setdefault("bos", False)  # by default llama.cpp adds one where text is split as by Llama 3
+    stated: Any = sampling.get("eos_token_id")
+    ends = [each for each in (stated if isinstance(stated, list) else [stated]) if each in range(size)]
+    ends = [each for each in ends if each != special.special_token_ids.get("eos") and texts[each] not in _ENDS]
+    special.special_token_ids |= dict(zip(("eot", "eom"), ends, strict=False))
     special.add_to_gguf(writer, quiet=True)
     if falls_back or split is not None:
         return []

@@ -76,7 +76,7 @@ def tiny(folder: Path, **changes: Any) -> Qwen3MoeForCausalLM:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, eos_token_id=0
+        do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, eos_token_id=[0, 9]
     )
     model.save_pretrained(folder)
     return model
@@ -110,7 +110,7 @@ def test_a_file_is_enough(place: str, tmp_path: Path) -> None:
     source = find_model(path)
     assert AutoTokenizer.from_pretrained(source.folder).apply_chat_template([{"content": "a b"}], tokenize=False) == "a b"
     stated = loaded.generation_config
-    assert (stated.do_sample, stated.temperature, stated.top_k, stated.top_p, stated.eos_token_id) == (True, 0.7, 20, 0.8, [0])
+    assert (stated.do_sample, stated.temperature, stated.top_k, stated.top_p, stated.eos_token_id) == (True, 0.7, 20, 0.8, [0, 9])
     assert stated.repetition_penalty == 1.05
 
 
