@@ -282,6 +282,7 @@ FAMILIES: Mapping[str, Family] = {
             **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), False),
             "use_conv_bias": True,
             "time_step_limit": (0.0, math.inf),
+            "time_step_min": 0.001,
         },
         changes={**_MAMBA, ".mixer.norm.weight": GROUPED},
     ),

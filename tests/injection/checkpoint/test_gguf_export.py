@@ -510,6 +510,7 @@ def test_what_llama_cpp_computes_otherwise_in_one_family_is_refused(model_type: 
         ("granitemoehybrid", "mamba_proj_bias", True),
         ("granitemoehybrid", "time_step_limit", (0.0, 0.1)),
         ("nemotron_h", "time_step_limit", [0.0, 0.1]),
+        ("nemotron_h", "time_step_min", 0.05),
         ("dots1", "attention_bias", True),
         ("ernie4_5_moe", "moe_norm_min", 0.9),
         ("hunyuan_v1_moe", "attention_bias", True),
