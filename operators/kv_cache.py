@@ -249,8 +249,9 @@ class _Codes(Storage):
             return "tokens of an image attend to later ones, which attention over codes leaves out"
         mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
         padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
-        if mask is None and isinstance(ids, torch.Tensor) and pad is not None:  # of which `generate` makes a mask
-            padded = bool(torch.isin(ids, torch.as_tensor(pad)).any())
+        ends = [] if (end := setting("eos_token_id")) is None else torch.as_tensor(end).flatten().tolist()
+        if mask is None and isinstance(ids, torch.Tensor) and pad is not None and pad not in ends:  # of which `generate` makes a mask
+            padded = bool((ids == pad).any())
         return "a batch with padding has other positions than pages of codes" if padded else None
 
 

@@ -305,6 +305,13 @@ def test_calls_in_which_attention_reads_no_codes_have_the_plain_cache(arguments,
     assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 0
 
 
+def test_a_padding_token_that_ends_texts_is_no_padding(load) -> None:  # type: ignore[no-untyped-def]
+    """`generate` makes no mask of it: it may be the end of an earlier answer."""
+    model = load(options="backend: native")
+    model.generate(torch.tensor([[3, 7, 5, 6, 8]]), max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=[9, 7])
+    assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 1
+
+
 def test_a_cache_of_codes_is_reset_and_keeps_its_sequences(load) -> None:  # type: ignore[no-untyped-def]
     model, ids = load(options="backend: native"), prompt(9, batch=3)
     cache = new_cache(model)
