@@ -201,6 +201,9 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
     settings = {f"{name}_token": texts[number] for name, number in named.items()}
     if "tokenizer.chat_template" in keys:
         settings["chat_template"] = keys["tokenizer.chat_template"]
+    if others := keys.get("tokenizer.chat_templates"):  # as one for chats with tools
+        places = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in others}}
+        settings["chat_template"] = [{"name": name, "template": keys[place]} for name, place in places.items() if place in keys]
     stated = [keys[f"{name}_token_id"] for name in ("eos", "eot", "eom") if keys.get(f"{name}_token_id") is not None]
     known = [vocabulary[text] for text in _ENDS if text in vocabulary]
     ends = {number: texts[number] for number in (*stated, *(each for each in known if kinds[each] in marks))}

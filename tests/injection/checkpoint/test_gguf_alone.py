@@ -114,6 +114,18 @@ def test_a_file_is_enough(place: str, tmp_path: Path) -> None:
     assert stated.repetition_penalty == 1.05
 
 
+def test_all_chat_templates_are_read(tmp_path: Path) -> None:
+    """As one for chats with tools beside the default."""
+    tiny(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }} tools"}
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(written(tmp_path)))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert tokenizer.apply_chat_template([{"content": "a"}], tokenize=False) == "a"
+    assert tokenizer.apply_chat_template([{"content": "a"}], tools=tools, tokenize=False) == "1 tools"
+
+
 def test_the_folder_is_written_once(tmp_path: Path) -> None:
     tiny(tmp_path / "stock")
     path = written(tmp_path / "stock")
