@@ -216,6 +216,12 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
             if not math.isfinite(value):
                 raise ValueError(f"{key} is {value}")
             generation |= {"do_sample": True, ours: round(value, 6)}
+    # Numbers that switch a sampler off in llama.cpp, which transformers refuses.
+    if generation.get("temperature", 1) <= 0:
+        generation = {name: value for name, value in generation.items() if name not in ("temperature", "top_k", "top_p", "min_p")}
+        generation["do_sample"] = False
+    elif generation.get("top_k", 0) < 0:
+        generation["top_k"] = 0
     made = {"version": "1.0", "added_tokens": added, "post_processor": processor, "model": model, **steps}
     return {
         "tokenizer.json": json.loads(keys[Keys.Tokenizer.HF_JSON]) if Keys.Tokenizer.HF_JSON in keys else made,

@@ -114,6 +114,24 @@ def test_a_file_is_enough(place: str, tmp_path: Path) -> None:
     assert stated.repetition_penalty == 1.05
 
 
+@pytest.mark.parametrize(("temperature", "sampled"), [(0.0, False), (-1.0, False), (0.5, True)])
+def test_values_that_switch_a_sampler_off_are_those_of_llama_cpp(temperature: float, sampled: bool, tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    stated = {
+        "general.sampling.temp": temperature,
+        "general.sampling.top_k": -1,
+        "general.sampling.top_p": 1.0,
+        "general.sampling.min_p": 0.0,
+    }
+    settings = read_vocabulary({**fields_of(written(tmp_path)), **stated})["generation_config.json"]
+    model.generation_config = GenerationConfig(**settings)
+    assert model.generation_config.do_sample == sampled
+    ids = prompt(5)
+    texts = [model.generate(ids, max_new_tokens=20, eos_token_id=None) for _ in range(3)]
+    if not sampled:
+        assert all(torch.equal(text, model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)) for text in texts)
+
+
 def test_all_chat_templates_are_read(tmp_path: Path) -> None:
     """As one for chats with tools beside the default."""
     tiny(tmp_path)
