@@ -249,9 +249,10 @@ class _Codes(Storage):
             return "tokens of an image attend to later ones, which attention over codes leaves out"
         mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
         padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
-        ends = [] if (end := setting("eos_token_id")) is None else torch.as_tensor(end).flatten().tolist()
+        end = arguments["eos_token_id"] if "eos_token_id" in arguments else setting("eos_token_id")  # None: no token ends a text
+        ends = [] if end is None else torch.as_tensor(end).flatten().tolist()
         if mask is None and isinstance(ids, torch.Tensor) and pad is not None and pad not in ends:  # of which `generate` makes a mask
-            padded = bool((ids == pad).any())
+            padded = bool(torch.isin(ids, torch.as_tensor(pad)).any())
         return "a batch with padding has other positions than pages of codes" if padded else None
 
 

@@ -158,14 +158,15 @@ def is_norm(module: nn.Module) -> bool:
 def rotary_limit(model: PreTrainedModel) -> int | None:
     """Return the most tokens of a text which leaves the rotary embeddings of others in its pass as they are; None: any number.
 
-    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text.
+    Embeddings of the kind `longrope` are others for all positions once one is beyond the limit; `dynamic` ones depend on the longest text,
+    but for those with an `alpha`, as of Hunyuan, which transformers computes once.
     """
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in (given, *given.values()):
         kind = each.get("rope_type") if isinstance(each, Mapping) else None
-        if kind in ("longrope", "dynamic"):
+        if kind == "longrope" or (kind == "dynamic" and not each.get("alpha")):
             limits.append(int(each.get("original_max_position_embeddings") or 0) if kind == "longrope" else 0)
     return min(limits, default=None)
 

@@ -24,6 +24,8 @@ SINCE = {
     "torch.OutOfMemoryError": "2.6",
     "torch.Tensor._make_wrapper_subclass": "2.4",
     "torch._C.DisableTorchFunctionSubclass": "2.4",
+    "torch._C.DispatchKey": "2.4",
+    "torch._C.DispatchKey.CompositeImplicitAutograd": "2.4",
     "torch._C._cuda_endAllocateToPool": "2.8",
     "torch._C._cuda_releasePool": "2.4",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "2.4",

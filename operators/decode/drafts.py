@@ -71,7 +71,7 @@ class Drafting:
         cache = sequence.cache
         reason = f"{stateful} keeps state from call to call" if stateful else unsupported_cache_reason(cache)
         if sequence.rotary_limit == 0:
-            reason = "rotary embeddings of the type dynamic are others in a pass over a draft than in a step"
+            reason = "rotary embeddings that depend on the length of a text are others in a pass over a draft than in a step"
         if reason is not None or cache is None:
             self.warn_once(reason or "the model keeps no cache")
             return 0

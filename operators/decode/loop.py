@@ -310,7 +310,7 @@ class DecodedSequence:
 
     @property
     def draftable(self) -> int:
-        """Tokens of a draft that leaves the last token to the model, and whose pass has the rotary embeddings of the next step."""
+        """The most tokens of a draft: the last is left to the model, and its pass has the rotary embeddings of a step (no limit of 0)."""
         limit, most = self.rotary_limit, self.remaining - 1
         return most if limit is None or limit < self.length else min(most, limit - self.length)
 

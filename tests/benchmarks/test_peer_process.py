@@ -61,6 +61,7 @@ def test_a_peer_that_cannot_be_opened(opened: Callable[[], Any], reason: str) ->
     assert failed.value.reason == reason
 
 
+@pytest.mark.long
 def test_pairs_keep_their_rows_and_name_the_crashed_provider() -> None:
     from cpu_model import measure
     from harness.whole_models import decode_rate, prompt_rate

@@ -77,6 +77,7 @@ def test_a_run_prints_its_rows_and_the_paths_that_it_wrote(folder: Path) -> None
     assert run(folder, "rows", "--rows", "3", "--no-write").stdout == result.stdout.removesuffix(written)
 
 
+@pytest.mark.long
 def test_an_interrupted_or_a_partial_run_keeps_other_rows(folder: Path) -> None:
     """Rows are written as they are measured, and those of other conditions stay."""
     run(folder, "rows", "--rows", "3")
@@ -90,6 +91,7 @@ def test_an_interrupted_or_a_partial_run_keeps_other_rows(folder: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_exit_codes(folder: Path) -> None:
     nothing = run(folder, "rows", "--rows", "0")
     assert (nothing.returncode, nothing.stdout) == (0, "")
@@ -120,6 +122,7 @@ def test_the_nearest_name_is_suggested_for_an_unknown_one(folder: Path, name: st
     assert f"no benchmark '{name}'; " + (f"did you mean '{near}'?" if near else "known are: rows, slow") in result.stderr
 
 
+@pytest.mark.long
 def test_the_commands_of_the_readme_work(tmp_path: Path) -> None:
     """Run on a copy, to keep the results of this checkout, and with less work."""
     copied = tmp_path / "benchmarks"

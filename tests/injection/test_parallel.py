@@ -461,7 +461,7 @@ def test_drafts_caches_and_packed_files_work_on_two_ranks(tmp_path: Path) -> Non
     experts = "rules: [{id: experts, match: {kind: experts}, replace: {class: hybrid_experts, kwargs: {weights: %s, cache_dir: %s}}}]"
     texts = {
         "drafts": "extends: speculative",
-        "quantised": "extends: cpu\nrules: [{match: {kind: model}, replace: {class: quantized_kv_cache}}]",
+        "quantised": "extends: cpu\nrules: [{match: {kind: model}, replace: {class: quantized_kv_cache, kwargs: {backend: fp8}}}]",
         "packed": f"extends: cpu\n{experts % ('int4', tmp_path / 'packed')}",
         "mapped": f"extends: cpu\n{experts % ('int4', tmp_path / 'packed')}",
     }
@@ -515,6 +515,7 @@ def test_a_killed_rank_ends_the_others_with_its_name(tmp_path: Path) -> None:
     assert "GroupLostError: rank 1 on " in said and "start all ranks again" in said
 
 
+@pytest.mark.long
 def test_slow_loading_interrupts_other_rules_and_deleted_models_lose_no_rank(tmp_path: Path) -> None:
     rules = [tmp_path / name for name in ("own.yaml", "other.yaml")]
     for file, shares in zip(rules, ("[1, 1]", "[1, 2]"), strict=True):
@@ -650,6 +651,7 @@ def test_a_rank_keeps_to_its_share_of_the_memory_and_to_its_own_cores(tmp_path: 
         assert not cpus[0] & cpus[1], "each process keeps to its own cores"
 
 
+@pytest.mark.long
 def test_doctor_measures_the_messages_of_all_ranks(tmp_path: Path) -> None:
     ranks = start_ranks(["-m", "moegraft.injection.cli.moegraft", "doctor", "--measure", "--json"], 3, XDG_CACHE_HOME=str(tmp_path))
     (code, out, err), *others = end(ranks)

@@ -308,7 +308,11 @@ def test_calls_in_which_attention_reads_no_codes_have_the_plain_cache(arguments,
 def test_a_padding_token_that_ends_texts_is_no_padding(load) -> None:  # type: ignore[no-untyped-def]
     """`generate` makes no mask of it: it may be the end of an earlier answer."""
     model = load(options="backend: native")
-    model.generate(torch.tensor([[3, 7, 5, 6, 8]]), max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=[9, 7])
+    ids = torch.tensor([[3, 7, 5, 6, 8]])
+    model.generation_config.eos_token_id = 7
+    model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=None)  # now it ends none
+    assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 0
+    model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=[9, 7])
     assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 1
 
 

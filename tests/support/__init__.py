@@ -25,6 +25,8 @@ def with_long(values: Iterable[Any], *short: Any) -> list[Any]:
     """Return `values` for `parametrize`, of which every run has `short`, and --long has all."""
     import pytest
 
+    values = list(values)
+    assert all(value in values for value in short), "a case that no run has"
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in short else pytest.mark.long)
         for value in values

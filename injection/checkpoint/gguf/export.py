@@ -349,7 +349,7 @@ def why_not_exportable(config: PretrainedConfig) -> str | None:
         value = getattr(config, field, only)
         value = "silu" if value == "swish" else value  # two names of one function
         if (tuple(value) if isinstance(value, list) else value) != only:
-            return f"{field} is {getattr(config, field)} in the config, and llama.cpp computes {only} in {name} models"
+            return f"{field} is {getattr(config, field)} in the config, and GGUF files of {name} models mean {only}"
     if getattr(config, "clip_qkv", None) is not None:
         return f"clip_qkv is {config.clip_qkv} in the config, which llama.cpp does not support in {name} models"
     if family.needs_equal_heads and config.num_key_value_heads != config.num_attention_heads:

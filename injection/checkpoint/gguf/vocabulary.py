@@ -60,11 +60,12 @@ _SPLITS = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((_GPT4O,))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split(_DEEPSEEK3)),
 }
-# Tokens that end an answer, beside those that keys name: llama.cpp finds them by their text as well.
-_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>"),
-    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<|flush|>", "<|calls|>"),  # the last two of Solar Open
+# Tokens that end an answer, beside those that keys name. llama.cpp finds all but the last ones by their text as well.
+_KNOWN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|return|>", "<|call|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|flush|>", "<|calls|>"),  # the last two of Solar Open
 )
+_ENDS = (*_KNOWN_ENDS, "</s>", "<|user|>", "<|observation|>")
 _IDS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -94,7 +95,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         file = folder / "generation_config.json"
         sampling = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for name, theirs in SAMPLING.items():
-            if sampling.get("do_sample") and sampling.get(theirs) is not None:
+            if (sampling.get("do_sample") or theirs == "repetition_penalty") and sampling.get(theirs) is not None:
                 getattr(writer, f"add_sampling_{name}")(sampling[theirs])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: no tokenizer can be read ({error}); download its files again") from error
@@ -127,12 +128,16 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         special.add_special_token.setdefault("bos", False)  # by default llama.cpp adds one where text is split as by Llama 3
     stated: Any = sampling.get("eos_token_id")
     ends = [each for each in (stated if isinstance(stated, list) else [stated]) if each in range(size)]
-    ends = [each for each in ends if each != special.special_token_ids.get("eos") and texts[each] not in _ENDS]
+    ends = [each for each in ends if each != special.special_token_ids.get("eos") and texts[each] not in _KNOWN_ENDS]
     special.special_token_ids |= dict(zip(("eot", "eom"), ends, strict=False))
     special.add_to_gguf(writer, quiet=True)
-    if falls_back or split is not None:
-        return []
-    return [f"{path}: how this tokenizer splits text has no name in llama.cpp, which will split text as GPT-2 does"]
+    notices = []
+    if len(ends) > len(("eot", "eom")):
+        left_out = ", ".join(texts[each] for each in ends[2:])
+        notices.append(f"{file}: the file has keys for three tokens that end an answer; left out: {left_out}")
+    if not falls_back and split is None:
+        notices.append(f"{path}: how this tokenizer splits text has no name in llama.cpp, which will split text as GPT-2 does")
+    return notices
 
 
 def _prepends_space(body: Mapping[str, Any]) -> bool:
@@ -201,7 +206,7 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
     settings = {f"{name}_token": texts[number] for name, number in named.items()}
     if "tokenizer.chat_template" in keys:
         settings["chat_template"] = keys["tokenizer.chat_template"]
-    if others := keys.get("tokenizer.chat_templates"):  # as one for chats with tools
+    if "chat_template" in settings and (others := keys.get("tokenizer.chat_templates")):  # as one for chats with tools
         places = {"default": "tokenizer.chat_template", **{name: f"tokenizer.chat_template.{name}" for name in others}}
         settings["chat_template"] = [{"name": name, "template": keys[place]} for name, place in places.items() if place in keys]
     stated = [keys[f"{name}_token_id"] for name in ("eos", "eot", "eom") if keys.get(f"{name}_token_id") is not None]
@@ -215,13 +220,15 @@ def read_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         if (value := fields.get(key := f"general.sampling.{name}")) is not None:
             if not math.isfinite(value):
                 raise ValueError(f"{key} is {value}")
-            generation |= {"do_sample": True, ours: round(value, 6)}
+            if ours != "repetition_penalty":
+                generation |= {"do_sample": True, ours: round(value, 6)}
+            elif fields.get("general.sampling.penalty_last_n") != 0:
+                generation[ours] = round(value, 6)
     # Numbers that switch a sampler off in llama.cpp, which transformers refuses.
     if generation.get("temperature", 1) <= 0:
         generation = {name: value for name, value in generation.items() if name not in ("temperature", "top_k", "top_p", "min_p")}
         generation["do_sample"] = False
-    elif generation.get("top_k", 0) < 0:
-        generation["top_k"] = 0
+    generation |= {name: max(generation[name], 0) for name in ("top_k", "min_p") if name in generation}
     made = {"version": "1.0", "added_tokens": added, "post_processor": processor, "model": model, **steps}
     return {
         "tokenizer.json": json.loads(keys[Keys.Tokenizer.HF_JSON]) if Keys.Tokenizer.HF_JSON in keys else made,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from moegraft.cpu_backend import Runtime
 from moegraft.operators.timeline import Timeline
@@ -201,7 +201,7 @@ def _operation(func: Any) -> _Operation:
 
 @cache
 def _plain_form(arguments: int, names: tuple[str, ...]) -> TreeSpec:
-    return tree_structure(((0,) * arguments, dict.fromkeys(names)))
+    return tree_flatten(((0,) * arguments, dict.fromkeys(names)))[1]
 
 
 def _flattened(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:

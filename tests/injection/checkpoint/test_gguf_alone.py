@@ -121,15 +121,51 @@ def test_values_that_switch_a_sampler_off_are_those_of_llama_cpp(temperature: fl
         "general.sampling.temp": temperature,
         "general.sampling.top_k": -1,
         "general.sampling.top_p": 1.0,
-        "general.sampling.min_p": 0.0,
+        "general.sampling.min_p": -0.1,
+        "general.sampling.penalty_last_n": 0,
     }
     settings = read_vocabulary({**fields_of(written(tmp_path)), **stated})["generation_config.json"]
     model.generation_config = GenerationConfig(**settings)
-    assert model.generation_config.do_sample == sampled
+    assert (model.generation_config.do_sample, settings.get("repetition_penalty")) == (sampled, None)
     ids = prompt(5)
     texts = [model.generate(ids, max_new_tokens=20, eos_token_id=None) for _ in range(3)]
     if not sampled:
         assert all(torch.equal(text, model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)) for text in texts)
+
+
+@pytest.mark.parametrize(("ends", "keys", "left_out"), [([0, 9, 8], (9, 8), ""), ([9, 0, 8, 7], (9, 8), "left out: ")])
+def test_tokens_that_end_an_answer_have_keys(ends: list[int], keys: tuple[int, ...], left_out: str, tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    model.generation_config.eos_token_id = ends
+    model.save_pretrained(tmp_path)
+    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "qwen3moe")
+    notices = add_vocabulary(writer, tmp_path, 260, {})
+    stated = [writer.kv_data[0][f"tokenizer.ggml.{name}_token_id"].value for name in ("eos", "eot", "eom")]
+    assert stated == [0, *keys]
+    assert any(left_out in notice for notice in notices) == bool(left_out)
+
+
+def test_marks_of_turns_have_keys_as_llama_cpp_does_not_know_them(tmp_path: Path) -> None:
+    """GLM's answers end where the user's turn or a result begins."""
+    model = tiny(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<|user|>", "<|endoftext|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    user, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"])
+    model.generation_config.eos_token_id = [0, end, user]
+    model.save_pretrained(tmp_path)
+    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "qwen3moe")
+    add_vocabulary(writer, tmp_path, 260, {})
+    assert writer.kv_data[0]["tokenizer.ggml.eot_token_id"].value == user
+    assert "tokenizer.ggml.eom_token_id" not in writer.kv_data[0]
+
+
+def test_a_penalty_of_greedy_texts_is_kept(tmp_path: Path) -> None:
+    model = tiny(tmp_path)
+    model.generation_config = GenerationConfig(repetition_penalty=1.05, eos_token_id=0)
+    model.save_pretrained(tmp_path)
+    settings = read_vocabulary(fields_of(written(tmp_path)))["generation_config.json"]
+    assert settings["repetition_penalty"] == 1.05 and not settings.get("do_sample")
 
 
 def test_all_chat_templates_are_read(tmp_path: Path) -> None:

@@ -368,6 +368,7 @@ def test_drafts_change_no_answer_of_a_batch(draft: str, rules: str, tmp_path: Pa
 CODES = "- {id: codes, match: {kind: model}, replace: {class: quantized_kv_cache, kwargs: {backend: native}}}\n"
 
 
+@pytest.mark.long
 def test_drafts_over_codes_change_no_answer_of_a_batch(tmp_path: Path) -> None:
     rules = tmp_path / "codes.yaml"
     rules.write_text(f"version: 1\nextends: cpu-exact\nrules:\n{CODES}")

@@ -82,16 +82,22 @@ LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0 + at for at in range(
 
 
 @pytest.mark.parametrize(
-    ("rope", "most"), [({"rope_type": "dynamic", "factor": 2.0}, 64), ({"rope_type": "longrope", "factor": 4.0, **LONGROPE}, 256)], ids=str
+    ("model_type", "rope", "most", "drafts"),
+    [
+        ("qwen3_moe", {"rope_type": "dynamic", "factor": 2.0}, 64, False),
+        ("hunyuan_v1_moe", {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, 64, True),
+        ("qwen3_moe", {"rope_type": "longrope", "factor": 4.0, **LONGROPE}, 256, True),
+    ],
+    ids=["dynamic", "alpha", "longrope"],
 )
 def test_greedy_text_is_the_same_where_rotary_embeddings_depend_on_the_length_of_a_text(
-    rope: dict[str, Any], most: int, drafting: Any, stock: Any
+    model_type: str, rope: dict[str, Any], most: int, drafts: bool, drafting: Any, stock: Any
 ) -> None:
-    case = case_of("qwen3_moe")
+    case = case_of(model_type)
     case = dataclasses.replace(case, text={**case.text, "max_position_embeddings": most, "rope_parameters": {"rope_theta": 1e4, **rope}})
     model = drafting(case, max_draft=3)
     assert torch.equal(greedy(model, prompt(30), max_new_tokens=120), greedy(stock(case), prompt(30), max_new_tokens=120))
-    assert bool(statistics(model)["rounds"]) == (most == 256)
+    assert bool(statistics(model)["rounds"]) == drafts
 
 
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
