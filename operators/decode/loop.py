@@ -310,9 +310,9 @@ class DecodedSequence:
 
     @property
     def draftable(self) -> int:
-        """The most tokens of a draft: the last is left to the model, and its pass has the rotary embeddings of a step (no limit of 0)."""
+        """The most tokens of a draft: the last is left to the model, and no pass of a draft crosses a `rotary_limit` above 0."""
         limit, most = self.rotary_limit, self.remaining - 1
-        return most if limit is None or limit < self.length else min(most, limit - self.length)
+        return most if limit is None or limit + 1 < self.length else min(most, max(0, limit - self.length))
 
     @property
     def cache(self) -> Cache | None:
@@ -388,6 +388,9 @@ class DecodedSequence:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = feed
         outputs = self._model(**inputs | self._asked, return_dict=True)
+        if self.rotary_limit and inputs.get(CACHE) is None and self._kwargs.get(CACHE) is not None:  # begun again, as Phi-MoE's beyond it
+            self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs, num_new_tokens=0)
+            self.passes = passes_over(self._kwargs.get(CACHE), self._replay)
         self.passes.note()
         self._note(outputs)
         computed: torch.Tensor = outputs.logits[0, -feed:]

@@ -100,6 +100,22 @@ def test_greedy_text_is_the_same_where_rotary_embeddings_depend_on_the_length_of
     assert bool(statistics(model)["rounds"]) == drafts
 
 
+def test_a_model_that_replaces_its_cache_computes_its_text_once_again(drafting: Any, stock: Any) -> None:
+    """Phi-MoE does, at the length where its rotary embedding changes."""
+    case = case_of("phimoe")
+    rope = {**LONGROPE, "rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.0, "long_mscale": 1.2, "factor": 4.0}
+    limits = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    case = dataclasses.replace(case, text={**case.text, **limits, "rope_parameters": {**rope, "original_max_position_embeddings": 16}})
+    model, whole = drafting(case, max_draft=3), stock(case)
+    fed: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: fed.append(given[0].shape[1]))
+    found = model.generate(prompt(7), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, greedy(whole, prompt(7), max_new_tokens=40))
+    assert sum(tokens > 16 for tokens in fed) == 1
+    assert found.past_key_values.get_seq_length() == 7 + 40 - 1
+    assert statistics(model)["rounds"]
+
+
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
 def test_a_draft_with_all_experts_is_always_accepted(samples: bool, drafting: Any) -> None:
     model = drafting(draft_top_k=2, max_draft=3)
