@@ -17,6 +17,7 @@ from moegraft.operators.base import CACHE, DecodeLoss, ModelOperator, Traits, ca
 from moegraft.operators.cache_form import QuantisedForm, layer_types, name_layers
 from moegraft.operators.context import InjectionContext
 from moegraft.operators.decode.coded_cache import CODABLE, CodedCache
+from moegraft.operators.decode.loop import effective_config
 from moegraft.operators.decode.pages import SCALE_BYTES
 from moegraft.operators.decode.states import attention_part, has_states, keeps_nothing, why_not_split
 from moegraft.operators.errors import UnsupportedModelError
@@ -249,8 +250,7 @@ class _Codes(Storage):
             return "tokens of an image attend to later ones, which attention over codes leaves out"
         mask, ids, pad = arguments.get("attention_mask"), arguments.get("input_ids", arguments.get("inputs")), setting("pad_token_id")
         padded = isinstance(mask, torch.Tensor) and not bool((mask != 0).all())
-        end = arguments["eos_token_id"] if "eos_token_id" in arguments else setting("eos_token_id")  # None: no token ends a text
-        ends = [] if end is None else torch.as_tensor(end).flatten().tolist()
+        ends = [] if (end := setting("eos_token_id")) is None else torch.as_tensor(end).flatten().tolist()
         if mask is None and isinstance(ids, torch.Tensor) and pad is not None and pad not in ends:  # of which `generate` makes a mask
             padded = bool(torch.isin(ids, torch.as_tensor(pad)).any())
         return "a batch with padding has other positions than pages of codes" if padded else None
@@ -350,11 +350,10 @@ def _heads(config: PreTrainedConfig) -> tuple[int, list[int]]:
 
 def _other_cache_reason(model: PreTrainedModel, arguments: Mapping[str, Any], storage: Storage) -> str | None:
     """Return why a call cannot use a quantised cache, or None where it can."""
-    given = arguments.get("generation_config")
-    config = model.generation_config if given is None else given
+    config = effective_config(model, arguments)
 
     def setting(name: str) -> Any:
-        return arguments[name] if arguments.get(name) is not None else getattr(config, name, None)
+        return getattr(config, name, None)
 
     cache = arguments.get(CACHE)
     if cache is not None:

@@ -18,7 +18,7 @@ from support.families import build_model, case_of, prompt
 from support.rule_support import findings_of, write
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
 from moegraft.injection import optimize_and_load
@@ -311,6 +311,8 @@ def test_a_padding_token_that_ends_texts_is_no_padding(load) -> None:  # type: i
     ids = torch.tensor([[3, 7, 5, 6, 8]])
     model.generation_config.eos_token_id = 7
     model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=None)  # now it ends none
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 7, 9
+    model.generate(ids, generation_config=GenerationConfig(max_new_tokens=3, do_sample=False))  # with the model's own tokens
     assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 0
     model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=7, eos_token_id=[9, 7])
     assert model.moegraft.statistics()["modules"]["(the model)"]["quantised_caches"] == 1

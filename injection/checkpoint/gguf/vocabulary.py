@@ -128,7 +128,8 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, size: int, splits: Mapping[
         special.add_special_token.setdefault("bos", False)  # by default llama.cpp adds one where text is split as by Llama 3
     stated: Any = sampling.get("eos_token_id")
     ends = [each for each in (stated if isinstance(stated, list) else [stated]) if each in range(size)]
-    ends = [each for each in ends if each != special.special_token_ids.get("eos") and texts[each] not in _KNOWN_ENDS]
+    marks = {number for number in ends if texts[number] in _KNOWN_ENDS and kinds[number] in (TokenType.CONTROL, TokenType.USER_DEFINED)}
+    ends = [each for each in ends if each != special.special_token_ids.get("eos") and each not in marks]
     special.special_token_ids |= dict(zip(("eot", "eom"), ends, strict=False))
     special.add_to_gguf(writer, quiet=True)
     notices = []

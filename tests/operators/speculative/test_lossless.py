@@ -112,6 +112,7 @@ def test_a_model_that_replaces_its_cache_computes_its_text_once_again(drafting: 
     found = model.generate(prompt(7), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(found.sequences, greedy(whole, prompt(7), max_new_tokens=40))
     assert sum(tokens > 16 for tokens in fed) == 1
+    assert any(tokens > 1 for tokens in fed[fed.index(17) + 1 :]), "drafts go on"
     assert found.past_key_values.get_seq_length() == 7 + 40 - 1
     assert statistics(model)["rounds"]
 
